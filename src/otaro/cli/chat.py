@@ -1,0 +1,100 @@
+"""`otaro chat DIR`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from otaro.cli import console
+from otaro.cli.generate import (
+    DeviceOption,
+    DirectoryArgument,
+    MaxNewTokensOption,
+    SeedOption,
+    TemperatureOption,
+    TopPOption,
+    open_model,
+    sampling,
+)
+
+HELP = """\
+/precision E5M3   run the rest of the conversation at another precision; the KV cache is kept
+/reset            forget the conversation
+/help             this list
+/exit             leave (so does the end of input)"""
+
+
+def chat(
+    directory: DirectoryArgument,
+    precision: console.PrecisionOption = None,
+    max_new_tokens: MaxNewTokensOption = 300,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Talk to a model; /precision E5M3 switches in mid-conversation and keeps the KV cache."""
+    from otaro.runtime.session import ChatSession
+
+    model, tokenizer = open_model(directory, precision, device)
+    session = ChatSession(model, tokenizer)
+    at = console.describe_precision(model)
+    console.err.print(f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False)
+    if not session.uses_template:
+        console.err.print("This model has no chat template: it continues your text instead of answering it.", highlight=False)
+    options = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, seed)}
+    while (line := _read_line(f"{console.describe_precision(model)}> ")) is not None:
+        if line.startswith("/"):
+            if line.split()[0] in ("/exit", "/quit"):
+                break
+            _command(session, line)
+        elif line:
+            _answer(session, line, options)
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line, without its end; None at the end of input."""
+    if sys.stdin.isatty():
+        try:
+            return input(prompt).strip()
+        except EOFError:
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _command(session: Any, line: str) -> None:
+    import otaro
+
+    command, *arguments = line.split()
+    if command == "/precision" and len(arguments) == 1:
+        try:
+            otaro.set_precision(session.model, console.parse_precision(arguments[0]) or {})
+        except otaro.OtaroError as error:
+            console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
+        else:
+            at = console.describe_precision(session.model)
+            console.err.print(f"now at {at}, {session.cached_tokens} tokens kept in the cache", highlight=False)
+    elif command == "/reset":
+        session.reset()
+        console.err.print("conversation forgotten")
+    else:
+        console.err.print(console.escape(HELP), highlight=False)
+
+
+def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    started, before = time.perf_counter(), session.cached_tokens
+    try:
+        answer = session.reply(text, streamer=streamer, **options)
+    except KeyboardInterrupt:
+        session.reset()
+        console.err.print("\ninterrupted; the conversation starts afresh")
+        return
+    seconds = time.perf_counter() - started
+    tokens = len(session.tokenizer(answer)["input_ids"])
+    note = f"{tokens} tokens, {tokens / seconds:.1f} per second, {before} tokens reused"
+    console.err.print(f"[dim]{note}[/]", highlight=False)

@@ -1,0 +1,86 @@
+"""What the commands share: where output goes, progress bars, and how sizes are written.
+
+Results go to standard output; progress and remarks go to standard error, so that `otaro inspect DIR --json | jq` just works.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape as escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+out = Console()
+err = Console(stderr=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of tables.")]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        "-p",
+        help="E5M8 to E5M3, by default the finest one present; modules apart as in E5M3,lm_head=E5M4,*.mlp.*=E5M5.",
+        show_default=False,
+    ),
+]
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON, free of any styling."""
+    typer.echo(json.dumps(value))
+
+
+@contextmanager
+def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (what is at hand, done, total) that draws a bar on standard error."""
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(
+            task, description=what, completed=done // unit_scale, total=total // unit_scale
+        )
+
+
+def parse_precision(text: str | None) -> dict[str, str] | None:
+    """`E5M3,lm_head=E5M4` as a mapping from patterns to precisions; a precision alone is for all modules."""
+    if text is None:
+        return None
+    parts = [part.rpartition("=") for part in text.split(",")]
+    return {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
+
+
+def describe_precision(model: Any) -> str:
+    """The precision a model runs at: one, or the range where modules differ."""
+    from otaro.runtime.precision import precisions_of
+
+    used = set(precisions_of(model).values())
+    return str(min(used)) if len(used) == 1 else f"{min(used)} to {max(used)}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and notices out of our output; errors stay."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,83 @@
+"""`otaro generate DIR --prompt TEXT`, and what it shares with `otaro chat`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from otaro.cli import console
+
+DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)]
+TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)]
+SeedOption = Annotated[int, typer.Option(help="Of the sampling.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+def generate(
+    directory: DirectoryArgument,
+    prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
+    precision: console.PrecisionOption = None,
+    max_new_tokens: MaxNewTokensOption = 100,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    device: DeviceOption = "cpu",
+    json: console.JsonOption = False,
+) -> None:
+    """Continue a text, at any precision, as it is produced."""
+    from transformers import TextStreamer
+
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    model, tokenizer = open_model(directory, precision, device)
+    ids = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if not ids["input_ids"].numel():
+        raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
+    streamer = None if json else TextStreamer(tokenizer, skip_special_tokens=True)
+    started = time.perf_counter()
+    output = model.generate(
+        **ids,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        **sampling(temperature, top_p, seed),
+    )
+    seconds = time.perf_counter() - started
+    new = output.shape[1] - ids["input_ids"].shape[1]
+    used = console.describe_precision(model)
+    if json:
+        text = tokenizer.decode(output[0, -new:], skip_special_tokens=True)
+        console.print_json({"prompt": prompt, "text": text, "precision": used, "tokens": new, "seconds": seconds})
+    else:
+        console.err.print(f"[dim]{used}: {new} tokens, {new / seconds:.1f} per second[/]", highlight=False)
+
+
+def open_model(directory: str, precision: str | None, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a nested directory."""
+    from transformers import AutoTokenizer
+
+    import otaro
+
+    console.quiet_transformers()
+    with console.err.status("opening ..."):
+        model = otaro.load(directory, console.parse_precision(precision), device=device)
+        path = model.sefp.nested.path
+        if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+            raise otaro.OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
+        return model, AutoTokenizer.from_pretrained(path)
+
+
+def sampling(temperature: float, top_p: float, seed: int) -> dict[str, Any]:
+    """Arguments for `model.generate`; seeds the sampler."""
+    import torch
+
+    torch.manual_seed(seed)
+    if temperature == 0.0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

@@ -1,0 +1,75 @@
+"""`otaro inspect DIR`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from otaro.cli import console
+
+if TYPE_CHECKING:
+    from otaro.file.summary import PrecisionSummary, Summary
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
+    json: console.JsonOption = False,
+) -> None:
+    """Show what a nested directory holds: sizes per precision, numbers per kind of module."""
+    from otaro.file.io import NestedDirectory
+    from otaro.file.summary import summarize
+
+    nested = NestedDirectory(directory)
+    with console.progress_bar("reading (million weights)", 1_000_000) as progress:
+        summary = summarize(nested, lambda done, total: progress("", done, total))
+    if json:
+        console.print_json(summary.to_dict())
+    else:
+        show(summary)
+
+
+def show(summary: Summary) -> None:
+    """Print the two tables."""
+    from rich.table import Table
+
+    console.out.print(
+        f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}, {summary.reconstruction}, "
+        f"groups of {summary.group_size}, {summary.packed_weights:,} packed weights, {summary.other_parameters:,} others",
+        highlight=False,
+    )
+    sizes = Table(title="By precision", title_justify="left")
+    sizes.add_column("precision")
+    sizes.add_column("shards model-...")
+    for heading in ("size", "bits per weight", "of FP16"):
+        sizes.add_column(heading, justify="right")
+    for row in summary.precisions:
+        sizes.add_row(
+            row.precision,
+            _shards(row),
+            console.size(row.bytes) if row.bytes is not None else "-",
+            f"{row.bits_per_weight:.2f}",
+            f"{row.ratio_to_fp16:.1%}" if row.ratio_to_fp16 is not None else "-",
+        )
+    console.out.print(sizes)
+    modules = Table(title="By kind of module", title_justify="left")
+    modules.add_column("module")
+    for heading in ("tensors", "weights", "exponents", "zero at E5M3"):
+        modules.add_column(heading, justify="right")
+    for module in summary.modules:
+        modules.add_row(
+            module.type,
+            str(module.tensors),
+            f"{module.weights:,}",
+            f"{module.min_exponent} to {module.max_exponent}",
+            f"{module.zero_share:.1%}",
+        )
+    console.out.print(modules)
+
+
+def _shards(row: PrecisionSummary) -> str:
+    """The shards in short, `m3 ... m8`; of an incomplete set, those to fetch."""
+    short = [name.removeprefix("model-").removesuffix(".safetensors") for name in row.missing or row.shards]
+    listed = short[0] if len(short) == 1 else f"{short[0]} ... {short[-1]}"
+    return f"[red]lacks {listed}[/]" if row.missing else listed

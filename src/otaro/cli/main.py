@@ -1,0 +1,52 @@
+"""`otaro`: the table of commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import otaro
+from otaro.cli import chat, console, demo, generate, inspect, pack, verify
+
+app = typer.Typer(
+    help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("pack")(pack.pack)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"otaro {otaro.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """Run the command line; a refusal becomes one clear line and exit status 1."""
+    try:
+        app()
+    except otaro.OtaroError as error:
+        console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.err.print("interrupted")
+        sys.exit(130)

@@ -1,0 +1,58 @@
+"""`otaro pack MODEL OUT`."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from otaro.cli import console
+
+
+class ReconstructionChoice(StrEnum):
+    """What a code stands for."""
+
+    midpoint = "midpoint"
+    truncate = "truncate"
+
+
+def pack(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
+    out: Annotated[Path, typer.Argument(help="The nested directory to write.")],
+    reconstruction: Annotated[
+        ReconstructionChoice,
+        typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
+    ] = ReconstructionChoice.midpoint,
+    group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    json: console.JsonOption = False,
+) -> None:
+    """Turn a model into a nested directory that holds every precision.
+
+    Reads safetensors only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
+    """
+    from otaro.file.pack import pack as pack_model
+
+    console.quiet_transformers()
+    started = time.perf_counter()
+    with console.progress_bar("packing (million weights)", 1_000_000) as progress:
+        nested = pack_model(
+            model,
+            out,
+            group_size=group_size,
+            reconstruction=reconstruction.value,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - started
+    total = sum(path.stat().st_size for path in out.glob("model-m*.safetensors"))
+    if json:
+        console.print_json({"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model})
+    else:
+        console.out.print(
+            f"packed {model} into {out}: {console.size(total)} for all six precisions, {seconds:.1f} s", highlight=False
+        )
+        console.out.print(f"see it with:  otaro inspect {out}", highlight=False)

@@ -1,0 +1,37 @@
+"""Everything OTARo refuses, one class per kind of refusal.
+
+All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the library itself decided not to do and lets
+genuine bugs through. The command line prints their message alone, without a traceback.
+"""
+
+
+class OtaroError(Exception):
+    """Base of every refusal; its message says what was wrong and what to do."""
+
+
+class PrecisionError(OtaroError, ValueError):
+    """A precision that does not exist, or a precision map that does not fit the model."""
+
+
+class WeightError(OtaroError, ValueError):
+    """A weight that SEFP cannot hold: NaN, infinity, too large, or not a floating-point tensor."""
+
+
+class CheckpointError(OtaroError):
+    """The model to be packed cannot be read, or is not of a kind that can be packed."""
+
+
+class FormatError(OtaroError):
+    """A nested directory or shard breaks the rules of FORMAT.md."""
+
+
+class ShardMissingError(FormatError):
+    """A precision was asked for whose shard is not in the directory."""
+
+
+class DigestError(FormatError):
+    """The bytes of a shard are not those its header promises."""
+
+
+class TargetError(OtaroError):
+    """The place to write to cannot be used: it exists, is read-only, or is full."""

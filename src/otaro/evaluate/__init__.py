@@ -1,0 +1,1 @@
+"""Measuring a model at each precision."""

@@ -1,0 +1,128 @@
+"""A directory appears whole or not at all.
+
+`new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every file to disk and
+renames the sibling into place in one step; leaving it by an exception removes it. A process that is killed leaves only the
+sibling, which nothing loads and which the next writer to the same target sweeps away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from otaro.errors import TargetError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: two writers to one target are then not told apart
+    fcntl = None  # type: ignore[assignment]
+
+_REFUSED_BY_SYSTEM = {
+    errno.ENOSPC: "the disk is full; free some space or choose another place",
+    errno.EDQUOT: "your disk quota is used up; free some space or choose another place",
+    errno.EFBIG: "the file would be larger than this system allows (see `ulimit -f`)",
+    errno.EROFS: "the file system is read-only; choose another place",
+    errno.EACCES: "you may not write there; choose another place",
+    errno.EPERM: "you may not write there; choose another place",
+    errno.ENOTDIR: "a part of that path is a file, not a directory",
+}
+
+
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Turn the system's refusals to write into a `TargetError` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if (advice := _REFUSED_BY_SYSTEM.get(error.errno or 0)) is None:
+            raise
+        raise TargetError(f"cannot write {target}: {advice}") from error
+
+
+@contextmanager
+def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a directory to fill, which becomes `target` when the block ends without an exception.
+
+    An existing target is refused unless it is an empty directory or `overwrite` is set; then it stays as it is until the
+    moment of exchange.
+    """
+    target = Path(os.path.abspath(target))
+    with explained(target):
+        if target.exists() and not target.is_dir():
+            raise TargetError(f"{target} exists and is not a directory; choose another place")
+        if target.is_dir() and any(target.iterdir()) and not overwrite:
+            raise TargetError(f"{target} exists and is not empty; choose another place or ask to overwrite it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.parent / f".{target.name}.partial"
+        lock = _take_over(partial, target)
+        try:
+            yield partial
+            if lock is not None:
+                (partial / ".lock").unlink()
+            _flush(partial)
+            _move_into_place(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def _take_over(partial: Path, target: Path) -> int | None:
+    """Create `partial` empty. What a killed writer left is removed; a live writer, who holds the lock, is left alone."""
+    partial.mkdir(exist_ok=True)
+    if fcntl is None:
+        return None
+    lock = os.open(partial / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
+    for leftover in partial.iterdir():
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        elif leftover.name != ".lock":
+            leftover.unlink()
+    return lock
+
+
+def _flush(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()):
+        if not _exchange(partial, target):
+            # Without an atomic exchange there is an instant with no target; the old one is then beside it, whole.
+            old = target.parent / f".{target.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+            os.rename(partial, target)
+            shutil.rmtree(old)
+    else:
+        os.rename(partial, target)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories atomically, where the system can (Linux); the first path then holds the old content."""
+    at_current_directory, exchange_flag = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if renameat2 is None:
+        return False
+    paths = (at_current_directory, os.fsencode(first), at_current_directory, os.fsencode(second))
+    return bool(renameat2(*paths, exchange_flag) == 0)

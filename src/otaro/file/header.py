@@ -1,0 +1,292 @@
+"""The header of a shard: what it must say, and every way in which it can be wrong.
+
+A shard is an ordinary safetensors file whose `__metadata__` also carries the format version, which plane it is, the identity
+of the model, a SHA-256 per tensor, and a *seal*: the SHA-256 of the header itself, taken with the seal's own digits as zeros.
+Reading a header costs microseconds and proves it undamaged; the seal vouches for the digests, the digests for the data.
+
+Files come from strangers. Nothing here trusts a length, an offset, a shape or a name before it has been checked, and the
+payload cannot lie either: every pattern of exponent and code bits decodes to a finite number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import DigestError, FormatError
+from otaro.file.planes import BASE_BYTES, PLANE_BYTES, PLANES, blocks, exponent_bytes
+from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction
+from otaro.sefp.precision import COARSEST
+
+VERSION = "1"
+MAX_HEADER = 100_000_000  # safetensors' own limit
+ALIGNMENT = 64  # of the data within the file, so that mapped tensors suit vector loads
+EXPONENTS = ".exponents"  # suffix of the tensor that holds a packed tensor's exponents
+BASE = COARSEST  # the base shard counts as plane 3
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_NO_DIGEST = "0" * 64
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def shard_name(plane: int) -> str:
+    """File name of the base shard (3) or of a plane (4 to 8)."""
+    return f"model-m{plane}.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a shard; `start` and `end` count from the beginning of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a model's shards hold together: the base shard states it, all shards must obey it."""
+
+    group_size: int
+    reconstruction: Reconstruction
+    packed: Mapping[str, tuple[int, ...]]
+    """Name and shape, as weights, of every packed tensor."""
+
+    def exponents_shape(self, name: str) -> tuple[int, ...]:
+        """One exponent per group."""
+        *lead, length = self.packed[name]
+        return (*lead, -(-length // self.group_size))
+
+    def packed_entries(self, plane: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name, dtype and shape of all tensors that this plane's shard needs, unpacked tensors aside."""
+        per_block = BASE_BYTES if plane == BASE else PLANE_BYTES
+        entries = {n: ("U8", (*shape[:-1], per_block * blocks(shape[-1]))) for n, shape in self.packed.items()}
+        if plane == BASE:
+            for name in self.packed:
+                entries[name + EXPONENTS] = ("U8", (exponent_bytes(prod(self.exponents_shape(name))),))
+        return entries
+
+
+@dataclass(frozen=True)
+class Header:
+    """A shard's header, checked."""
+
+    path: Path
+    plane: int
+    model: str
+    entries: Mapping[str, Entry]
+    digests: Mapping[str, str]
+    schema: Schema | None
+    """Stated by the base shard only."""
+    data_start: int
+
+
+def draft_header(
+    plane: int, schema: Schema, unpacked: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Lay out a shard: header with blank digests, and where each tensor goes.
+
+    Base nibbles come first (their sizes are multiples of 16 bytes), then unpacked tensors, widest type first, then the
+    exponents, whose streams have any length: so every tensor is aligned for its own type.
+    """
+    needed = schema.packed_entries(plane)
+    wide = dict(sorted(unpacked.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
+    streams = {name: needed.pop(name) for name in [n + EXPONENTS for n in schema.packed] if name in needed}
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, (dtype, shape) in {**needed, **wide, **streams}.items():
+        start, end = end, end + prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = Entry(dtype, shape, start, end)
+    metadata = {
+        "format": "pt",
+        "otaro": VERSION,
+        "plane": str(plane),
+        "model": _NO_DIGEST,
+        "seal": _NO_DIGEST,
+        "digests": json.dumps(dict.fromkeys(entries, _NO_DIGEST), separators=(",", ":")),
+    }
+    if plane == BASE:
+        stated = {"group_size": schema.group_size, "reconstruction": schema.reconstruction, "shapes": schema.packed}
+        metadata["sefp"] = json.dumps(stated, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for name, entry in entries.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.end]}
+    return header, entries
+
+
+def render_header(header: dict[str, Any]) -> bytes:
+    """The first bytes of a shard: length, JSON, spaces up to the alignment. Same length whatever the digests are."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def seal_header(header: dict[str, Any], model: str, digests: Mapping[str, str]) -> bytes:
+    """Fill in model and digests, and seal; returns the finished bytes."""
+    metadata = header["__metadata__"]
+    metadata |= {"model": model, "seal": _NO_DIGEST, "digests": json.dumps(dict(digests), separators=(",", ":"))}
+    metadata["seal"] = hashlib.sha256(render_header(header)[8:]).hexdigest()
+    return render_header(header)
+
+
+def model_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
+    """SHA-256 over the hex digests of every packed tensor: exponents, base, planes 4 to 8."""
+    identity = hashlib.sha256()
+    for name in schema.packed:
+        identity.update(digests_by_plane[BASE][name + EXPONENTS].encode())
+        for plane in (BASE, *PLANES):
+            identity.update(digests_by_plane[plane][name].encode())
+    return identity.hexdigest()
+
+
+def read_header(path: Path, plane: int) -> Header:
+    """Read and check the header of the shard at `path`, which should be `plane`'s."""
+    size, text = _read_text(path)
+    header = _parse_object(text, f"{path}: the header")
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or "otaro" not in metadata:
+        raise FormatError(f"{path} is not an OTARo shard: its header has no format version")
+    if metadata["otaro"] != VERSION:
+        raise FormatError(
+            f"{path} has format version {metadata['otaro']!r}, this program reads version {VERSION!r}; "
+            "pack the model again, or use the release that wrote it"
+        )
+    _check_seal(path, text, metadata)
+    entries = _check_entries(path, header, size - 8 - len(text))
+    digests = _parse_object(metadata.get("digests", ""), f"{path}: 'digests'")
+    if digests.keys() != entries.keys() or not all(_is_digest(value) for value in digests.values()):
+        raise FormatError(f"{path}: 'digests' does not give one SHA-256 for every tensor")
+    if not _is_digest(metadata.get("model")):
+        raise FormatError(f"{path}: 'model' is not a SHA-256")
+    if metadata.get("plane") != str(plane):
+        raise FormatError(
+            f"{path} holds plane {metadata.get('plane')!r} but its name says plane {plane}: "
+            "shards were renamed or swapped; give each its own name again"
+        )
+    schema = _read_schema(path, metadata) if plane == BASE else None
+    if schema is not None:
+        check_schema(path, entries, schema, plane)
+    return Header(path, plane, metadata["model"], entries, digests, schema, 8 + len(text))
+
+
+def check_schema(path: Path, entries: Mapping[str, Entry], schema: Schema, plane: int) -> None:
+    """Refuse a shard whose tensors are not those that the schema asks of it."""
+    needed = schema.packed_entries(plane)
+    for name, (dtype, shape) in needed.items():
+        entry = entries.get(name)
+        if entry is None:
+            raise FormatError(f"{path} lacks the tensor {name}")
+        if entry.dtype != dtype or entry.shape != shape:
+            raise FormatError(
+                f"{path}: {name} is {entry.dtype} {list(entry.shape)} where the model's base shard "
+                f"implies {dtype} {list(shape)}"
+            )
+    if plane != BASE and (extra := entries.keys() - needed.keys()):
+        raise FormatError(f"{path} holds {min(extra)}, which the base shard does not know")
+
+
+def _read_text(path: Path) -> tuple[int, bytes]:
+    """File size and raw header text."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise FormatError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
+        if length > MAX_HEADER:
+            raise FormatError(f"{path}: a header of {length} bytes is over the limit of {MAX_HEADER}")
+        return size, file.read(length)
+
+
+def _parse_object(text: str | bytes, what: str) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return unique
+
+    try:
+        value = json.loads(text, object_pairs_hook=no_duplicates)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"{what} is not valid JSON ({error}); the file is damaged, fetch it again") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} is not a JSON object")
+    return value
+
+
+def _check_seal(path: Path, text: bytes, metadata: Mapping[str, Any]) -> None:
+    seal = metadata.get("seal")
+    if not _is_digest(seal):
+        raise FormatError(f"{path}: the header has no seal")
+    blank = text.replace(b'"seal":"%s"' % str(seal).encode(), b'"seal":"%s"' % _NO_DIGEST.encode())
+    if hashlib.sha256(blank).hexdigest() != seal:
+        raise DigestError(f"{path}: the header does not match its seal; the file is damaged, fetch it again")
+
+
+def _check_entries(path: Path, header: Mapping[str, Any], data_size: int) -> dict[str, Entry]:
+    """Entries must tile the data without gap or overlap, each exactly as large as its dtype and shape say."""
+    entries: dict[str, Entry] = {}
+    for name, raw in header.items():
+        try:
+            dtype, shape, (start, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+                raise ValueError
+        except (TypeError, KeyError, ValueError):
+            raise FormatError(f"{path}: the header entry of {name} is malformed") from None
+        if dtype not in DTYPES:
+            raise FormatError(f"{path}: {name} has the unknown dtype {dtype!r}")
+        if end - start != prod(shape) * DTYPES[dtype].itemsize:
+            raise FormatError(f"{path}: {name} claims {end - start} bytes, {dtype} {list(shape)} takes another number")
+        entries[name] = Entry(dtype, shape, start, end)
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != reached:
+            kind = "overlaps the tensor before it" if entry.start < reached else "leaves a gap before it"
+            raise FormatError(f"{path}: {name} {kind}")
+        reached = entry.end
+    if reached != data_size:
+        problem = "is truncated" if reached > data_size else "has bytes after its last tensor"
+        raise FormatError(f"{path} {problem}: {reached} bytes of data promised, {data_size} found; fetch it again")
+    return entries
+
+
+def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
+    stated = _parse_object(metadata.get("sefp", ""), f"{path}: 'sefp'")
+    group_size, reconstruction, shapes = (stated.get(key) for key in ("group_size", "reconstruction", "shapes"))
+    if type(group_size) is not int or group_size < 1 or group_size % 32:
+        raise FormatError(f"{path}: the group size is {group_size!r}, not a positive multiple of 32")
+    if reconstruction not in RECONSTRUCTIONS:
+        raise FormatError(f"{path}: unknown reconstruction {reconstruction!r}")
+    if not isinstance(shapes, dict):
+        raise FormatError(f"{path}: 'sefp' gives no shapes")
+    for name, shape in shapes.items():
+        whole = isinstance(shape, list) and len(shape) >= 2 and all(type(n) is int and n > 0 for n in shape)
+        if not whole or name + EXPONENTS in shapes:
+            raise FormatError(f"{path}: the packed tensor {name} has the impossible shape {shape!r}")
+    return Schema(group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()})
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _HEX_DIGEST.fullmatch(value) is not None

@@ -1,0 +1,271 @@
+"""Reading and writing nested directories.
+
+`NestedDirectory` opens one: the base shard at once, each plane when it is first asked for, all memory-mapped. `NestedWriter`
+makes one, tensor by tensor: layouts are fixed before the first byte, so the six shards are filled side by side while
+their digests are taken, and no tensor is ever held whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from otaro.errors import DigestError, FormatError, ShardMissingError
+from otaro.file.atomic import new_directory
+from otaro.file.header import (
+    BASE,
+    DTYPE_NAMES,
+    EXPONENTS,
+    Entry,
+    Header,
+    Schema,
+    check_schema,
+    draft_header,
+    model_identity,
+    read_header,
+    render_header,
+    seal_header,
+    shard_name,
+)
+from otaro.file.planes import PLANES, pack_codes, pack_exponents, unpack_exponents
+from otaro.sefp.codec import SefpTensor
+from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
+
+_READ_SIZE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard, its header checked and its file mapped."""
+
+    header: Header
+    handle: Any  # safetensors' safe_open: maps the file, hands out views of the mapping
+
+    @staticmethod
+    def open(path: Path, plane: int) -> Shard:
+        """Check the header and map the file."""
+        header = read_header(path, plane)
+        try:
+            return Shard(header, safe_open(path, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise FormatError(f"{path}: {error}") from error
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the mapped bytes; nothing is read before it is used."""
+        tensor: torch.Tensor = self.handle.get_tensor(name)
+        return tensor
+
+
+class NestedDirectory:
+    """A nested directory, opened for reading.
+
+    >>> nested = NestedDirectory("model-dir")                               # doctest: +SKIP
+    >>> nested.finest, nested.schema.reconstruction                          # doctest: +SKIP
+    (Precision('E5M8'), 'midpoint')
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FormatError(f"{self.path} is not a directory; give one that `otaro pack` wrote")
+        base = self.path / shard_name(BASE)
+        if not base.is_file():
+            found = [n for p in PLANES if (self.path / (n := shard_name(p))).is_file()]
+            if not found:
+                raise FormatError(
+                    f"{self.path} is not a nested model (no {base.name}); make one with `otaro pack {self.path} OUT`"
+                )
+            raise ShardMissingError(f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs")
+        self._shards = {BASE: Shard.open(base, BASE)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
+        return self  # read-only: copies of a model share the mapped files
+
+    @property
+    def base(self) -> Shard:
+        """The base shard: all of E5M3, and what is not packed."""
+        return self._shards[BASE]
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Group size, reconstruction, and the packed tensors with their shapes."""
+        assert self.base.header.schema is not None  # read_header sees to it for the base shard
+        return self.base.header.schema
+
+    @cached_property
+    def unpacked(self) -> dict[str, Entry]:
+        """Norms, biases and whatever else is stored as it came."""
+        packed = self.schema.packed_entries(BASE)
+        return {name: entry for name, entry in self.base.header.entries.items() if name not in packed}
+
+    @property
+    def finest(self) -> Precision:
+        """The highest precision whose shards are all present right now."""
+        bits = BASE
+        while bits < FINEST and (self.path / shard_name(bits + 1)).is_file():
+            bits += 1
+        return of_mantissa_bits(bits)
+
+    def plane(self, plane: int) -> Shard:
+        """The shard of a plane, opened on first use; a file that was added since is found."""
+        if plane not in self._shards:
+            path = self.path / shard_name(plane)
+            if not path.is_file():
+                raise ShardMissingError(
+                    f"{of_mantissa_bits(plane)} needs {path.name}, which is not in {self.path} (complete up to {self.finest}); "
+                    "fetch that file into the directory and ask again, or use a lower precision"
+                )
+            shard = Shard.open(path, plane)
+            if shard.header.model != self.base.header.model:
+                raise FormatError(
+                    f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
+                    f"{self.base.header.model[:12]}); fetch the shard of this model"
+                )
+            check_schema(path, shard.header.entries, self.schema, plane)
+            self._shards[plane] = shard
+        return self._shards[plane]
+
+    def require(self, precision: Precision) -> None:
+        """Open every shard that `precision` needs; refuse if one is missing or wrong."""
+        for plane in range(BASE + 1, precision.mantissa_bits + 1):
+            self.plane(plane)
+
+    def exponents(self, name: str) -> torch.Tensor:
+        """The exponents of a packed tensor, int8, unpacked from their stream."""
+        return unpack_exponents(self.base.tensor(name + EXPONENTS), self.schema.exponents_shape(name))
+
+    def verify(self) -> Iterator[tuple[Shard, str, int]]:
+        """Read everything and compare digests: yields (shard, tensor, bytes) for each good tensor, raises at a bad one."""
+        self.require(self.finest)
+        for shard in self._shards.values():
+            with shard.header.path.open("rb") as file:
+                for name, entry in shard.header.entries.items():
+                    digest = hashlib.sha256()
+                    file.seek(shard.header.data_start + entry.start)
+                    for start in range(entry.start, entry.end, _READ_SIZE):
+                        digest.update(file.read(min(_READ_SIZE, entry.end - start)))
+                    if digest.hexdigest() != shard.header.digests[name]:
+                        raise DigestError(f"{shard.header.path}: the bytes of {name} are damaged; fetch the file again")
+                    yield shard, name, entry.end - entry.start
+
+
+class _ShardWriter:
+    """One shard being filled: each tensor from its start to its end, tensors in any order."""
+
+    def __init__(self, path: Path, plane: int, schema: Schema, unpacked: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self.draft, self.entries = draft_header(plane, schema, unpacked)
+        self.data_start = len(render_header(self.draft))
+        self.file = path.open("xb", buffering=0)
+        end = self.data_start + max((entry.end for entry in self.entries.values()), default=0)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.file.fileno(), 0, end)  # a full disk shows now, not after an hour
+        else:
+            self.file.truncate(end)
+        self._written = dict.fromkeys(self.entries, 0)
+        self._digests = {name: hashlib.sha256() for name in self.entries}
+
+    def append(self, name: str, data: torch.Tensor) -> None:
+        entry = self.entries[name]
+        raw = data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        if entry.start + self._written[name] + len(raw) > entry.end:
+            raise AssertionError(f"{name}: more bytes than its shape allows")
+        self._digests[name].update(raw)
+        self.file.seek(self.data_start + entry.start + self._written[name])
+        self._written[name] += len(raw)
+        while raw:
+            raw = raw[self.file.write(raw) :]
+
+    def digests(self) -> dict[str, str]:
+        for name, entry in self.entries.items():
+            if self._written[name] != entry.end - entry.start:
+                raise AssertionError(f"{name}: fewer bytes than its shape needs")
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+    def close(self, model: str) -> None:
+        self.file.seek(0)
+        self.file.write(seal_header(self.draft, model, self.digests()))
+        self.file.close()
+
+
+class NestedWriter:
+    """Writes the shards of one model; use `NestedWriter.create`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        schema: Schema,
+        unpacked: Mapping[str, tuple[str, tuple[int, ...]]],
+        finest: Precision,
+        model: str | None,
+    ) -> None:
+        self.directory = directory
+        self._schema = schema
+        self._model = model
+        self._shards = {
+            plane: _ShardWriter(directory / shard_name(plane), plane, schema, unpacked if plane == BASE else {})
+            for plane in range(BASE, finest.mantissa_bits + 1)
+        }
+
+    @staticmethod
+    @contextmanager
+    def create(
+        target: Path,
+        schema: Schema,
+        unpacked: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        *,
+        finest: Precision | None = None,
+        model: str | None = None,
+        overwrite: bool = False,
+    ) -> Iterator[NestedWriter]:
+        """Write a nested directory at `target`, which appears when the block ends and all tensors have been written.
+
+        A copy of an existing model gives its `finest` precision and its `model` identity; a new model has all planes and
+        gets its identity from its content. Other files (config, tokenizer) go into `writer.directory`.
+        """
+        stored = {name: (DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in unpacked.items()}
+        with new_directory(target, overwrite) as directory:
+            writer = NestedWriter(directory, schema, stored, finest or of_mantissa_bits(FINEST), model)
+            try:
+                yield writer
+                writer._finish()
+            finally:
+                for shard in writer._shards.values():
+                    shard.file.close()
+
+    def append_rows(self, name: str, tensor: SefpTensor) -> None:
+        """Append encoded rows to a packed tensor. Chunks but the last must hold a multiple of 8 groups: whole bytes."""
+        base, planes = pack_codes(tensor.finest_codes)
+        self._shards[BASE].append(name + EXPONENTS, pack_exponents(tensor.exponents))
+        self._shards[BASE].append(name, base)
+        for number, plane in zip(PLANES, planes, strict=True):
+            self._shards[number].append(name, plane)
+
+    def append_stored(self, plane: int, name: str, data: torch.Tensor) -> None:
+        """Append bytes that already are in the file's form, or an unpacked tensor."""
+        self._shards[plane].append(name, data)
+
+    def _finish(self) -> None:
+        digests = {plane: shard.digests() for plane, shard in self._shards.items()}
+        model = self._model or model_identity(self._schema, digests)
+        for shard in self._shards.values():
+            shard.close(model)
+
+
+def rows_per_chunk(row_length: int, weights: int) -> int:
+    """Rows to encode at a time: about `weights` weights, and a multiple of 8 rows so that exponents fill whole bytes."""
+    return max(8, weights // max(row_length, 1) // 8 * 8)
+
+
+def count_weights(schema: Schema) -> int:
+    """Packed weights in total."""
+    return sum(prod(shape) for shape in schema.packed.values())

@@ -1,0 +1,86 @@
+"""Packing: a checkpoint in, a nested directory out, a few thousand rows in memory at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import WeightError
+from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
+from otaro.file.header import BASE, Schema, shard_name
+from otaro.file.io import NestedDirectory, NestedWriter, rows_per_chunk
+from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction, encode, first_refused, refusal
+from otaro.sefp.precision import GROUP_SIZE
+
+_CHUNK = 1 << 19  # weights encoded between two writes: few enough to stay in the cache
+
+
+def pack(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    group_size: int = GROUP_SIZE,
+    reconstruction: Reconstruction = "midpoint",
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> NestedDirectory:
+    """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
+
+    `out` appears when everything is written and flushed, or not at all. `progress` is called with the tensor at hand and
+    the weights done and in total.
+    """
+    if group_size < 1 or group_size % 32:
+        raise WeightError(f"group_size must be a positive multiple of 32, got {group_size}")
+    if reconstruction not in RECONSTRUCTIONS:
+        raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
+    checkpoint = Checkpoint(resolve_model(model))
+    schema = Schema(group_size, reconstruction, checkpoint.packed)
+    kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
+    unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
+    total, done = sum(map(prod, checkpoint.packed.values())), 0
+    with NestedWriter.create(Path(out), schema, unpacked, overwrite=overwrite) as writer:
+        for name, shape in checkpoint.packed.items():
+            at = 0  # weights of this tensor done
+            for rows in checkpoint.rows(name, rows_per_chunk(shape[-1], _CHUNK)):
+                progress(name, done, total)
+                try:
+                    writer.append_rows(name, encode(rows, group_size, reconstruction, name=name))
+                except WeightError:
+                    if (bad := first_refused(rows)) is None:
+                        raise
+                    raise refusal(name, shape, at + bad, float(rows.flatten()[bad])) from None
+                at += rows.numel()
+                done += rows.numel()
+        for name in kept:
+            writer.append_stored(BASE, name, checkpoint.read(name))
+        _write_sidecars(checkpoint, schema, writer.directory)
+        progress("flushing to disk", done, total)
+    return NestedDirectory(out)
+
+
+def _write_sidecars(checkpoint: Checkpoint, schema: Schema, directory: Path) -> None:
+    for pattern in SIDECARS:
+        for path in checkpoint.directory.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, directory / path.name)
+    config = checkpoint.config
+    config.dtype = getattr(config, "dtype", None) or checkpoint.dtype
+    config.quantization_config = {
+        "quant_method": "sefp",
+        "group_size": schema.group_size,
+        "reconstruction": schema.reconstruction,
+    }
+    write_config(config, directory)
+
+
+def write_config(config: Any, directory: Path) -> None:
+    """Write config.json so that transformers opens the base shard, and it alone: the plug-in attaches the planes."""
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    stated = json.loads(path.read_text()) | {"transformers_weights": shard_name(BASE)}  # which save_pretrained leaves out
+    path.write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,125 @@
+"""What a nested directory holds, in numbers: the data behind `otaro inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from otaro.file.header import BASE, shard_name
+from otaro.file.io import NestedDirectory
+from otaro.sefp.precision import COARSEST, PRECISIONS, Precision
+
+_CHUNK = 1 << 24  # bytes looked at together
+
+
+@dataclass(frozen=True)
+class PrecisionSummary:
+    """What it takes to run at one precision."""
+
+    precision: str
+    shards: list[str]
+    missing: list[str]
+    bytes: int | None
+    """Of all its shards together; None where one is missing."""
+    bits_per_weight: float
+    ratio_to_fp16: float | None
+
+
+@dataclass(frozen=True)
+class ModuleSummary:
+    """The packed tensors of one kind, such as all `q_proj`."""
+
+    type: str
+    tensors: int
+    weights: int
+    min_exponent: int
+    max_exponent: int
+    zero_share: float
+    """Share of weights that are zero at the coarsest precision."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything `otaro inspect` shows."""
+
+    path: str
+    model: str
+    group_size: int
+    reconstruction: str
+    packed_weights: int
+    other_parameters: int
+    precisions: list[PrecisionSummary]
+    modules: list[ModuleSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def summarize(nested: NestedDirectory, progress: Callable[[int, int], None] = lambda done, total: None) -> Summary:
+    """Count and look at everything; reads the base shard once. `progress` gets weights done and in total."""
+    schema = nested.schema
+    nested.require(nested.finest)  # sizes are only worth showing of shards that belong here
+    weights = sum(map(prod, schema.packed.values()))
+    other = sum(prod(entry.shape) for entry in nested.unpacked.values())
+    return Summary(
+        path=str(nested.path),
+        model=nested.base.header.model,
+        group_size=schema.group_size,
+        reconstruction=schema.reconstruction,
+        packed_weights=weights,
+        other_parameters=other,
+        precisions=[_precision(nested, p, weights, other) for p in PRECISIONS],
+        modules=list(_modules(nested, weights, progress)),
+    )
+
+
+def _precision(nested: NestedDirectory, precision: Precision, weights: int, other: int) -> PrecisionSummary:
+    planes = range(BASE, precision.mantissa_bits + 1)
+    paths = [nested.path / shard_name(plane) for plane in planes]
+    missing = [path.name for path in paths if not path.is_file()]
+    size = None if missing else sum(path.stat().st_size for path in paths)
+    packed = sum(prod(shape) for plane in planes for _, shape in nested.schema.packed_entries(plane).values())
+    fp16 = 2 * (weights + other)
+    names = [path.name for path in paths]
+    return PrecisionSummary(str(precision), names, missing, size, 8 * packed / weights, None if size is None else size / fp16)
+
+
+def _modules(nested: NestedDirectory, total: int, progress: Callable[[int, int], None]) -> Iterator[ModuleSummary]:
+    kinds: dict[str, list[str]] = {}
+    for name in nested.schema.packed:
+        kinds.setdefault(module_type(name), []).append(name)
+    done = 0
+    for kind, names in kinds.items():
+        weights = sum(prod(nested.schema.packed[name]) for name in names)
+        zeros, ranges = 0, []
+        for name in names:
+            zeros += _zeros(nested, name)
+            exponents = nested.exponents(name)
+            ranges += [int(exponents.min()), int(exponents.max())]
+            done += prod(nested.schema.packed[name])
+            progress(done, total)
+        yield ModuleSummary(kind, len(names), weights, min(ranges), max(ranges), zeros / weights)
+
+
+def module_type(name: str) -> str:
+    """The last word that tells modules apart: `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _zeros(nested: NestedDirectory, name: str) -> int:
+    """Weights whose value at the coarsest precision is zero: code 0, and for `truncate` also code -1.
+
+    A base nibble is code + 8; the padding of rows is nibble 0 and so never counts.
+    """
+    zero = 1 << COARSEST
+    nibbles_of_zero = (zero,) if nested.schema.reconstruction == "midpoint" else (zero, zero - 1)
+    count = 0
+    for some in nested.base.tensor(name).flatten().split(_CHUNK):
+        for nibbles in (some & 0x0F, some >> 4):
+            count += sum(int(torch.count_nonzero(nibbles == zero)) for zero in nibbles_of_zero)
+    return count

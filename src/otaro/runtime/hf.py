@@ -1,0 +1,241 @@
+"""The transformers plug-in: `AutoModelForCausalLM.from_pretrained(DIR)` opens a nested directory, `save_pretrained` writes one.
+
+transformers sees an ordinary checkpoint of norms and biases. Before it loads them, packed modules take the place of linears,
+embedding and experts; after it, they are mapped from the shards by our own reader, which checks headers, as far as the
+precision needs. No tensor of the file is copied, and none can be left at a random initial value: a tensor that neither
+the file nor a tied partner provides is refused by name.
+
+Without `import otaro` transformers does not know the method "sefp". It then finds base nibbles under the names of the weights,
+in another shape, and stops with a size mismatch instead of carrying on with random weights: that is why FORMAT.md
+names them so.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto as quantizers
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from otaro.errors import FormatError, OtaroError
+from otaro.file.header import BASE, EXPONENTS, shard_name
+from otaro.file.io import NestedDirectory, NestedWriter
+from otaro.file.pack import write_config
+from otaro.runtime.modules import PackedWeight, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
+from otaro.runtime.precision import Attachment, attachment, set_precision
+from otaro.sefp.codec import Reconstruction
+from otaro.sefp.precision import GROUP_SIZE, Precision
+
+
+@register_quantization_config("sefp")
+@dataclass
+class SefpConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a nested model. `precision` chooses how to open it: by default as fine as it can."""
+
+    group_size: int = GROUP_SIZE
+    reconstruction: Reconstruction = "midpoint"
+    precision: str | None = None
+    quant_method: str = "sefp"
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What an argument to `from_pretrained` may override."""
+        return {"precision": self.precision}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in config.json: the precision belongs to this run, not to the file."""
+        stored = asdict(self)
+        del stored["precision"]
+        return stored
+
+
+# Without this, a quantization_config given to from_pretrained would be ignored for a model that has its own.
+quantizers.LOADING_ATTRIBUTES_CONFIG_TYPES += (SefpConfig,)
+
+
+@register_quantizer("sefp")
+class SefpQuantizer(HfQuantizer):
+    """Swaps modules before loading and attaches the planes after it."""
+
+    nested: NestedDirectory
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str], **kwargs: Any) -> None:
+        opened = [Path(file) for file in checkpoint_files]
+        self.nested = NestedDirectory(opened[0].parent)
+        if [path.name for path in opened] != [shard_name(BASE)]:
+            raise FormatError(
+                f"{self.nested.path}: config.json points transformers to {opened[0].name} instead of {shard_name(BASE)}; "
+                "fetch it from where the shards came from"
+            )
+        schema = self.nested.schema
+        stated = (self.quantization_config.group_size, self.quantization_config.reconstruction)
+        if stated != (schema.group_size, schema.reconstruction):
+            raise FormatError(
+                f"{self.nested.path}: config.json says group size and reconstruction are {stated}, {shard_name(BASE)} says "
+                f"{(schema.group_size, schema.reconstruction)}; the files are of different models"
+            )
+        tied = dict(model.all_tied_weights_keys)
+        _check_complete(model, self.nested, tied)
+        self._modules = _swap_modules(model, self.nested, tied)
+        # What we swapped is neither missing nor unexpected nor tied by transformers.
+        model.all_tied_weights_keys = {}
+        names = "|".join(map(re.escape, schema.packed))
+        model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        devices = getattr(model, "hf_device_map", None) or {"": model.device}
+        for name, module in self._modules.items():
+            if module.packed.base is None:
+                module.packed.attach(_device_of(name, devices))
+        model.sefp = Attachment(self.nested, self._modules)
+        model.save_pretrained = MethodType(save_pretrained, model)
+        set_precision(model, Precision(self.quantization_config.precision or self.nested.finest))
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Saving goes through the model's own `save_pretrained`, which we replaced: this path would lose the planes."""
+        raise OtaroError("save a nested model with model.save_pretrained(DIR)")
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Yes, by the replaced `save_pretrained`."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights are for running; tune the checkpoint they came from."""
+        return False
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    **ignored: Any,
+) -> None:
+    """Write the nested model again: the same planes, the same bytes, as far as the model's own directory has them.
+
+    Replaces the method of that name on nested models. Tensors outside the planes that were changed since loading are written
+    as they are now, unchanged ones as they were stored. Other files of an existing directory, a tokenizer's say, stay.
+    """
+    if state_dict is not None or push_to_hub:
+        raise OtaroError("a nested model is saved from its own planes: call save_pretrained(DIR) alone, then push_to_hub(...)")
+    if not is_main_process:
+        return
+    nested = attachment(model).nested
+    finest = nested.finest
+    nested.require(finest)
+    tensors = {name: nested.base.tensor(name) for name in nested.unpacked}
+    for name, now in model.state_dict().items():
+        if not torch.equal(tensors[name].to(now.dtype), now.cpu()):
+            tensors[name] = now
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    target, identity = Path(save_directory), nested.base.header.model
+    with NestedWriter.create(target, nested.schema, layout, finest=finest, model=identity, overwrite=True) as writer:
+        for name in nested.schema.packed:
+            writer.append_stored(BASE, name + EXPONENTS, nested.base.tensor(name + EXPONENTS))
+            for plane in range(BASE, finest.mantissa_bits + 1):
+                writer.append_stored(plane, name, nested.plane(plane).tensor(name))
+        for name, tensor in tensors.items():
+            writer.append_stored(BASE, name, tensor)
+        _save_configs(model, nested.path, writer.directory)
+        _keep_other_files(target, writer.directory)
+
+
+def _save_configs(model: Any, source: Path, directory: Path) -> None:
+    """Write config.json and generation_config.json; copied where they still say what they said when the model was loaded."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = copy.deepcopy(model.config)
+    config.dtype = AutoConfig.from_pretrained(source).dtype or config.dtype  # loading may have chosen another for this run
+    write_config(config, directory)
+    if model.can_generate():
+        stored = source / "generation_config.json"
+        if stored.is_file() and GenerationConfig.from_pretrained(source) == model.generation_config:
+            shutil.copyfile(stored, directory / stored.name)
+        else:
+            model.generation_config.save_pretrained(directory)
+
+
+def _keep_other_files(old: Path, new: Path) -> None:
+    """Carry over what is not ours; shards of whatever model was there before are not kept beside the new ones."""
+    for path in old.iterdir() if old.is_dir() else ():
+        kept = new / path.name
+        if kept.exists() or path.suffix == ".safetensors":
+            continue
+        if path.is_dir():
+            shutil.copytree(path, kept)
+        else:
+            shutil.copy2(path, kept)
+
+
+def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str]) -> None:
+    """Every tensor of the model must come from the file or from a tied partner, in the right shape; and none be left over."""
+    expected = model.state_dict()
+    if left := (nested.schema.packed.keys() | nested.unpacked.keys()) - expected.keys():
+        raise FormatError(
+            f"{nested.path}: {shard_name(BASE)} holds {min(left)}, which the model that config.json describes lacks"
+        )
+    for name, tensor in expected.items():
+        if name in nested.schema.packed:
+            shape = nested.schema.packed[name]
+        elif name in nested.unpacked:
+            shape = nested.unpacked[name].shape
+        elif name in tied:
+            continue
+        else:
+            raise FormatError(f"{nested.path}: the model that config.json describes needs {name}, which no shard holds")
+        if tuple(tensor.shape) != shape:
+            raise FormatError(
+                f"{nested.path}: {name} is {list(shape)} in {shard_name(BASE)}, "
+                f"but the model that config.json describes has {list(tensor.shape)}"
+            )
+
+
+def _swap_modules(model: Any, nested: NestedDirectory, tied: dict[str, str]) -> dict[str, SefpModule]:
+    """Put packed modules in place; returns them by name, tied ones sharing their packed weight."""
+    weights = {name: PackedWeight(nested, name) for name in nested.schema.packed}
+    modules: dict[str, SefpModule] = {}
+    for name, packed in _with_tied(weights, tied):
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        dtype = getattr(owner, last).dtype
+        if isinstance(owner, nn.Linear):
+            modules[path] = SefpLinear(packed, dtype, owner.bias)
+        elif isinstance(owner, nn.Embedding):
+            modules[path] = SefpEmbedding(packed, dtype)
+        elif len(packed.shape) == 3:
+            # The stack replaces one parameter of the experts module, whose plain forward indexes it expert by expert.
+            modules[name] = SefpExperts(packed, dtype)
+            delattr(owner, last)
+            owner._is_hf_initialized = True
+            owner.config._experts_implementation = "eager"
+        else:
+            raise FormatError(f"{nested.path}: {name} is packed, but {type(owner).__name__} cannot run packed weights")
+    for path, module in modules.items():
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, module)
+    return modules
+
+
+def _with_tied(weights: dict[str, PackedWeight], tied: dict[str, str]) -> Iterator[tuple[str, PackedWeight]]:
+    yield from weights.items()
+    yield from ((target, weights[source]) for target, source in tied.items() if source in weights and target not in weights)
+
+
+def _device_of(name: str, devices: dict[str, Any]) -> Any:
+    """The device of the longest prefix of `name` in a device map."""
+    prefixes = [prefix for prefix in devices if prefix == "" or name == prefix or name.startswith(prefix + ".")]
+    return devices[max(prefixes, key=len)] if prefixes else "cpu"

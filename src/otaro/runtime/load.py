@@ -1,0 +1,74 @@
+"""Opening a nested model: `otaro.load`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import FormatError
+from otaro.file.checkpoint import BUILTIN, SIDECARS, resolve_model
+from otaro.file.header import BASE, shard_name
+from otaro.file.io import NestedDirectory
+from otaro.runtime import hf  # noqa: F401 (registers the plug-in)
+from otaro.runtime.precision import PrecisionLike, set_precision
+from otaro.sefp.precision import FINEST, Precision
+
+
+def load(
+    model: str | os.PathLike[str],
+    precision: PrecisionLike | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Open a nested directory (or the Hub id of one) as a transformers model, ready to run at `precision`.
+
+    Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest one present.
+    It may be a mapping as `set_precision` takes it; the pattern "*" then says what other modules run at.
+    `dtype` is the type of activations: float32 on the CPU unless said otherwise, elsewhere the checkpoint's own.
+
+    >>> model = otaro.load("my-model-sefp", "E5M4")                          # doctest: +SKIP
+    """
+    from transformers import AutoModelForCausalLM
+
+    by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
+    named = [Precision(value) for value in by_pattern.values()]
+    finest = max(named).mantissa_bits if "*" in by_pattern else FINEST
+    if str(model) == BUILTIN:
+        raise FormatError("the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR")
+    shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
+    path = resolve_model(model, ["config.json", *shards, *SIDECARS])
+    nested = NestedDirectory(path)  # says what is wrong before transformers gets to see the directory
+    nested.require(max(named, default=nested.finest))
+    config = _read_config(path)
+    others = by_pattern.pop("*", None)
+    config.quantization_config = {**config.quantization_config, "precision": others and str(others)}
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else (config.dtype or torch.float16)
+    loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map={"": torch.device(device)})
+    if by_pattern:
+        set_precision(loaded, by_pattern)
+    return loaded
+
+
+def _read_config(path: Path) -> Any:
+    """The transformers configuration of a nested directory, which must say that it is one."""
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    if not file.is_file():
+        raise FormatError(f"{path} has no config.json; fetch it from where the shards came from")
+    try:
+        stated = json.loads(file.read_text())["quantization_config"]["quant_method"]
+    except (ValueError, KeyError, TypeError):
+        stated = None
+    if stated != "sefp":
+        raise FormatError(f"{path}: config.json does not describe a nested model; fetch it from where the shards came from")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{path}: config.json describes no model that transformers knows: {error}") from error

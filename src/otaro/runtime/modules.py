@@ -1,0 +1,129 @@
+"""Packed stand-ins for a model's linears, embedding and expert stacks.
+
+A `PackedWeight` is one tensor of the nested file, mapped and not copied. The stand-ins are thin: each knows a packed weight and
+its own mantissa bits, decodes what a call needs, and forgets it. A tied head and embedding share one packed weight and
+may still run at different precisions.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import nn
+
+from otaro.file.header import BASE
+from otaro.file.io import NestedDirectory
+from otaro.kernels import reference
+from otaro.sefp.precision import Precision, of_mantissa_bits
+
+
+class PackedWeight(nn.Module):
+    """One packed tensor: exponents, base nibbles, and as many planes as were needed so far.
+
+    They are buffers, so `model.to("cuda")` moves them, but not part of the state dict: `save_pretrained` writes them from
+    here in the file's own form.
+    """
+
+    exponents: torch.Tensor
+    base: torch.Tensor
+
+    def __init__(self, nested: NestedDirectory, name: str) -> None:
+        super().__init__()
+        self.nested, self.name, self.shape = nested, name, nested.schema.packed[name]
+        self.bits = BASE  # mantissa bits that the planes attached so far make up
+        self.register_buffer("exponents", None, persistent=False)
+        self.register_buffer("base", None, persistent=False)
+
+    def attach(self, device: torch.device | str) -> None:
+        """Map exponents and base nibbles."""
+        self.exponents = self._rows(self.nested.exponents(self.name)).to(device)
+        self.base = self._rows(self.nested.base.tensor(self.name)).to(device)
+
+    def reach(self, mantissa_bits: int) -> None:
+        """Map the planes that are still missing for this many mantissa bits."""
+        while self.bits < mantissa_bits:
+            plane = self._rows(self.nested.plane(self.bits + 1).tensor(self.name)).to(self.base.device)
+            self.register_buffer(f"plane{self.bits + 1}", plane, persistent=False)
+            self.bits += 1
+
+    def decode(self, mantissa_bits: int, dtype: torch.dtype, rows: torch.Tensor | slice | None = None) -> torch.Tensor:
+        """Values of all rows, or of some, leading dimensions flattened."""
+        planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
+        some = slice(None) if rows is None else rows
+        return reference.decode(
+            self.base[some],
+            self.exponents[some],
+            [plane[some] for plane in planes],
+            length=self.shape[-1],
+            group_size=self.nested.schema.group_size,
+            reconstruction=self.nested.schema.reconstruction,
+            dtype=dtype,
+        )
+
+    @staticmethod
+    def _rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1, tensor.shape[-1])
+
+
+class SefpModule(nn.Module):
+    """What the stand-ins share: a packed weight, the mantissa bits to read it at, and the type to decode to."""
+
+    _like: torch.Tensor
+
+    def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = packed
+        self.mantissa_bits = BASE
+        # An empty buffer follows .to(dtype) and .half() as parameters do; its type is the one to decode to.
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision this module runs at; `otaro.set_precision` changes it."""
+        return of_mantissa_bits(self.mantissa_bits)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight at the current precision, decoded afresh each time."""
+        return self.packed.decode(self.mantissa_bits, self._like.dtype).reshape(self.packed.shape)
+
+    def extra_repr(self) -> str:
+        """Shape and precision, as `print(model)` shows them."""
+        return f"{list(self.packed.shape)}, {self.precision}"
+
+
+class SefpLinear(SefpModule):
+    """`nn.Linear` on a packed weight."""
+
+    def __init__(self, packed: PackedWeight, dtype: torch.dtype, bias: nn.Parameter | None) -> None:
+        super().__init__(packed, dtype)
+        self.out_features, self.in_features = packed.shape
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight, decoded for this call."""
+        return nn.functional.linear(x, self.packed.decode(self.mantissa_bits, x.dtype), self.bias)
+
+
+class SefpEmbedding(SefpModule):
+    """`nn.Embedding` on a packed weight: decodes the rows it is asked for."""
+
+    def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__(packed, dtype)
+        self.num_embeddings, self.embedding_dim = packed.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the given ids."""
+        rows = self.packed.decode(self.mantissa_bits, self._like.dtype, ids.flatten())
+        return rows.reshape(*ids.shape, self.embedding_dim)
+
+
+class SefpExperts(SefpModule):
+    """A stack of expert matrices [experts, out, in]: indexing it decodes one expert, as the experts' forward does."""
+
+    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+        rows = prod(self.packed.shape[1:-1])
+        start = int(expert) * rows
+        some = slice(start, start + rows)
+        return self.packed.decode(self.mantissa_bits, self._like.dtype, some).reshape(self.packed.shape[1:])

@@ -1,0 +1,90 @@
+"""Switching precision. A module's precision is one integer on it: switching writes integers and moves no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from otaro.errors import PrecisionError
+from otaro.file.io import NestedDirectory
+from otaro.runtime.modules import SefpModule
+from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
+
+PrecisionLike = str | Precision | Mapping[str, str | Precision]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What ties a model to its nested directory; kept as `model.sefp`."""
+
+    nested: NestedDirectory
+    modules: Mapping[str, SefpModule]
+    """Every packed module by its name in the model."""
+
+
+def attachment(model: Any) -> Attachment:
+    """The model's attachment; refused for a model that does not come from a nested directory."""
+    found = getattr(model, "sefp", None)
+    if not isinstance(found, Attachment):
+        raise PrecisionError(
+            f"this {type(model).__name__} holds no packed weights, so it has no precision to switch; "
+            "load it with otaro.load(DIR) from a directory that `otaro pack` wrote"
+        )
+    return found
+
+
+def set_precision(model: Any, precision: PrecisionLike) -> None:
+    """Run `model` at `precision` from the next call on.
+
+    A mapping from patterns to precisions sets modules one by one: patterns are matched against module names with `*`, `?` and
+    `[...]`, a later pattern overrides an earlier one, and modules that no pattern matches stay as they are.
+
+    >>> set_precision(model, "E5M5")                                         # doctest: +SKIP
+    >>> set_precision(model, {"*": "E5M3", "*.self_attn.*": "E5M5", "lm_head": "E5M8"})   # doctest: +SKIP
+
+    A precision whose shard is not in the directory is refused and nothing changes; add the file and ask again.
+    """
+    attached = attachment(model)
+    if isinstance(precision, Mapping):
+        bits = _matched(attached.modules, precision)
+    else:
+        bits = dict.fromkeys(attached.modules.values(), Precision(precision).mantissa_bits)
+    _apply(attached.nested, bits)
+
+
+@contextmanager
+def at_precision(model: Any, precision: PrecisionLike) -> Iterator[None]:
+    """Run `model` at `precision` inside the block, and as before after it."""
+    attached = attachment(model)
+    before = {module: module.mantissa_bits for module in attached.modules.values()}
+    set_precision(model, precision)
+    try:
+        yield
+    finally:
+        _apply(attached.nested, before)
+
+
+def precisions_of(model: Any) -> dict[str, Precision]:
+    """The precision of every packed module, by module name."""
+    return {name: module.precision for name, module in attachment(model).modules.items()}
+
+
+def _matched(modules: Mapping[str, SefpModule], patterns: Mapping[str, str | Precision]) -> dict[SefpModule, int]:
+    bits: dict[SefpModule, int] = {}
+    for pattern, precision in patterns.items():
+        matched = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            raise PrecisionError(f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}")
+        bits |= dict.fromkeys(matched, Precision(precision).mantissa_bits)
+    return bits
+
+
+def _apply(nested: NestedDirectory, bits: Mapping[SefpModule, int]) -> None:
+    nested.require(of_mantissa_bits(max(bits.values(), default=COARSEST)))  # refuse before anything changes
+    for module, wanted in bits.items():
+        if wanted > module.packed.bits:
+            module.packed.reach(wanted)
+        module.mantissa_bits = wanted

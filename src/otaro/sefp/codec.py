@@ -1,0 +1,223 @@
+"""SEFP: weights to codes, codes to values. This module is the law; files and kernels cite it.
+
+A *group* is `group_size` consecutive weights along the last dimension. Its weights share one exponent `e`, the smallest
+integer with |w| < 2^e for all of them, and each weight keeps a 9-bit two's-complement *code* on the grid of spacing
+step(8) = 2^(e-8). At m mantissa bits the code is `code >> (8 - m)`, an arithmetic shift, and the spacing is
+step(m) = 2^(e-m). So a lower precision is a prefix of the stored bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
+
+What a code means is the *reconstruction*:
+
+  truncate   code = q for w >= 0 and ~q for w < 0, with q = floor(|w| / step(8))     (the paper's)
+             value = (code_m + 1 if code_m < 0 else code_m) * step(m)
+             One's complement makes the arithmetic shift cut magnitudes toward zero on both sides.
+  midpoint   code = min(floor(w / step(8)) + 16, 255)                                (ours, the default)
+             value = (code_m + 1/2) * step(m) - step(3)/2
+             Every code stands for the middle of its interval, which halves the error. The shift by 16 steps, which is
+             step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their zero: the coarsest
+             precision is then plain rounding. The price is a clamp for w > 15/16 * 2^e.
+
+By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
+  e = 0 (0.8 < 2^0), step(8) = 1/256, so w / step(8) = [204.8, -76.8, 5.12]
+  codes at m = 8    floor + 16         = [220, -61, 21]       values (c + .5)/256 - 1/16 = [.799, -.299, .0215]
+  codes at m = 3    >> 5               = [6, -2, 0]           values  c / 8              = [.75,  -.25,  0]
+
+Exactness. Exponents come from the bits of the float, never from a logarithm, and all scaling is by powers of two, so
+encoding makes no rounding but the floor that defines it. Decoded values are small integers times a power of two:
+  float32   holds all of them exactly;
+  float16   all, except code_3 = -8 of `midpoint` at E5M3 in a group with e = 16, which is -65536 (float16 ends at 65504);
+  bfloat16  all, except `midpoint` at E5M8, whose odd multiples of step(8)/2 need 9 significant bits and bfloat16 has 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from otaro.errors import WeightError
+from otaro.sefp.precision import COARSEST, EXPONENT_BITS, FINEST, GROUP_SIZE, Precision
+
+Reconstruction = Literal["midpoint", "truncate"]
+RECONSTRUCTIONS: tuple[Reconstruction, ...] = get_args(Reconstruction)
+
+MIN_EXPONENT, MAX_EXPONENT = -15, 16  # what 5 bits hold; an all-zero group has the smallest
+MIDPOINT_SHIFT = 1 << (FINEST - COARSEST - 1)  # step(3)/2 in units of step(8)
+MAX_CODE = (1 << FINEST) - 1
+
+# Weights encoded or decoded at a time: large enough to hide the cost of a torch call, small enough for the L2 cache.
+_CHUNK = 1 << 17
+
+
+@dataclass(frozen=True, eq=False)
+class SefpTensor:
+    """A weight tensor as shared exponents and codes; made by `encode`."""
+
+    exponents: torch.Tensor
+    """The integers e, int8, of shape [..., ceil(K / group_size)] for a weight of shape [..., K]."""
+    finest_codes: torch.Tensor
+    """The codes at E5M8, int16, of the weight's shape."""
+    group_size: int
+    reconstruction: Reconstruction
+
+    def codes(self, precision: str | Precision) -> torch.Tensor:
+        """The codes at `precision`, int16: the stored ones shifted right."""
+        return self.finest_codes >> (FINEST - Precision(precision).mantissa_bits)
+
+    def decode(self, precision: str | Precision) -> torch.Tensor:
+        """The values at `precision`, float32."""
+        m = Precision(precision).mantissa_bits
+        if self.finest_codes.numel() == 0:
+            return self.finest_codes.float()
+        length = self.finest_codes.shape[-1] if self.finest_codes.dim() else 1
+        codes = self.finest_codes.reshape(-1, length)
+        exponents = self.exponents.reshape(len(codes), -1)
+        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        for some in _row_chunks(len(codes), length):
+            shifted = codes[some] >> (FINEST - m)
+            decode_codes(shifted, exponents[some], m, self.group_size, self.reconstruction, out=values[some])
+        return values.reshape(self.finest_codes.shape)
+
+    def bits_per_weight(self, precision: str | Precision) -> float:
+        """Stored bits over weights; above `Precision.bits_per_weight` only where rows end in a short group."""
+        exponent_bits = EXPONENT_BITS * self.exponents.numel() / max(self.finest_codes.numel(), 1)
+        return 1 + Precision(precision).mantissa_bits + exponent_bits
+
+
+def encode(
+    weight: torch.Tensor,
+    group_size: int = GROUP_SIZE,
+    reconstruction: Reconstruction = "midpoint",
+    *,
+    name: str = "weight",
+) -> SefpTensor:
+    """Turn a float16, bfloat16 or float32 tensor of any rank into shared exponents and codes.
+
+    Groups run along the last dimension; a row whose length is no multiple of `group_size` ends in a short group. NaN,
+    infinity and magnitudes of 2^16 and above are refused; the message gives `name` and the index.
+
+    >>> t = encode(torch.tensor([0.8, -0.3, 0.02]))
+    >>> t.exponents.tolist(), t.codes("E5M8").tolist(), t.codes("E5M3").tolist()
+    ([0], [220, -61, 21], [6, -2, 0])
+    >>> t.decode("E5M3").tolist()
+    [0.75, -0.25, 0.0]
+    """
+    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise WeightError(f"{name} is {weight.dtype}; SEFP encodes float16, bfloat16 and float32 tensors")
+    if group_size < 1:
+        raise WeightError(f"group_size must be at least 1, got {group_size}")
+    if reconstruction not in RECONSTRUCTIONS:
+        raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
+    weight = weight.detach()
+    if weight.dim() == 0:
+        scalar = encode(weight.reshape(1), group_size, reconstruction, name=name)
+        return SefpTensor(scalar.exponents, scalar.finest_codes.reshape(()), group_size, reconstruction)
+
+    *lead, length = weight.shape
+    groups = -(-length // group_size)
+    rows = weight.reshape(-1, length) if weight.numel() else weight.new_empty(0, length)
+    codes = torch.empty(rows.shape, dtype=torch.int16, device=weight.device)
+    exponents = torch.empty(len(rows), groups, dtype=torch.int8, device=weight.device)
+    for some in _row_chunks(len(rows), length):
+        floats = rows[some].float()
+        chunk_exponents = shared_exponents(floats, group_size)
+        if chunk_exponents.numel() and int(chunk_exponents.max()) > MAX_EXPONENT:
+            at = first_refused(weight)
+            assert at is not None  # the group's exponent says so
+            raise refusal(name, weight.shape, at, float(weight.flatten()[at]))
+        exponents[some] = chunk_exponents
+        codes[some] = finest_codes(floats, chunk_exponents, group_size, reconstruction)
+    return SefpTensor(exponents.reshape(*lead, groups), codes.reshape(weight.shape), group_size, reconstruction)
+
+
+def shared_exponents(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Per group the smallest e >= -15 with |w| < 2^e, int32; NaN and infinity give an e far beyond the largest allowed.
+
+    A float32 is below 2^(field - 126), field being its 8 exponent bits, and no smaller power of two will do. Magnitudes
+    compare like their bit patterns, so the largest pattern of a group has the largest field, NaN and infinity included.
+    """
+    patterns = _grouped(weight, group_size).view(torch.int32) & 0x7FFFFFFF
+    return ((patterns.amax(-1) >> 23) - 126).clamp_(min=MIN_EXPONENT)
+
+
+def finest_codes(
+    weight: torch.Tensor, exponents: torch.Tensor, group_size: int, reconstruction: Reconstruction
+) -> torch.Tensor:
+    """The E5M8 codes, int16, of a float32 weight on the grids that `exponents` give. Does not change `weight`."""
+    scaled = _grouped(weight, group_size) * power_of_two(FINEST - exponents.int()).unsqueeze(-1)
+    scaled = scaled.flatten(-2)[..., : weight.shape[-1]]
+    if reconstruction == "truncate":
+        return scaled.trunc_().add_(weight < 0, alpha=-1).to(torch.int16)  # ~q = -q - 1
+    if exponents.numel() and int(exponents.max()) > FINEST:
+        # Scaling down can underflow: a tiny negative weight became -0, but its floor is -1.
+        scaled.masked_fill_((weight < 0) & (scaled == 0), -1.0)
+    # Floor first, then shift: adding before the floor would round tiny negative weights up to the next code.
+    return scaled.floor_().add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE).to(torch.int16)
+
+
+def decode_codes(
+    codes: torch.Tensor,
+    exponents: torch.Tensor,
+    mantissa_bits: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape, if given."""
+    length = codes.shape[-1]
+    steps = power_of_two(exponents.int() - mantissa_bits).unsqueeze(-1)
+    units = _grouped(code_units(codes.float(), mantissa_bits, reconstruction), group_size)
+    if out is not None and length % group_size == 0 and out.dtype == torch.float32:
+        torch.mul(units, steps, out=_grouped(out, group_size))
+        return out
+    values = units.mul_(steps).flatten(-2)[..., :length]
+    return values if out is None else out.copy_(values)
+
+
+def code_units(codes: torch.Tensor, mantissa_bits: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """Values in units of step(m), from codes held as floats; changes `codes` in place."""
+    if reconstruction == "truncate":
+        return codes.add_(codes < 0)
+    return codes.add_(midpoint_offset(mantissa_bits))
+
+
+def midpoint_offset(mantissa_bits: int) -> float:
+    """What `midpoint` adds to a code, in units of step(m): the half step, less step(3)/2."""
+    return 0.5 - 2.0 ** (mantissa_bits - COARSEST - 1)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^exponent as float32, exactly, by writing the exponent field; for int32 exponents from -126 to 127."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+def _grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """View [..., K] as [..., groups, group_size], padding a short last group with zeros."""
+    length = weight.shape[-1]
+    groups = -(-length // group_size)
+    if length != groups * group_size:
+        weight = torch.nn.functional.pad(weight, (0, groups * group_size - length))
+    return weight.reshape(*weight.shape[:-1], groups, group_size)
+
+
+def _row_chunks(rows: int, length: int) -> list[slice]:
+    size = max(1, _CHUNK // max(length, 1))
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def first_refused(weight: torch.Tensor) -> int | None:
+    """Flat index of the first weight that cannot be encoded, if there is one."""
+    bad = ~(weight.flatten().abs() < 2.0**MAX_EXPONENT)  # the negation catches NaN
+    return int(bad.nonzero()[0]) if bad.any() else None
+
+
+def refusal(name: str, shape: Sequence[int], flat_index: int, value: float) -> WeightError:
+    """Say which weight cannot be encoded, and why."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat_index, at = divmod(flat_index, size)
+        index.insert(0, at)
+    why = f"magnitudes below 2^{MAX_EXPONENT} = {2**MAX_EXPONENT}" if math.isfinite(value) else "finite weights"
+    return WeightError(f"{name}{index} is {value:g}, and SEFP holds {why} only; repair or rescale the checkpoint")

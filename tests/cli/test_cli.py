@@ -1,0 +1,194 @@
+"""The command line as a user meets it: output, JSON, and errors of one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import otaro
+from otaro.builtin import MODEL_DIR
+from otaro.cli.console import parse_precision, size
+from otaro.cli.main import app
+
+SHARDS = [f"model-m{plane}.safetensors" for plane in range(3, 9)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "tiny"
+    otaro.pack(MODEL_DIR, out)
+    return out
+
+
+def run(*arguments, text=None):
+    """Output of a command that must succeed, run in this process (importing transformers takes seconds)."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result
+
+
+def refused(*arguments):
+    """The refusal of a command that must fail."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code != 0
+    return result
+
+
+def test_pack_reports_as_json(tmp_path):
+    report = json.loads(run("pack", "builtin", tmp_path / "out", "--json").stdout)
+    assert report["bytes"] == sum((tmp_path / "out" / name).stat().st_size for name in SHARDS)
+    assert sorted(SHARDS) == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_pack_takes_the_reconstruction_of_the_paper_and_another_group_size(tmp_path):
+    run("pack", "builtin", tmp_path / "out", "--reconstruction", "truncate", "--group-size", 32)
+    shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)
+    assert (shown["reconstruction"], shown["group_size"]) == ("truncate", 32)
+
+
+def test_inspect_counts_what_is_there(packed):
+    shown = json.loads(run("inspect", packed, "--json").stdout)
+    by_precision = {row["precision"]: row for row in shown["precisions"]}
+    assert list(by_precision) == ["E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3"]
+    for number, row in enumerate(reversed(shown["precisions"]), 1):
+        assert row["shards"] == SHARDS[:number]
+        assert row["bytes"] == sum((packed / name).stat().st_size for name in SHARDS[:number])
+        assert row["bits_per_weight"] == pytest.approx(3 + number + 5 / 64, abs=1e-3)
+    model = otaro.load(packed, "E5M3")
+    weights = {name: module.weight for name, module in model.sefp.modules.items() if name.endswith("down_proj")}
+    row = next(row for row in shown["modules"] if row["type"] == "down_proj")
+    assert row["tensors"] == len(weights)
+    assert row["weights"] == sum(weight.numel() for weight in weights.values())
+    zeros = sum(int((weight == 0).sum()) for weight in weights.values())
+    assert row["zero_share"] == zeros / row["weights"]
+    exponents = [model.sefp.nested.exponents(f"{name}.weight") for name in weights]
+    assert row["min_exponent"] == min(int(e.min()) for e in exponents)
+    assert row["max_exponent"] == max(int(e.max()) for e in exponents)
+
+
+def test_inspect_counts_the_zeros_of_truncate_on_both_sides_of_zero(tmp_path):
+    run("pack", "builtin", tmp_path / "out", "--reconstruction", "truncate")
+    shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)
+    model = otaro.load(tmp_path / "out", "E5M3")
+    embedding = model.get_input_embeddings().weight
+    row = next(row for row in shown["modules"] if row["type"] == "embed_tokens")
+    assert row["zero_share"] == float((embedding == 0).sum()) / embedding.numel()
+
+
+def test_inspect_of_an_incomplete_directory_says_what_to_fetch(packed, tmp_path):
+    for name in ("config.json", *SHARDS[:2]):
+        (tmp_path / name).write_bytes((packed / name).read_bytes())
+    shown = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert [row["missing"] for row in shown["precisions"]] == [SHARDS[2:], SHARDS[2:5], SHARDS[2:4], SHARDS[2:3], [], []]
+    assert "lacks m5 ... m8" in run("inspect", tmp_path).stdout
+
+
+def test_verify_is_content_with_a_sound_directory(packed):
+    assert json.loads(run("verify", packed, "--json").stdout)["shards"] == 6
+
+
+def test_verify_names_the_damaged_tensor(packed, tmp_path):
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    data = bytearray((tmp_path / SHARDS[3]).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / SHARDS[3]).write_bytes(data)
+    result = refused("verify", tmp_path)
+    assert isinstance(result.exception, otaro.OtaroError)
+    assert SHARDS[3] in str(result.exception)
+    assert "down_proj" in str(result.exception)
+
+
+def test_generate_continues_the_prompt_at_each_precision(packed):
+    texts = {}
+    for precision in ("E5M8", "E5M3"):
+        words = ("generate", packed, "--prompt", "The statement", "--precision", precision, "--max-new-tokens", 12, "--json")
+        report = json.loads(run(*words).stdout)
+        assert (report["precision"], report["tokens"]) == (precision, 12)
+        texts[precision] = report["text"]
+    assert texts["E5M8"] != texts["E5M3"]
+
+
+def test_generate_streams_the_same_text_it_reports(packed):
+    words = ("generate", packed, "--prompt", "The statement", "--max-new-tokens", 12)
+    assert run(*words).stdout.strip() == "The statement" + json.loads(run(*words, "--json").stdout)["text"].rstrip()
+
+
+def test_generate_samples_by_seed(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 12, "--temperature", 1.0, "--json")
+    said = [json.loads(run(*words, "--seed", seed).stdout)["text"] for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_generate_takes_precisions_by_module(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 2, "--json", "--precision", "E5M3,lm_head=E5M5")
+    assert json.loads(run(*words).stdout)["precision"] == "E5M3 to E5M5"
+
+
+def test_chat_switches_precision_and_keeps_the_cache(packed):
+    result = run(
+        "chat",
+        packed,
+        "--max-new-tokens",
+        5,
+        text="The statement\n/precision E5M3\n/precision E9\nmore\n/help\n/reset\n/exit\n",
+    )
+    assert "now at E5M3" in result.stderr
+    kept = int(result.stderr.split("now at E5M3, ")[1].split()[0])
+    assert kept > 5
+    assert f"{kept} tokens reused" in result.stderr
+    assert "unknown precision 'E9'" in result.stderr
+    assert "/precision E5M3   run the rest" in result.stderr
+    assert "conversation forgotten" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "nowhere"], "nowhere is not a directory"),
+        (["verify", str(MODEL_DIR)], "is not a nested model"),
+        (["generate", str(MODEL_DIR), "--prompt", "x"], "otaro pack"),
+        (["pack", "no such model", "out"], "neither a directory nor a Hub id"),
+        (["pack", "builtin", "out", "--group-size", "48"], "multiple of 32"),
+    ],
+    ids=["inspect nowhere", "verify a checkpoint", "generate from a checkpoint", "pack nothing", "odd group size"],
+)
+def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path):
+    otaro_tool = Path(sys.executable).parent / "otaro"
+    environment = os.environ | {"COLUMNS": "400", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([otaro_tool, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):
+    for path in packed.iterdir():
+        if not path.name.startswith("tokenizer"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    result = refused("generate", tmp_path, "--prompt", "x")
+    assert "has no tokenizer" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (None, None),
+        ("E5M4", {"*": "E5M4"}),
+        ("E5M3,lm_head=E5M4", {"*": "E5M3", "lm_head": "E5M4"}),
+        ("*.mlp.*=E5M5", {"*.mlp.*": "E5M5"}),
+    ],
+)
+def test_precisions_are_parsed(text, meaning):
+    assert parse_precision(text) == meaning
+
+
+@pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1000, "1.0 kB"), (910_600, "910.6 kB"), (2.5e12, "2.5 TB")])
+def test_sizes_are_readable(count, text):
+    assert size(count) == text

@@ -1,0 +1,200 @@
+"""What tests share: tiny checkpoints made on the fly, nested directories packed from them, and cheap child processes.
+
+The checkpoints have random weights and awkward sizes: no width is a multiple of 64, so rows end in short groups, and 80 and
+112 are no multiples of 32 either, so blocks are padded. Norms and biases are random too, or nobody would miss them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+# Both before torch and transformers are imported. No test may reach for the network, and threads that wait for each other's
+# tiny share of a tiny tensor must not keep the few cores busy.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import otaro
+
+ROOT = Path(__file__).parents[1]
+
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 96,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES = {
+    "llama": {"model_type": "llama", "dtype": "float16"},
+    "llama_tied": {"model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "dtype": "bfloat16", "hidden_size": 80, "head_dim": 20},
+    "qwen2": {"model_type": "qwen2", "dtype": "float16"},
+    "qwen3": {"model_type": "qwen3", "dtype": "float32"},
+    "mixtral": {"model_type": "mixtral", "dtype": "bfloat16", **EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", "dtype": "float16", "moe_intermediate_size": 80, **EXPERTS},
+}
+
+
+def make_model(architecture: str, **changes: object) -> transformers.PreTrainedModel:
+    """A random model of one of the ARCHITECTURES, the same one every time."""
+    settings = {**SIZES, **ARCHITECTURES[architecture], **changes}
+    dtype = getattr(torch, str(settings.pop("dtype")))
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        # Rows of different sizes, so that exponents differ; norms lie around one.
+        scales = 0.2 * 2.0 ** torch.randint(-3, 2, (*parameter.shape[:-1], 1), generator=generator)
+        parameter.data = (1 + 0.2 * values if "norm" in name else values * scales).to(dtype)
+    return model
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write into it."""
+
+    @cache
+    def make(architecture: str) -> Path:
+        directory = tmp_path_factory.mktemp(architecture) / "checkpoint"
+        make_model(architecture).save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_nested(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_nested("qwen2", "truncate") is that checkpoint packed, shared by all tests: do not write into it."""
+
+    @cache
+    def make(architecture: str, reconstruction: str = "midpoint") -> Path:
+        directory = tmp_path_factory.mktemp(architecture) / reconstruction
+        otaro.pack(make_checkpoint(architecture), directory, reconstruction=reconstruction)
+        return directory
+
+    return make
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["midpoint", "truncate"])
+def reconstruction(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(make_checkpoint) -> Path:
+    """An ordinary LLaMA checkpoint; do not write into it."""
+    return make_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def nested_dir(make_nested) -> Path:
+    """The LLaMA checkpoint packed; do not write into it."""
+    return make_nested("llama")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """copy_of(directory) is a copy to damage, or of the given shards alone: copy_of(directory, planes=(3, 4))."""
+
+    def copy(directory: Path, planes: tuple[int, ...] = tuple(range(3, 9))) -> Path:
+        target = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
+        left_out = {f"model-m{plane}.safetensors" for plane in range(3, 9) if plane not in planes}
+        return Path(shutil.copytree(directory, target, ignore=lambda _, names: left_out & set(names)))
+
+    return copy
+
+
+# Importing torch and transformers takes seconds, a fork of a process that has done so milliseconds.
+_FORK_SERVER = """
+import json, os, sys
+import torch, transformers.models.llama.modeling_llama
+torch.set_num_threads(1)  # threads do not survive a fork
+print("ready", flush=True)
+for line in sys.stdin:
+    code, out, err = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for name, descriptor in ((out, 1), (err, 2)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+        status = 1
+        try:
+            exec(compile(code, "<child>", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[subprocess.Popen]:
+    with subprocess.Popen([sys.executable, "-c", _FORK_SERVER], stdin=-1, stdout=-1, text=True) as server:
+        assert server.stdout.readline() == "ready\n"
+        yield server
+        server.stdin.close()
+
+
+@pytest.fixture
+def in_child(_fork_server: subprocess.Popen, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """in_child(code) runs Python code in a process of its own that has imported torch and transformers, but not otaro.
+
+    Returns exit status (negative for a signal), stdout and stderr.
+    """
+
+    def run(code: str) -> subprocess.CompletedProcess:
+        out, err = tmp_path / "child.out", tmp_path / "child.err"
+        out.unlink(missing_ok=True)
+        err.unlink(missing_ok=True)
+        _fork_server.stdin.write(json.dumps([textwrap.dedent(code), str(out), str(err)]) + "\n")
+        _fork_server.stdin.flush()
+        status = int(_fork_server.stdout.readline())
+        return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Text and tasks that lie beside the repository."""
+    directory = ROOT.parent / "shared" / "data"
+    if not directory.is_dir():
+        pytest.skip(f"the evaluation data is not on this machine (no {directory})")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M as an ordinary checkpoint."""
+    directory = ROOT / "models" / "SmolLM2-135M"
+    if not (directory / "model.safetensors").is_file():
+        pytest.skip("SmolLM2-135M is not on this machine; fetch it with runs/get_smollm2.sh")
+    return directory

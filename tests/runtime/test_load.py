@@ -1,0 +1,333 @@
+"""A nested directory runs as an ordinary model with decoded weights would, and is saved as it was."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import otaro
+from otaro.errors import FormatError, OtaroError, PrecisionError, TargetError
+from otaro.file.io import NestedDirectory
+
+NAMES = [str(precision) for precision in otaro.PRECISIONS]
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# The same answers
+
+
+def test_logits_are_those_of_the_decoded_weights(make_nested, decoded_model, logits, architecture, reconstruction):
+    model = otaro.load(make_nested(architecture, reconstruction))
+    seen = []
+    for precision in NAMES:
+        otaro.set_precision(model, precision)
+        seen.append(logits(model))
+        torch.testing.assert_close(seen[-1], logits(decoded_model(architecture, precision, reconstruction)))
+    for finer, coarser in itertools.pairwise(seen):
+        assert (finer - coarser).abs().max() > 1e-2  # or the comparison above would not tell precisions apart
+
+
+@pytest.mark.parametrize("precision", NAMES)
+def test_loading_at_a_precision_is_loading_and_switching_to_it(nested_dir, decoded_model, logits, precision):
+    model = otaro.load(nested_dir, precision)
+    assert set(otaro.precisions_of(model).values()) == {otaro.Precision(precision)}
+    torch.testing.assert_close(logits(model), logits(decoded_model("llama", precision)))
+
+
+def test_the_default_is_the_finest_precision_present(nested_dir, copy_of):
+    assert set(map(str, otaro.precisions_of(otaro.load(nested_dir)).values())) == {"E5M8"}
+    assert set(map(str, otaro.precisions_of(otaro.load(copy_of(nested_dir, planes=(3, 4, 5)))).values())) == {"E5M5"}
+
+
+def test_every_linear_and_the_embedding_are_packed_modules(make_nested, architecture):
+    model = otaro.load(make_nested(architecture))
+    for name, module in model.named_modules():
+        assert not isinstance(module, torch.nn.Linear | torch.nn.Embedding), name
+    names = set(otaro.precisions_of(model))
+    assert {"model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"} <= names
+    experts = {f"model.layers.{layer}.mlp.experts.{stack}" for layer in (0, 1) for stack in ("gate_up_proj", "down_proj")}
+    assert experts <= names if architecture in ("mixtral", "qwen3_moe") else not experts & names
+
+
+def test_a_weight_can_be_looked_at(make_nested, decoded_model, architecture):
+    model, decoded = otaro.load(make_nested(architecture), "E5M5"), decoded_model(architecture, "E5M5")
+    assert torch.equal(model.lm_head.weight, decoded.lm_head.weight)
+    assert torch.equal(model.get_input_embeddings().weight, decoded.get_input_embeddings().weight)
+    assert "E5M5" in repr(model.lm_head)
+    if architecture in ("mixtral", "qwen3_moe"):
+        assert torch.equal(model.model.layers[1].mlp.experts.down_proj.weight, decoded.model.layers[1].mlp.experts.down_proj)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
+def test_generation_is_that_of_the_decoded_weights(make_nested, decoded_model, name):
+    prompt = torch.tensor([[1, 50, 17, 3]])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    for precision in ("E5M7", "E5M3"):
+        expected = decoded_model(name, precision).generate(prompt, **options)
+        assert expected.shape == (1, 16)
+        assert torch.equal(otaro.load(make_nested(name), precision).generate(prompt, **options), expected)
+
+
+def test_a_directory_without_planes_is_a_whole_model(nested_dir, copy_of, decoded_model, logits):
+    for finest, planes in (("E5M3", (3,)), ("E5M5", (3, 4, 5))):
+        model = otaro.load(copy_of(nested_dir, planes))
+        torch.testing.assert_close(logits(model), logits(decoded_model("llama", finest)))
+
+
+# Types
+
+
+def test_activations_are_float32_unless_asked_otherwise(nested_dir, logits):
+    assert logits(otaro.load(nested_dir)).dtype == torch.float32
+    assert logits(otaro.load(nested_dir, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "mixtral"])
+@pytest.mark.parametrize("how", ["load", "to"])
+def test_a_narrower_type_gives_what_the_ordinary_model_gives_in_it(make_nested, decoded_model, logits, name, dtype, how):
+    if how == "load":
+        model, expected = otaro.load(make_nested(name), "E5M4", dtype=dtype), decoded_model(name, "E5M4", dtype=dtype)
+    else:  # this narrows the rotary frequencies too, in both
+        model, expected = otaro.load(make_nested(name), "E5M4").to(dtype), decoded_model(name, "E5M4").to(dtype)
+    assert {tensor.dtype for tensor in model.parameters()} == {dtype}
+    assert model.lm_head.weight.dtype == dtype
+    assert logits(model).dtype == dtype
+    torch.testing.assert_close(logits(model), logits(expected))
+
+
+def test_types_convert_back_and_forth(nested_dir, logits):
+    model = otaro.load(nested_dir, "E5M6")
+    weight = model.lm_head.weight
+    assert logits(model.to(torch.float16)).dtype == torch.float16
+    assert logits(model.to(torch.float32)).dtype == torch.float32
+    assert torch.equal(model.lm_head.weight, weight)
+
+
+# Through transformers
+
+
+def test_from_pretrained_opens_a_nested_directory(nested_dir, decoded_model, logits):
+    model = AutoModelForCausalLM.from_pretrained(nested_dir, dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M8")))
+
+
+def test_from_pretrained_takes_a_precision(nested_dir, decoded_model, logits):
+    config = otaro.SefpConfig(precision="E5M4")
+    model = AutoModelForCausalLM.from_pretrained(nested_dir, dtype=torch.float32, quantization_config=config)
+    assert set(map(str, otaro.precisions_of(model).values())) == {"E5M4"}
+    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M4")))
+
+
+def test_from_pretrained_keeps_the_numbers_of_the_file(make_nested, decoded_model, logits):
+    """A config given for its precision alone carries defaults for the rest, which must not be taken for the file's."""
+    model = AutoModelForCausalLM.from_pretrained(
+        make_nested("llama", "truncate"), dtype=torch.float32, quantization_config=otaro.SefpConfig(precision="E5M4")
+    )
+    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M4", "truncate")))
+
+
+def test_from_pretrained_uses_the_stored_type_by_default(make_nested):
+    assert AutoModelForCausalLM.from_pretrained(make_nested("llama")).lm_head.weight.dtype == torch.float16
+    assert AutoModelForCausalLM.from_pretrained(make_nested("llama_tied")).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_from_pretrained_accepts_a_device_map(nested_dir, logits):
+    model = AutoModelForCausalLM.from_pretrained(nested_dir, dtype=torch.float32, device_map="cpu")
+    assert torch.equal(logits(model), logits(otaro.load(nested_dir)))
+
+
+def test_an_unknown_precision_is_refused(nested_dir):
+    with pytest.raises(PrecisionError, match=r"unknown precision 'E5M9'; the precisions are E5M8, .*, E5M3"):
+        otaro.load(nested_dir, "E5M9")
+    with pytest.raises(PrecisionError, match="unknown precision 'm4'"):
+        AutoModelForCausalLM.from_pretrained(nested_dir, quantization_config=otaro.SefpConfig(precision="m4"))
+
+
+def test_the_builtin_model_is_refused_with_advice():
+    with pytest.raises(FormatError, match="the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin"):
+        otaro.load("builtin")
+
+
+def test_only_the_shards_that_the_precision_needs_are_fetched_from_the_hub(nested_dir, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options, name=name) or str(nested_dir)
+    )
+    otaro.load("someone/model-sefp", "E5M5")
+    shards = [pattern for pattern in asked["allow_patterns"] if pattern.startswith("model-m")]
+    assert asked["name"] == "someone/model-sefp"
+    assert shards == ["model-m3.safetensors", "model-m4.safetensors", "model-m5.safetensors"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which files are mapped")
+def test_only_the_shards_that_the_precision_needs_are_mapped(nested_dir, copy_of, logits):
+    directory = copy_of(nested_dir)
+
+    def mapped():
+        paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "model-m" in line}
+        return sorted(Path(path).name for path in paths if path.startswith(str(directory)))
+
+    model = otaro.load(directory, "E5M4")
+    logits(model)
+    assert mapped() == ["model-m3.safetensors", "model-m4.safetensors"]
+    otaro.set_precision(model, "E5M6")
+    assert mapped() == [f"model-m{plane}.safetensors" for plane in (3, 4, 5, 6)]
+
+
+# Importing
+
+
+def test_importing_otaro_imports_neither_torch_nor_transformers():
+    code = "import sys, otaro; print({'torch', 'transformers', 'safetensors', 'numpy'} & sys.modules.keys() or 'light')"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.stdout == "light\n", child.stderr
+
+
+def test_every_public_name_can_be_had(in_child):
+    child = in_child("import otaro; print([name for name in otaro.__all__ if getattr(otaro, name) is None])")
+    assert child.stdout == "[]\n", child.stderr
+    with pytest.raises(AttributeError, match="module 'otaro' has no attribute 'nothing'"):
+        otaro.nothing  # noqa: B018 (asking is the test)
+
+
+def test_the_plug_in_works_when_otaro_is_imported_first(nested_dir):
+    code = f"""import otaro, sys
+assert "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+print(*set(otaro.precisions_of(AutoModelForCausalLM.from_pretrained({str(nested_dir)!r})).values()))"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.stdout == "E5M8\n", child.stderr
+
+
+def test_the_plug_in_works_when_transformers_is_imported_and_used_first(nested_dir, in_child):
+    child = in_child(f"""
+        import sys
+        from transformers import AutoModelForCausalLM
+        assert "otaro" not in sys.modules
+        try:
+            AutoModelForCausalLM.from_pretrained({str(nested_dir)!r})
+        except RuntimeError:
+            print("refused")
+        import otaro
+        print(*set(otaro.precisions_of(AutoModelForCausalLM.from_pretrained({str(nested_dir)!r})).values()))
+        """)
+    assert child.stdout == "refused\nE5M8\n", child.stderr
+
+
+# Saving
+
+
+def test_saving_writes_the_same_bytes(make_nested, architecture, tmp_path):
+    otaro.load(make_nested(architecture)).save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(make_nested(architecture))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", NAMES)
+def test_saving_writes_the_same_bytes_whatever_the_run_was_at(nested_dir, tmp_path, precision, dtype):
+    otaro.load(nested_dir, precision, dtype=dtype).save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(nested_dir)
+
+
+@pytest.mark.parametrize("planes", [(3,), (3, 4), (3, 4, 5, 6, 7)], ids=len)
+def test_saving_a_directory_without_some_planes_writes_the_same_bytes(make_nested, reconstruction, copy_of, tmp_path, planes):
+    directory = copy_of(make_nested("llama", reconstruction), planes)
+    otaro.load(directory).save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(directory)
+    assert list(NestedDirectory(tmp_path / "saved").verify())
+
+
+def test_saving_from_transformers_writes_the_same_bytes(nested_dir, tmp_path):
+    config = otaro.SefpConfig(precision="E5M4")
+    AutoModelForCausalLM.from_pretrained(nested_dir, quantization_config=config).save_pretrained(str(tmp_path / "saved"))
+    assert files_of(tmp_path / "saved") == files_of(nested_dir)
+
+
+def test_what_was_saved_can_be_saved_again(make_nested, tmp_path):
+    otaro.load(make_nested("llama_tied")).save_pretrained(tmp_path / "first")
+    otaro.load(tmp_path / "first").save_pretrained(tmp_path / "second")
+    assert files_of(tmp_path / "second") == files_of(make_nested("llama_tied"))
+
+
+def test_a_changed_norm_is_saved_changed(nested_dir, tmp_path, logits):
+    model = otaro.load(nested_dir)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "saved")
+    again = otaro.load(tmp_path / "saved")
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+    assert torch.equal(logits(again), logits(model))
+    assert list(NestedDirectory(tmp_path / "saved").verify())
+    before, after = files_of(nested_dir), files_of(tmp_path / "saved")
+    assert {name for name in before if before[name] != after[name]} == {"model-m3.safetensors"}
+
+
+def test_a_changed_bias_keeps_its_type_when_the_model_runs_in_it(make_nested, tmp_path):
+    model = otaro.load(make_nested("qwen2"), dtype=torch.float16)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.bias.add_(1)
+    model.save_pretrained(tmp_path / "saved")
+    stored = NestedDirectory(tmp_path / "saved").base.tensor("model.layers.1.self_attn.q_proj.bias")
+    assert stored.dtype == torch.float16
+    assert torch.equal(stored, model.model.layers[1].self_attn.q_proj.bias)
+
+
+def test_changed_settings_are_saved_changed(nested_dir, tmp_path):
+    model = otaro.load(nested_dir)
+    model.generation_config.max_new_tokens = 77
+    model.config.rms_norm_eps = 0.25
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["max_new_tokens"] == 77
+    before, after = (json.loads((directory / "config.json").read_text()) for directory in (nested_dir, tmp_path / "saved"))
+    assert after == before | {"rms_norm_eps": 0.25}
+
+
+def test_saving_over_a_directory_keeps_its_other_files_but_no_foreign_shards(nested_dir, make_nested, copy_of, tmp_path):
+    target = copy_of(make_nested("llama", "truncate"))
+    (target / "tokenizer.json").write_text("mine")
+    (target / "runs").mkdir()
+    (target / "runs" / "log").write_text("mine")
+    (target / "model-00001-of-00002.safetensors").write_text("of another model")
+    source = copy_of(nested_dir, planes=(3, 4))
+    otaro.load(source).save_pretrained(target)
+    assert (target / "tokenizer.json").read_text() == (target / "runs" / "log").read_text() == "mine"
+    shutil.rmtree(target / "runs")
+    (target / "tokenizer.json").unlink()
+    assert files_of(target) == files_of(source)
+
+
+def test_saving_over_the_own_directory_keeps_it_whole(nested_dir, copy_of, logits):
+    directory = copy_of(nested_dir)
+    model = otaro.load(directory, "E5M4")
+    model.save_pretrained(directory)
+    assert files_of(directory) == files_of(nested_dir)
+    otaro.set_precision(model, "E5M8")
+    assert torch.equal(logits(model), logits(otaro.load(nested_dir)))
+
+
+def test_saving_over_a_file_is_refused(nested_dir, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(TargetError, match="file exists and is not a directory"):
+        otaro.load(nested_dir).save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_saving_other_weights_or_straight_to_the_hub_is_refused(nested_dir, tmp_path):
+    model = otaro.load(nested_dir)
+    for options in ({"state_dict": {}}, {"push_to_hub": True}):
+        with pytest.raises(OtaroError, match="a nested model is saved from its own planes"):
+            model.save_pretrained(tmp_path / "saved", **options)
+    model.save_pretrained(tmp_path / "saved", is_main_process=False)
+    assert not (tmp_path / "saved").exists()

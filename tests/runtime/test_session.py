@@ -1,0 +1,71 @@
+"""Conversations: the cache is reused, and survives a change of precision."""
+
+import pytest
+import torch
+
+import otaro
+from otaro.builtin import MODEL_DIR
+from otaro.runtime.session import ChatSession
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("session") / "nested"
+    otaro.pack(MODEL_DIR, out)
+    return out
+
+
+@pytest.fixture(params=["plain text", "chat template"])
+def session(packed, request):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    tokenizer.chat_template = TEMPLATE if request.param == "chat template" else None
+    return ChatSession(otaro.load(packed), tokenizer)
+
+
+def fresh_answer(session: ChatSession, ids: list[int]) -> list[int]:
+    """What the model says to the same tokens without any cache."""
+    inputs = torch.tensor([ids])
+    return session.model.generate(inputs, attention_mask=torch.ones_like(inputs), **GREEDY)[0].tolist()
+
+
+def test_a_turn_with_reused_cache_says_what_a_fresh_run_says(session):
+    session.reply("def read(self):", **GREEDY)
+    kept = session.cached_tokens
+    assert kept > 0
+    session.reply("return the", **GREEDY)
+    assert session.cached_tokens > kept
+    prompt_and_answer = session._ids
+    for cut in range(len(prompt_and_answer) - 8, len(prompt_and_answer)):
+        assert fresh_answer(session, prompt_and_answer[:cut])[cut] == prompt_and_answer[cut]
+
+
+def test_the_cache_holds_exactly_the_tokens_of_the_conversation(session):
+    session.reply("The module", **GREEDY)
+    assert session.cached_tokens == len(session._ids) - 1  # the last token was said but not yet read
+
+
+def test_switching_precision_keeps_the_cache(session):
+    session.reply("The following", **GREEDY)
+    kept = session.cached_tokens
+    keys = session._cache.layers[0].keys.clone()
+    otaro.set_precision(session.model, "E5M3")
+    assert session.cached_tokens == kept
+    session.reply("functions", **GREEDY)
+    common = min(kept, session._cache.layers[0].keys.shape[-2])
+    same = torch.equal(session._cache.layers[0].keys[..., : common // 2, :], keys[..., : common // 2, :])
+    assert same, "keys of earlier tokens were computed anew"
+
+
+def test_reset_forgets(session):
+    first = session.reply("The module", **GREEDY)
+    session.reply("and more", **GREEDY)
+    session.reset()
+    assert session.cached_tokens == 0
+    assert session.reply("The module", **GREEDY) == first
