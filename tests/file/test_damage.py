@@ -60,7 +60,7 @@ def open_all(directory):
 
 def test_an_untouched_copy_is_good(victim):
     """Or nothing below would mean anything."""
-    assert len(list(open_all(victim).verify())) > 100
+    open_all(victim).verify()
     for plane in range(3, 9):
         header, data = read_shard(shard(victim, plane))
         before = shard(victim, plane).read_bytes()
@@ -103,7 +103,7 @@ def test_a_flipped_byte_of_data_is_found_and_its_tensor_named(victim, plane, nam
         write_sealed(shard(victim, plane), header, bytes(damaged))
         message = f"model-m{plane}.safetensors: the bytes of {re.escape(name)} are damaged; fetch the file again"
         with pytest.raises(DigestError, match=message):
-            list(open_all(victim).verify())
+            open_all(victim).verify()
 
 
 @pytest.mark.parametrize("plane", [3, 4])
@@ -437,5 +437,7 @@ def test_a_tensor_that_the_model_does_not_have_is_named(victim):
     header, data = read_shard(shard(victim, 3))
     add_tensor(header, "model.norm.other")
     write_sealed(shard(victim, 3), header, data + bytes(4))
-    with pytest.raises(FormatError, match=r"model-m3.safetensors holds model.norm.other, which the model .* lacks"):
+    with pytest.raises(
+        FormatError, match=r"model-m3.safetensors holds model.norm.other, which LlamaForCausalLM by config.json lacks"
+    ):
         otaro.load(victim)

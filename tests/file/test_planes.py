@@ -158,7 +158,7 @@ def test_padding_is_zero_bits(length):
         assert int.from_bytes(raw(plane), "little").bit_count() == length
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 64), (2, 0, 5), (3, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (2, 0, 5)], ids=str)
 def test_no_weights_take_no_bytes(shape):
     codes = torch.empty(shape, dtype=torch.int16)
     base, planes = pack_codes(codes)

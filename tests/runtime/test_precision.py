@@ -154,7 +154,7 @@ def test_a_shard_that_was_added_is_found_without_reloading(nested_dir, copy_of, 
 
 def test_an_ordinary_model_is_refused(checkpoint_dir):
     ordinary = AutoModelForCausalLM.from_pretrained(checkpoint_dir)
-    message = r"this LlamaForCausalLM holds no packed weights.*otaro.load\(DIR\)"
+    message = r"this LlamaForCausalLM has no precision to switch; pass a whole model as otaro.load\(DIR\)"
     with pytest.raises(PrecisionError, match=message):
         otaro.set_precision(ordinary, "E5M4")
     with pytest.raises(PrecisionError, match=message):

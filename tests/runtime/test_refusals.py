@@ -47,7 +47,7 @@ def edit_config(directory, **changes):
     ("changes", "message"),
     [
         ({"hidden_size": 128}, r"model.embed_tokens.weight is \[120, 96\] in .*, but the model .* has \[120, 128\]"),
-        ({"num_hidden_layers": 3}, r"config.json describes needs model.layers.2.\S+, which no shard holds"),
+        ({"num_hidden_layers": 3}, r"by config.json needs model.layers.2.\S+, which no shard holds"),
         ({"num_hidden_layers": 1}, r"model.layers.1"),
         ({"attention_bias": True}, r"needs model.layers.0.self_attn.q_proj.bias, which no shard holds"),
         ({"model_type": "qwen3"}, r"needs model.layers.0.self_attn.q_norm.weight, which no shard holds"),

@@ -30,16 +30,19 @@ _REFUSED_BY_SYSTEM = {
     errno.EACCES: "you may not write there; choose another place",
     errno.EPERM: "you may not write there; choose another place",
     errno.ENOTDIR: "a part of that path is a file, not a directory",
+    errno.EEXIST: "a part of that path is a file, not a directory",
 }
 
 
 @contextmanager
 def explained(target: Path) -> Iterator[None]:
-    """Turn the system's refusals to write into a `TargetError` that says what to do."""
+    """Turn the system's refusals to write `target` into a `TargetError` that says what to do."""
     try:
         yield
     except OSError as error:
-        if (advice := _REFUSED_BY_SYSTEM.get(error.errno or 0)) is None:
+        elsewhere = error.filename is not None and not str(error.filename).startswith(str(target.parent))
+        advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
+        if elsewhere or advice is None:
             raise
         raise TargetError(f"cannot write {target}: {advice}") from error
 
@@ -51,44 +54,54 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     An existing target is refused unless it is an empty directory or `overwrite` is set; then it stays as it is until the
     moment of exchange.
     """
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.realpath(target))
+    partial = target.parent / f".{target.name}.partial"
     with explained(target):
         if target.exists() and not target.is_dir():
             raise TargetError(f"{target} exists and is not a directory; choose another place")
         if target.is_dir() and any(target.iterdir()) and not overwrite:
             raise TargetError(f"{target} exists and is not empty; choose another place or ask to overwrite it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.parent / f".{target.name}.partial"
-        lock = _take_over(partial, target)
-        try:
-            yield partial
-            if lock is not None:
-                (partial / ".lock").unlink()
-            _flush(partial)
-            _move_into_place(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
+        with _alone(target):
+            _remove(partial)  # what a killed writer left
+            partial.mkdir()
+            try:
+                yield partial
+                _flush(partial)
+                _move_into_place(partial, target)
+            finally:
+                _remove(partial)
 
 
-def _take_over(partial: Path, target: Path) -> int | None:
-    """Create `partial` empty. What a killed writer left is removed; a live writer, who holds the lock, is left alone."""
-    partial.mkdir(exist_ok=True)
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Hold the lock beside `target`; refused while a live process holds it. The lock of a killed process is nobody's."""
     if fcntl is None:
-        return None
-    lock = os.open(partial / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        yield
+        return
+    path = target.parent / f".{target.name}.lock"
+    while True:
+        lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+                break
+        except BlockingIOError:
+            os.close(lock)
+            raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
+        os.close(lock)  # its holder finished and removed it in the meantime
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
         os.close(lock)
-        raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
-    for leftover in partial.iterdir():
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
-        elif leftover.name != ".lock":
-            leftover.unlink()
-    return lock
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(directory: Path) -> None:
@@ -105,10 +118,10 @@ def _move_into_place(partial: Path, target: Path) -> None:
         if not _exchange(partial, target):
             # Without an atomic exchange there is an instant with no target; the old one is then beside it, whole.
             old = target.parent / f".{target.name}.old"
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             os.rename(target, old)
             os.rename(partial, target)
-            shutil.rmtree(old)
+            _remove(old)
     else:
         os.rename(partial, target)
     descriptor = os.open(target.parent, os.O_RDONLY)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ SIDECARS = (
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
-def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None = None) -> Path:
+def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None = None, revision: str | None = None) -> Path:
     """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's cache."""
     path = Path(model)
     if path.is_dir():
@@ -45,12 +46,13 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    wanted = list(patterns or ["*.json", "*.safetensors", *SIDECARS])
     try:
-        return Path(snapshot_download(str(model), allow_patterns=list(patterns or ["*.json", "*.safetensors", *SIDECARS])))
+        return Path(snapshot_download(str(model), allow_patterns=wanted, revision=revision))
     except HFValidationError:
         raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{model} is not a directory, and fetching it from the Hub failed: {reason}") from error
 
 
@@ -58,23 +60,14 @@ class Checkpoint:
     """A Hugging Face checkpoint in safetensors files, seen under the parameter names of its model class."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoConfig
-
         self.directory = directory
-        if not (directory / "config.json").is_file():
-            raise CheckpointError(f"{directory} has no config.json; give the directory of a Hugging Face model")
-        self._handles = _open_all(directory)
-        self._file_of = {key: handle for handle in self._handles for key in handle.keys()}  # noqa: SIM118 (not a dict)
-        self.config = AutoConfig.from_pretrained(directory)
-        if (quantized := getattr(self.config, "quantization_config", None)) is not None:
-            method = dict(quantized).get("quant_method", "unknown")
-            raise CheckpointError(
-                f"{directory} is already a nested model; use it as it is"
-                if method == "sefp"
-                else f"{directory} is quantised ({method}); pack the checkpoint it was made from"
-            )
+        self.config = _read_config(directory)
+        self._file_of = {key: file for file in _open_all(directory) for key in file.entries}
         self.shapes, self.packed, self.tied = _describe_model(self.config)
         self._parts = {name: self._find_parts(name, shape) for name, shape in self.shapes.items()}
+        for name in self.packed:
+            if (dtype := self.stored_dtype(name)) not in (torch.float16, torch.bfloat16, torch.float32):
+                raise CheckpointError(f"{name} is {dtype}; SEFP encodes float16, bfloat16 and float32 tensors")
         self._check_tied()
 
     @property
@@ -84,12 +77,8 @@ class Checkpoint:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The type `name` is stored in."""
-        return DTYPES[self._slice(self._parts[name][0]).get_dtype()]
-
-    def unused(self) -> list[str]:
-        """Tensors of the checkpoint that the model class does not have; transformers ignores them too."""
-        used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
-        return sorted(key for key in self._file_of.keys() - used if not key.endswith("rotary_emb.inv_freq"))
+        key = self._parts[name][0]
+        return self._file_of[key].dtype(key)
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
@@ -97,17 +86,11 @@ class Checkpoint:
 
     def rows(self, name: str, count: int) -> Iterator[torch.Tensor]:
         """The tensor as a matrix, leading dimensions flattened, `count` rows at a time."""
-        length = self.shapes[name][-1]
         waiting: list[torch.Tensor] = []
         for key in self._parts[name]:
-            view = self._slice(key)
-            shape = view.get_shape()
-            if len(shape) > 2:  # an already fused stack: slice it expert by expert
-                pieces: Iterator[torch.Tensor] = (view[i].reshape(-1, length) for i in range(shape[0]))
-            else:
-                pieces = (view[start : min(start + count, shape[0])] for start in range(0, shape[0], count))
-            for piece in pieces:
-                waiting.append(piece)
+            file = self._file_of[key]
+            for start in range(0, file.row_count(key), count):
+                waiting.append(file.rows(key, start, min(start + count, file.row_count(key))))
                 while sum(map(len, waiting)) >= count:
                     joined = torch.cat(waiting) if len(waiting) > 1 else waiting[0]
                     yield joined[:count]
@@ -115,19 +98,19 @@ class Checkpoint:
         if any(map(len, waiting)):
             yield torch.cat(waiting)
 
-    def _slice(self, key: str) -> Any:
-        return self._file_of[key].get_slice(key)
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return self._file_of[key].shape(key)
 
     def _read(self, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file_of[key].get_tensor(key)
-        return tensor
+        file = self._file_of[key]
+        return file.rows(key, 0, file.row_count(key)).reshape(file.shape(key))
 
     def _find_parts(self, name: str, shape: Sequence[int]) -> list[str]:
         """The checkpoint's tensors that make up a model tensor, in order of rows."""
         for candidate in (name, name.replace(".mlp.", ".block_sparse_moe.")):
             if candidate in self._file_of:
-                if tuple(self._slice(candidate).get_shape()) != tuple(shape):
-                    found = list(self._slice(candidate).get_shape())
+                if self._shape(candidate) != tuple(shape):
+                    found = list(self._shape(candidate))
                     raise CheckpointError(f"{candidate} has shape {found}, config.json implies {list(shape)}")
                 return [candidate]
             stem, _, last = candidate.rpartition(".")
@@ -140,8 +123,8 @@ class Checkpoint:
     def _check_parts(self, name: str, parts: list[str], shape: Sequence[int]) -> list[str]:
         if missing := [part for part in parts if part not in self._file_of]:
             raise CheckpointError(f"{self.directory} lacks the tensor {missing[0]}, a part of {name}")
-        rows = sum(self._slice(part).get_shape()[0] for part in parts)
-        widths = {self._slice(part).get_shape()[-1] for part in parts}
+        rows = sum(self._shape(part)[0] for part in parts)
+        widths = {self._shape(part)[-1] for part in parts}
         if rows != shape[0] * shape[1] or widths != {shape[2]}:
             raise CheckpointError(f"the parts of {name} do not add up to the shape {list(shape)} that config.json implies")
         return parts
@@ -156,7 +139,75 @@ class Checkpoint:
                 )
 
 
-def _open_all(directory: Path) -> list[Any]:
+class _TensorFile:
+    """A safetensors file, read by rows.
+
+    safetensors itself either maps a file, and then mapped pages make the process look as large as the model, or reads whole
+    tensors. So it checks the file, and the rows are read here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        self._file = path.open("rb", buffering=0)
+        length = int.from_bytes(self._file.read(8), "little")
+        self.entries: dict[str, Any] = json.loads(self._file.read(length))
+        self.entries.pop("__metadata__", None)
+        self._start = 8 + length
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.entries[key]["shape"])
+
+    def dtype(self, key: str) -> torch.dtype:
+        name = self.entries[key]["dtype"]
+        if name not in DTYPES:
+            raise CheckpointError(f"{key} is stored as {name}, which is not supported; convert the checkpoint to bfloat16")
+        return DTYPES[name]
+
+    def row_count(self, key: str) -> int:
+        return prod(self.shape(key)[:-1])
+
+    def rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` of the tensor, leading dimensions flattened."""
+        length = self.shape(key)[-1] if self.shape(key) else 1
+        row_bytes = length * self.dtype(key).itemsize
+        buffer = bytearray((last - first) * row_bytes)
+        self._file.seek(self._start + self.entries[key]["data_offsets"][0] + first * row_bytes)
+        view = memoryview(buffer)
+        while view:
+            if not (count := self._file.readinto(view)):
+                raise CheckpointError(f"{self._file.name} ends before {key} does; it was changed while it was read")
+            view = view[count:]
+        if not buffer:
+            return torch.empty(last - first, length, dtype=self.dtype(key))
+        return torch.frombuffer(buffer, dtype=self.dtype(key)).view(last - first, length)
+
+
+def _read_config(directory: Path) -> Any:
+    """The checkpoint's configuration; refused if it is that of a quantised model."""
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json; give the directory of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{directory}: config.json describes no model that transformers knows: {reason}") from error
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise CheckpointError(
+            f"{directory} is already a nested model; use it as it is"
+            if method == "sefp"
+            else f"{directory} is quantised ({method}); pack the checkpoint it was made from"
+        )
+    return config
+
+
+def _open_all(directory: Path) -> list[_TensorFile]:
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if single.is_file():
@@ -177,16 +228,10 @@ def _open_all(directory: Path) -> list[Any]:
                 "convert them where you trust them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
             )
         raise CheckpointError(f"{directory} holds no model.safetensors and no model.safetensors.index.json")
-    handles = []
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{directory} lacks {file.name}, which its index names")
-        try:
-            # Read, not mapped: mapped pages would stay in the process and make packing look as large as the model.
-            handles.append(safe_open(file, framework="pt", backend="pread"))
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from error
-    return handles
+    return [_TensorFile(file) for file in files]
 
 
 def _describe_model(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]:

@@ -255,7 +255,7 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int) -> dic
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise FormatError(f"{path}: the header entry of {name} is malformed") from None
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise FormatError(f"{path}: {name} has the unknown dtype {dtype!r}")
         if end - start != prod(shape) * DTYPES[dtype].itemsize:
             raise FormatError(f"{path}: {name} claims {end - start} bytes, {dtype} {list(shape)} takes another number")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +59,11 @@ class Shard:
             return Shard(header, safe_open(path, framework="pt", device="cpu"))
         except SafetensorError as error:
             raise FormatError(f"{path}: {error}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of data."""
+        return sum(entry.end - entry.start for entry in self.header.entries.values())
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped bytes; nothing is read before it is used."""
@@ -144,10 +149,16 @@ class NestedDirectory:
         """The exponents of a packed tensor, int8, unpacked from their stream."""
         return unpack_exponents(self.base.tensor(name + EXPONENTS), self.schema.exponents_shape(name))
 
-    def verify(self) -> Iterator[tuple[Shard, str, int]]:
-        """Read everything and compare digests: yields (shard, tensor, bytes) for each good tensor, raises at a bad one."""
+    def shards(self) -> list[Shard]:
+        """All shards that are present and of use, the base shard first."""
         self.require(self.finest)
-        for shard in self._shards.values():
+        return [self._shards[plane] for plane in range(BASE, self.finest.mantissa_bits + 1)]
+
+    def verify(self, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> None:
+        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets bytes done and in total."""
+        shards = self.shards()
+        total, done = sum(shard.size for shard in shards), 0
+        for shard in shards:
             with shard.header.path.open("rb") as file:
                 for name, entry in shard.header.entries.items():
                     digest = hashlib.sha256()
@@ -156,7 +167,8 @@ class NestedDirectory:
                         digest.update(file.read(min(_READ_SIZE, entry.end - start)))
                     if digest.hexdigest() != shard.header.digests[name]:
                         raise DigestError(f"{shard.header.path}: the bytes of {name} are damaged; fetch the file again")
-                    yield shard, name, entry.end - entry.start
+                    done += entry.end - entry.start
+                    progress(f"{shard.header.path.name} {name}", done, total)
 
 
 class _ShardWriter:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import WeightError
+from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
 from otaro.file.header import BASE, Schema, shard_name
 from otaro.file.io import NestedDirectory, NestedWriter, rows_per_chunk
@@ -38,7 +38,10 @@ def pack(
         raise WeightError(f"group_size must be a positive multiple of 32, got {group_size}")
     if reconstruction not in RECONSTRUCTIONS:
         raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
-    checkpoint = Checkpoint(resolve_model(model))
+    source = resolve_model(model)
+    if Path(out).exists() and source.samefile(out):
+        raise TargetError(f"{out} is the checkpoint itself; choose another place for the packed model")
+    checkpoint = Checkpoint(source)
     schema = Schema(group_size, reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}

@@ -56,7 +56,10 @@ def pack_codes(codes: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def unpack_codes(base: torch.Tensor, planes: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make up."""
+    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make up.
+
+    Reads whole words: the tensors must start at a multiple of 4 bytes, as those of a file do.
+    """
     words = base.contiguous().view(torch.int32)
     words = words.view(*words.shape[:-1], words.shape[-1] // 4, 4)
     offset = (torch.stack((words, words >> 4), -1) & _LOW_NIBBLES).flatten(-2)

@@ -30,13 +30,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
+from otaro.file.checkpoint import resolve_model
 from otaro.file.header import BASE, EXPONENTS, shard_name
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
 from otaro.runtime.modules import PackedWeight, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
 from otaro.runtime.precision import Attachment, attachment, set_precision
 from otaro.sefp.codec import Reconstruction
-from otaro.sefp.precision import GROUP_SIZE, Precision
+from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
 
 @register_quantization_config("sefp")
@@ -72,6 +73,7 @@ class SefpQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str], **kwargs: Any) -> None:
         opened = [Path(file) for file in checkpoint_files]
+        self._fetch_planes(model.config)
         self.nested = NestedDirectory(opened[0].parent)
         if [path.name for path in opened] != [shard_name(BASE)]:
             raise FormatError(
@@ -92,6 +94,13 @@ class SefpQuantizer(HfQuantizer):
         model.all_tied_weights_keys = {}
         names = "|".join(map(re.escape, schema.packed))
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
+
+    def _fetch_planes(self, config: Any) -> None:
+        """Of a model on the Hub transformers has fetched the base shard only: fetch what the precision needs beside it."""
+        if not Path(config.name_or_path).is_dir():
+            finest = Precision(self.quantization_config.precision or PRECISIONS[0]).mantissa_bits
+            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
+            resolve_model(config.name_or_path, shards, revision=getattr(config, "_commit_hash", None))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         devices = getattr(model, "hf_device_map", None) or {"": model.device}
@@ -186,7 +195,8 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
     expected = model.state_dict()
     if left := (nested.schema.packed.keys() | nested.unpacked.keys()) - expected.keys():
         raise FormatError(
-            f"{nested.path}: {shard_name(BASE)} holds {min(left)}, which the model that config.json describes lacks"
+            f"{nested.path}: {shard_name(BASE)} holds {min(left)}, which {type(model).__name__} by config.json lacks; "
+            "open nested models with AutoModelForCausalLM"
         )
     for name, tensor in expected.items():
         if name in nested.schema.packed:
@@ -196,7 +206,10 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
         elif name in tied:
             continue
         else:
-            raise FormatError(f"{nested.path}: the model that config.json describes needs {name}, which no shard holds")
+            raise FormatError(
+                f"{nested.path}: {type(model).__name__} by config.json needs {name}, which no shard holds; "
+                "open nested models with AutoModelForCausalLM"
+            )
         if tuple(tensor.shape) != shape:
             raise FormatError(
                 f"{nested.path}: {name} is {list(shape)} in {shard_name(BASE)}, "

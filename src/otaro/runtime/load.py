@@ -63,10 +63,11 @@ def _read_config(path: Path) -> Any:
     if not file.is_file():
         raise FormatError(f"{path} has no config.json; fetch it from where the shards came from")
     try:
-        stated = json.loads(file.read_text())["quantization_config"]["quant_method"]
+        raw = json.loads(file.read_text())
+        stated = (raw["quantization_config"]["quant_method"], raw["transformers_weights"])
     except (ValueError, KeyError, TypeError):
         stated = None
-    if stated != "sefp":
+    if stated != ("sefp", shard_name(BASE)):
         raise FormatError(f"{path}: config.json does not describe a nested model; fetch it from where the shards came from")
     try:
         return AutoConfig.from_pretrained(path)

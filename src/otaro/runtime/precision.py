@@ -30,8 +30,8 @@ def attachment(model: Any) -> Attachment:
     found = getattr(model, "sefp", None)
     if not isinstance(found, Attachment):
         raise PrecisionError(
-            f"this {type(model).__name__} holds no packed weights, so it has no precision to switch; "
-            "load it with otaro.load(DIR) from a directory that `otaro pack` wrote"
+            f"this {type(model).__name__} has no precision to switch; pass a whole model as otaro.load(DIR) returns it, "
+            "from a directory that `otaro pack` wrote"
         )
     return found
 
@@ -85,6 +85,4 @@ def _matched(modules: Mapping[str, SefpModule], patterns: Mapping[str, str | Pre
 def _apply(nested: NestedDirectory, bits: Mapping[SefpModule, int]) -> None:
     nested.require(of_mantissa_bits(max(bits.values(), default=COARSEST)))  # refuse before anything changes
     for module, wanted in bits.items():
-        if wanted > module.packed.bits:
-            module.packed.reach(wanted)
-        module.mantissa_bits = wanted
+        module.switch(wanted)

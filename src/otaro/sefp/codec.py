@@ -14,7 +14,7 @@ What a code means is the *reconstruction*:
              value = (code_m + 1/2) * step(m) - step(3)/2
              Every code stands for the middle of its interval, which halves the error. The shift by 16 steps, which is
              step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their zero: the coarsest
-             precision is then plain rounding. The price is a clamp for w > 15/16 * 2^e.
+             precision is then plain rounding. The price is a clamp for w >= 15/16 * 2^e.
 
 By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
   e = 0 (0.8 < 2^0), step(8) = 1/256, so w / step(8) = [204.8, -76.8, 5.12]
@@ -25,13 +25,13 @@ Exactness. Exponents come from the bits of the float, never from a logarithm, an
 encoding makes no rounding but the floor that defines it. Decoded values are small integers times a power of two:
   float32   holds all of them exactly;
   float16   all, except code_3 = -8 of `midpoint` at E5M3 in a group with e = 16, which is -65536 (float16 ends at 65504);
-  bfloat16  all, except `midpoint` at E5M8, whose odd multiples of step(8)/2 need 9 significant bits and bfloat16 has 8.
+  bfloat16  all, except `midpoint` at E5M8 beyond 2^e/2, where odd multiples of step(8)/2 need 9 significant bits of 8.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -47,8 +47,8 @@ MIN_EXPONENT, MAX_EXPONENT = -15, 16  # what 5 bits hold; an all-zero group has 
 MIDPOINT_SHIFT = 1 << (FINEST - COARSEST - 1)  # step(3)/2 in units of step(8)
 MAX_CODE = (1 << FINEST) - 1
 
-# Weights encoded or decoded at a time: large enough to hide the cost of a torch call, small enough for the L2 cache.
-_CHUNK = 1 << 17
+# Weights encoded or decoded at a time: enough to hide the cost of a torch call, few enough for the L2 cache.
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class SefpTensor:
         exponents = self.exponents.reshape(len(codes), -1)
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         for some in _row_chunks(len(codes), length):
-            shifted = codes[some] >> (FINEST - m)
+            shifted = codes[some] if m == FINEST else codes[some] >> (FINEST - m)
             decode_codes(shifted, exponents[some], m, self.group_size, self.reconstruction, out=values[some])
         return values.reshape(self.finest_codes.shape)
 
@@ -120,41 +120,64 @@ def encode(
     rows = weight.reshape(-1, length) if weight.numel() else weight.new_empty(0, length)
     codes = torch.empty(rows.shape, dtype=torch.int16, device=weight.device)
     exponents = torch.empty(len(rows), groups, dtype=torch.int8, device=weight.device)
-    for some in _row_chunks(len(rows), length):
-        floats = rows[some].float()
-        chunk_exponents = shared_exponents(floats, group_size)
-        if chunk_exponents.numel() and int(chunk_exponents.max()) > MAX_EXPONENT:
+    chunks = _row_chunks(len(rows), length)
+    # Two buffers serve all chunks: fresh ones would cost more in page faults than the arithmetic does.
+    work, spare = torch.empty(2, *rows[: chunks[0].stop if chunks else 0].shape, device=weight.device)
+    for some in chunks:
+        floats = work[: len(rows[some])].copy_(rows[some])
+        found = shared_exponents(floats, group_size, spare[: len(floats)])
+        if found.numel() and int(found.max()) > MAX_EXPONENT:
             at = first_refused(weight)
             assert at is not None  # the group's exponent says so
             raise refusal(name, weight.shape, at, float(weight.flatten()[at]))
-        exponents[some] = chunk_exponents
-        codes[some] = finest_codes(floats, chunk_exponents, group_size, reconstruction)
+        exponents[some] = found
+        codes[some] = _to_codes(floats, found, group_size, reconstruction, spare[: len(floats)])
     return SefpTensor(exponents.reshape(*lead, groups), codes.reshape(weight.shape), group_size, reconstruction)
 
 
-def shared_exponents(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+def shared_exponents(weight: torch.Tensor, group_size: int, spare: torch.Tensor | None = None) -> torch.Tensor:
     """Per group the smallest e >= -15 with |w| < 2^e, int32; NaN and infinity give an e far beyond the largest allowed.
 
-    A float32 is below 2^(field - 126), field being its 8 exponent bits, and no smaller power of two will do. Magnitudes
-    compare like their bit patterns, so the largest pattern of a group has the largest field, NaN and infinity included.
+    A float32 is below 2^(field - 126), field being its 8 exponent bits, and no smaller power of two will do, unless it is so
+    small that e is -15 anyway. Magnitudes compare like their bit patterns, so the largest pattern of a group has the
+    largest field, NaN and infinity included. `spare`, a buffer like `weight`, is overwritten.
     """
-    patterns = _grouped(weight, group_size).view(torch.int32) & 0x7FFFFFFF
-    return ((patterns.amax(-1) >> 23) - 126).clamp_(min=MIN_EXPONENT)
+    out = None if spare is None else spare.view(torch.int32)
+    patterns = torch.bitwise_and(weight.view(torch.int32), 0x7FFFFFFF, out=out)
+    largest = [group.amax(-1) for _, group in _group_views(patterns, group_size)]
+    if not largest:
+        return patterns.new_empty(*weight.shape[:-1], 0)
+    return (torch.cat(largest, -1) >> 23).sub_(126).clamp_(min=MIN_EXPONENT)
 
 
 def finest_codes(
     weight: torch.Tensor, exponents: torch.Tensor, group_size: int, reconstruction: Reconstruction
 ) -> torch.Tensor:
-    """The E5M8 codes, int16, of a float32 weight on the grids that `exponents` give. Does not change `weight`."""
-    scaled = _grouped(weight, group_size) * power_of_two(FINEST - exponents.int()).unsqueeze(-1)
-    scaled = scaled.flatten(-2)[..., : weight.shape[-1]]
+    """The E5M8 codes, int16, of a float32 weight on the grids that `exponents` give."""
+    return _to_codes(weight.clone(), exponents, group_size, reconstruction).to(torch.int16)
+
+
+def _to_codes(
+    weight: torch.Tensor,
+    exponents: torch.Tensor,
+    group_size: int,
+    reconstruction: Reconstruction,
+    spare: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Turn float32 weights into their E5M8 codes, still as floats, in place."""
+    may_underflow = exponents.numel() > 0 and int(exponents.max()) > FINEST
+    if reconstruction == "truncate" or may_underflow:
+        minus_one_if_negative = torch.sign(weight, out=spare).clamp_(max=0)
+    scales = power_of_two(FINEST - exponents.int()).unsqueeze(-1)
+    for at, group in _group_views(weight, group_size):
+        group.mul_(scales[..., at, :])
     if reconstruction == "truncate":
-        return scaled.trunc_().add_(weight < 0, alpha=-1).to(torch.int16)  # ~q = -q - 1
-    if exponents.numel() and int(exponents.max()) > FINEST:
-        # Scaling down can underflow: a tiny negative weight became -0, but its floor is -1.
-        scaled.masked_fill_((weight < 0) & (scaled == 0), -1.0)
+        return weight.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
+    if may_underflow:
+        # Scaling down made a tiny negative weight -0, but its floor is -1.
+        torch.where(weight == 0, minus_one_if_negative, weight, out=weight)
     # Floor first, then shift: adding before the floor would round tiny negative weights up to the next code.
-    return scaled.floor_().add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE).to(torch.int16)
+    return weight.floor_().add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
 
 
 def decode_codes(
@@ -166,21 +189,15 @@ def decode_codes(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape, if given."""
-    length = codes.shape[-1]
-    steps = power_of_two(exponents.int() - mantissa_bits).unsqueeze(-1)
-    units = _grouped(code_units(codes.float(), mantissa_bits, reconstruction), group_size)
-    if out is not None and length % group_size == 0 and out.dtype == torch.float32:
-        torch.mul(units, steps, out=_grouped(out, group_size))
-        return out
-    values = units.mul_(steps).flatten(-2)[..., :length]
-    return values if out is None else out.copy_(values)
-
-
-def code_units(codes: torch.Tensor, mantissa_bits: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Values in units of step(m), from codes held as floats; changes `codes` in place."""
+    values = out.copy_(codes) if out is not None and out.dtype == torch.float32 else codes.float()
     if reconstruction == "truncate":
-        return codes.add_(codes < 0)
-    return codes.add_(midpoint_offset(mantissa_bits))
+        values.add_(values < 0)
+    else:
+        values.add_(midpoint_offset(mantissa_bits))
+    steps = power_of_two(exponents.int() - mantissa_bits).unsqueeze(-1)
+    for at, group in _group_views(values, group_size):
+        group.mul_(steps[..., at, :])
+    return values if out is None or out is values else out.copy_(values)
 
 
 def midpoint_offset(mantissa_bits: int) -> float:
@@ -193,13 +210,14 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     return ((exponents + 127) << 23).view(torch.float32)
 
 
-def _grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
-    """View [..., K] as [..., groups, group_size], padding a short last group with zeros."""
-    length = weight.shape[-1]
-    groups = -(-length // group_size)
-    if length != groups * group_size:
-        weight = torch.nn.functional.pad(weight, (0, groups * group_size - length))
-    return weight.reshape(*weight.shape[:-1], groups, group_size)
+def _group_views(tensor: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """[..., K] as [..., groups, group_size], in two parts: the whole groups, then a short one; each with its place."""
+    length = tensor.shape[-1]
+    whole = length // group_size
+    if whole:
+        yield slice(0, whole), tensor[..., : whole * group_size].unflatten(-1, (whole, group_size))
+    if length % group_size:
+        yield slice(whole, whole + 1), tensor[..., whole * group_size :].unsqueeze(-2)
 
 
 def _row_chunks(rows: int, length: int) -> list[slice]:

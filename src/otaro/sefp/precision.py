@@ -24,10 +24,11 @@ class Precision:
     mantissa_bits: int
 
     def __init__(self, name: str | Precision) -> None:
-        bits = name.mantissa_bits if isinstance(name, Precision) else _BITS_BY_NAME.get(str(name))
-        if bits is None:
+        if isinstance(name, Precision):
+            name = str(name)
+        if not isinstance(name, str) or name not in _BITS_BY_NAME:
             raise PrecisionError(f"unknown precision {name!r}; the precisions are {', '.join(_BITS_BY_NAME)}")
-        object.__setattr__(self, "mantissa_bits", bits)
+        object.__setattr__(self, "mantissa_bits", _BITS_BY_NAME[name])
 
     def bits_per_weight(self, group_size: int = GROUP_SIZE) -> float:
         """Sign, mantissa, and this weight's share of its group's exponent."""
