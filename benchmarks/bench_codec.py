@@ -25,7 +25,7 @@ from otaro.kernels.reference import decode
 from otaro.sefp.codec import RECONSTRUCTIONS, encode
 
 SHAPE = (4096, 4096)
-ROUNDS = 7
+ROUNDS = 15
 
 
 def main() -> None:

@@ -73,9 +73,9 @@ def test_midpoint_values_have_their_own_codes_on_the_same_exponents(precision, e
     m = precision.mantissa_bits
     codes = oracle.encodable_codes(m, "midpoint")
     values = torch.tensor([float(oracle.value(code, exponent, m, "midpoint")) for code in codes])
-    exponents = torch.tensor([exponent], dtype=torch.int8)
-    again = finest_codes(values, exponents, len(codes), "midpoint") >> (8 - m)
-    assert again.tolist() == codes
+    exponents = torch.tensor([[exponent]], dtype=torch.int8)
+    again = finest_codes(values.unsqueeze(0), exponents, len(codes), "midpoint") >> (8 - m)
+    assert again[0].tolist() == codes
 
 
 @AT_EVERY_PRECISION

@@ -118,66 +118,50 @@ def encode(
     *lead, length = weight.shape
     groups = -(-length // group_size)
     rows = weight.reshape(-1, length) if weight.numel() else weight.new_empty(0, length)
-    codes = torch.empty(rows.shape, dtype=torch.int16, device=weight.device)
-    exponents = torch.empty(len(rows), groups, dtype=torch.int8, device=weight.device)
-    chunks = _row_chunks(len(rows), length)
-    # Two buffers serve all chunks: fresh ones would cost more in page faults than the arithmetic does.
-    work, spare = torch.empty(2, *rows[: chunks[0].stop if chunks else 0].shape, device=weight.device)
-    for some in chunks:
-        floats = work[: len(rows[some])].copy_(rows[some])
-        found = shared_exponents(floats, group_size, spare[: len(floats)])
-        if found.numel() and int(found.max()) > MAX_EXPONENT:
-            at = first_refused(weight)
-            assert at is not None  # the group's exponent says so
-            raise refusal(name, weight.shape, at, float(weight.flatten()[at]))
-        exponents[some] = found
-        codes[some] = _to_codes(floats, found, group_size, reconstruction, spare[: len(floats)])
-    return SefpTensor(exponents.reshape(*lead, groups), codes.reshape(weight.shape), group_size, reconstruction)
+    exponents = shared_exponents(rows, group_size)
+    if exponents.numel() and int(exponents.max()) > MAX_EXPONENT:
+        at = first_refused(weight)
+        assert at is not None  # a group's exponent says so
+        raise refusal(name, weight.shape, at, float(weight.flatten()[at]))
+    codes = finest_codes(rows, exponents, group_size, reconstruction)
+    exponents = exponents.to(torch.int8).reshape(*lead, groups)
+    return SefpTensor(exponents, codes.reshape(weight.shape), group_size, reconstruction)
 
 
-def shared_exponents(weight: torch.Tensor, group_size: int, spare: torch.Tensor | None = None) -> torch.Tensor:
-    """Per group the smallest e >= -15 with |w| < 2^e, int32; NaN and infinity give an e far beyond the largest allowed.
+def shared_exponents(rows: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Per group of a matrix the smallest e >= -15 with |w| < 2^e, int32; NaN and infinity give an e that is never allowed.
 
     A float32 is below 2^(field - 126), field being its 8 exponent bits, and no smaller power of two will do, unless it is so
-    small that e is -15 anyway. Magnitudes compare like their bit patterns, so the largest pattern of a group has the
-    largest field, NaN and infinity included. `spare`, a buffer like `weight`, is overwritten.
+    small that e is -15 anyway. A NaN makes the largest of its group NaN; its field is 255, like that of infinity.
     """
-    out = None if spare is None else spare.view(torch.int32)
-    patterns = torch.bitwise_and(weight.view(torch.int32), 0x7FFFFFFF, out=out)
-    largest = [group.amax(-1) for _, group in _group_views(patterns, group_size)]
-    if not largest:
-        return patterns.new_empty(*weight.shape[:-1], 0)
-    return (torch.cat(largest, -1) >> 23).sub_(126).clamp_(min=MIN_EXPONENT)
+    length = rows.shape[-1]
+    largest = torch.empty(len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
+    for some, floats in _chunks(rows):
+        for at, group in _group_views(floats.abs_(), group_size):
+            largest[some, at] = group.amax(-1)
+    fields = (largest.view(torch.int32) & 0x7FFFFFFF) >> 23
+    return fields.sub_(126).clamp_(min=MIN_EXPONENT)
 
 
-def finest_codes(
-    weight: torch.Tensor, exponents: torch.Tensor, group_size: int, reconstruction: Reconstruction
-) -> torch.Tensor:
-    """The E5M8 codes, int16, of a float32 weight on the grids that `exponents` give."""
-    return _to_codes(weight.clone(), exponents, group_size, reconstruction).to(torch.int16)
-
-
-def _to_codes(
-    weight: torch.Tensor,
-    exponents: torch.Tensor,
-    group_size: int,
-    reconstruction: Reconstruction,
-    spare: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Turn float32 weights into their E5M8 codes, still as floats, in place."""
-    may_underflow = exponents.numel() > 0 and int(exponents.max()) > FINEST
-    if reconstruction == "truncate" or may_underflow:
-        minus_one_if_negative = torch.sign(weight, out=spare).clamp_(max=0)
+def finest_codes(rows: torch.Tensor, exponents: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """The E5M8 codes, int16, of a matrix of weights on the grids that `exponents` give."""
+    codes = torch.empty(rows.shape, dtype=torch.int16, device=rows.device)
     scales = power_of_two(FINEST - exponents.int()).unsqueeze(-1)
-    for at, group in _group_views(weight, group_size):
-        group.mul_(scales[..., at, :])
-    if reconstruction == "truncate":
-        return weight.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
-    if may_underflow:
-        # Scaling down made a tiny negative weight -0, but its floor is -1.
-        torch.where(weight == 0, minus_one_if_negative, weight, out=weight)
-    # Floor first, then shift: adding before the floor would round tiny negative weights up to the next code.
-    return weight.floor_().add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
+    may_underflow = exponents.numel() > 0 and int(exponents.max()) > FINEST
+    for some, floats in _chunks(rows):
+        if reconstruction == "truncate" or may_underflow:
+            minus_one_if_negative = floats.sign().clamp_(max=0)
+        for at, group in _group_views(floats, group_size):
+            group.mul_(scales[some, at])
+        if reconstruction == "truncate":
+            codes[some] = floats.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
+            continue
+        if may_underflow:
+            # Scaling down made a tiny negative weight -0, but its floor is -1.
+            floats = torch.where(floats == 0, minus_one_if_negative, floats)
+        # Floor first, then shift: adding before the floor would round tiny negative weights up to the next code.
+        codes[some].copy_(floats.floor_()).add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
+    return codes
 
 
 def decode_codes(
@@ -191,7 +175,7 @@ def decode_codes(
     """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape, if given."""
     values = out.copy_(codes) if out is not None and out.dtype == torch.float32 else codes.float()
     if reconstruction == "truncate":
-        values.add_(values < 0)
+        values.sub_(values.sign().clamp_(max=0))  # one more where negative
     else:
         values.add_(midpoint_offset(mantissa_bits))
     steps = power_of_two(exponents.int() - mantissa_bits).unsqueeze(-1)
@@ -222,7 +206,16 @@ def _group_views(tensor: torch.Tensor, group_size: int) -> Iterator[tuple[slice,
 
 def _row_chunks(rows: int, length: int) -> list[slice]:
     size = max(1, _CHUNK // max(length, 1))
-    return [slice(start, start + size) for start in range(0, rows, size)]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _chunks(rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A matrix in float32, some rows at a time, to be overwritten: one buffer serves all, as new memory is slow."""
+    chunks = _row_chunks(len(rows), rows.shape[-1])
+    if chunks:
+        buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=torch.float32, device=rows.device)
+        for some in chunks:
+            yield some, buffer[: some.stop - some.start].copy_(rows[some])
 
 
 def first_refused(weight: torch.Tensor) -> int | None:
