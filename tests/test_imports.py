@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels"},
     "evaluate": {"sefp", "file", "kernels", "runtime"},
-    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "builtin", "(top)"},
+    "tune": {"sefp", "builtin"},
+    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
 }
 

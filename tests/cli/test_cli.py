@@ -103,6 +103,28 @@ def test_verify_names_the_damaged_tensor(packed, tmp_path):
     assert "down_proj" in str(result.exception)
 
 
+def test_verify_checks_shards_behind_a_gap_too(packed, tmp_path):
+    for path in packed.iterdir():
+        if path.name != SHARDS[2]:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    result = run("verify", tmp_path)
+    assert "complete up to E5M4" in result.stdout.replace("\n", " ")
+    assert f"{SHARDS[3]} is sound but not used" in result.stderr
+    data = bytearray((tmp_path / SHARDS[3]).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / SHARDS[3]).write_bytes(data)
+    assert SHARDS[3] in str(refused("verify", tmp_path).exception)
+
+
+@pytest.mark.parametrize(("device", "words"), [("blah", "unknown device 'blah'"), ("cuda:77", "sees no CUDA device")])
+def test_a_device_that_is_not_there_is_refused(packed, device, words):
+    import torch
+
+    if device.startswith("cuda") and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert words in str(refused("generate", packed, "--prompt", "x", "--device", device).exception)
+
+
 def test_generate_continues_the_prompt_at_each_precision(packed):
     texts = {}
     for precision in ("E5M8", "E5M3"):
@@ -140,9 +162,9 @@ def test_chat_switches_precision_and_keeps_the_cache(packed):
     assert "now at E5M3" in result.stderr
     kept = int(result.stderr.split("now at E5M3, ")[1].split()[0])
     assert kept > 5
-    assert f"{kept} tokens reused" in result.stderr
+    assert f" {kept} tokens reused" in result.stderr
     assert "unknown precision 'E9'" in result.stderr
-    assert "/precision E5M3   run the rest" in result.stderr
+    assert "/precision E5M3   go on at" in result.stderr
     assert "conversation forgotten" in result.stderr
 
 
@@ -179,7 +201,6 @@ def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        (None, None),
         ("E5M4", {"*": "E5M4"}),
         ("E5M3,lm_head=E5M4", {"*": "E5M3", "lm_head": "E5M4"}),
         ("*.mlp.*=E5M5", {"*.mlp.*": "E5M5"}),

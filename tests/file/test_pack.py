@@ -369,7 +369,10 @@ def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(checkp
     (out / "notes.txt").write_text("mine")
     with pytest.raises(TargetError, match="exists and is not empty; choose another place or ask to overwrite"):
         otaro.pack(checkpoint_dir, out)
+    with pytest.raises(TargetError, match="is not empty and holds no nested model; it is not overwritten"):
+        otaro.pack(checkpoint_dir, out, overwrite=True)
     assert files_of(out) == {"notes.txt": b"mine"}
+    (out / "model-m3.safetensors").write_text("of an older model")
     otaro.pack(checkpoint_dir, out, overwrite=True)
     assert files_of(out) == files_of(nested_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -378,9 +381,41 @@ def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(checkp
 def test_packing_into_the_checkpoint_itself_loses_nothing(checkpoint_dir, tmp_path):
     source = shutil.copytree(checkpoint_dir, tmp_path / "source")
     for overwrite in (False, True):
-        with pytest.raises(TargetError, match="is the checkpoint itself"):
-            otaro.pack(source, source, overwrite=overwrite)
+        for target in (source, source.parent):
+            with pytest.raises(TargetError, match="is or holds the checkpoint itself"):
+                otaro.pack(source, target, overwrite=overwrite)
     assert files_of(source) == files_of(checkpoint_dir)
+
+
+def test_the_current_directory_cannot_be_put_in_place(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match="is the current directory"):
+        otaro.pack(checkpoint_dir, ".")
+
+
+def test_tensors_that_the_model_lacks_are_named(checkpoint_dir, tmp_path):
+    source = edited_copy(checkpoint_dir, tmp_path, **{"model.layers.7.extra": torch.zeros(3)})
+    with pytest.warns(UserWarning, match=r"left out 1 tensors that llama models lack: model.layers.7.extra"):
+        otaro.pack(source, tmp_path / "out")
+
+
+def test_an_embedding_of_a_class_of_its_own_is_kept_as_it_is(tmp_path):
+    """Gemma's embedding scales its rows; a stand-in would not."""
+    config = AutoConfig.for_model(
+        "gemma2", vocab_size=120, hidden_size=96, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gemma")
+    nested = otaro.pack(tmp_path / "gemma", tmp_path / "out")
+    assert "model.embed_tokens.weight" in nested.unpacked
+    model, ordinary = otaro.load(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "gemma")
+    parameters = ordinary.state_dict()
+    for name in nested.schema.packed:
+        parameters[name].copy_(otaro.encode(parameters[name]).decode("E5M8"))
+    ids = torch.arange(40).view(1, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, ordinary(ids).logits)
 
 
 def test_a_file_in_place_of_the_checkpoint_or_the_target_is_refused(checkpoint_dir, tmp_path):

@@ -132,7 +132,9 @@ def test_at_precision_restores_after_an_exception(model):
 def test_a_missing_shard_is_refused_by_name_and_nothing_changes(nested_dir, copy_of, logits, asked):
     model = otaro.load(copy_of(nested_dir, planes=(3, 4, 5, 7)), "E5M3")
     answer = logits(model)
-    with pytest.raises(ShardMissingError, match=r"E5M6 needs model-m6.safetensors.*\(complete up to E5M5\)"):
+    with pytest.raises(
+        ShardMissingError, match=r"E5M6 needs model-m6.safetensors, which .* lacks \(it is complete up to E5M5\)"
+    ):
         otaro.set_precision(model, asked)
     with pytest.raises(ShardMissingError, match=r"model-m6.safetensors"), otaro.at_precision(model, asked):
         pytest.fail("the block must not be entered")

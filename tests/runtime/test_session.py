@@ -69,3 +69,40 @@ def test_reset_forgets(session):
     session.reset()
     assert session.cached_tokens == 0
     assert session.reply("The module", **GREEDY) == first
+
+
+def test_an_interrupted_answer_leaves_the_conversation_as_it_was(session):
+    session.reply("The module", **GREEDY)
+    before = list(session._ids)
+
+    class Interrupt:
+        def put(self, value):
+            if value.dim() == 1:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        session.reply("and more", streamer=Interrupt(), **GREEDY)
+    assert session._ids == before
+    session.reply("and then", **GREEDY)
+    cut = len(session._ids) - session.produced
+    assert fresh_answer(session, session._ids[:cut]) == session._ids
+
+
+def test_a_cache_that_cannot_be_cut_is_computed_anew(session, monkeypatch):
+    from transformers import DynamicCache
+
+    def refuses(cache, count):
+        raise RuntimeError("a sliding window has forgotten these tokens")
+
+    monkeypatch.setattr(DynamicCache, "crop", refuses)
+    session.reply("The module", **GREEDY)
+    if session.uses_template:
+        session._messages[0]["content"] = "The class"  # as a template does that rewords earlier turns
+    else:
+        del session._ids[3:]
+    session.reply("and then", **GREEDY)
+    cut = len(session._ids) - session.produced
+    assert fresh_answer(session, session._ids[:cut]) == session._ids

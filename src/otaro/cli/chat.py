@@ -19,7 +19,7 @@ from otaro.cli.generate import (
 )
 
 HELP = """\
-/precision E5M3   run the rest of the conversation at another precision; the KV cache is kept
+/precision E5M3   go on at another precision; the KV cache is kept
 /reset            forget the conversation
 /help             this list
 /exit             leave (so does the end of input)"""
@@ -70,7 +70,7 @@ def _command(session: Any, line: str) -> None:
     command, *arguments = line.split()
     if command == "/precision" and len(arguments) == 1:
         try:
-            otaro.set_precision(session.model, console.parse_precision(arguments[0]) or {})
+            otaro.set_precision(session.model, console.parse_precision(arguments[0]))
         except otaro.OtaroError as error:
             console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
         else:
@@ -87,14 +87,12 @@ def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
     from transformers import TextStreamer
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    started, before = time.perf_counter(), session.cached_tokens
+    started = time.perf_counter()
     try:
-        answer = session.reply(text, streamer=streamer, **options)
+        session.reply(text, streamer=streamer, **options)
     except KeyboardInterrupt:
-        session.reset()
-        console.err.print("\ninterrupted; the conversation starts afresh")
+        console.err.print("\ninterrupted; the conversation goes on without this turn")
         return
-    seconds = time.perf_counter() - started
-    tokens = len(session.tokenizer(answer)["input_ids"])
-    note = f"{tokens} tokens, {tokens / seconds:.1f} per second, {before} tokens reused"
+    rate = session.produced / (time.perf_counter() - started)
+    note = f"{session.produced} tokens, {rate:.1f} per second, {session.reused} tokens reused"
     console.err.print(f"[dim]{note}[/]", highlight=False)

@@ -18,13 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 out = Console()
 err = Console(stderr=True)
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
         "--precision",
         "-p",
-        help="E5M8 to E5M3, by default the finest one present; modules apart as in E5M3,lm_head=E5M4,*.mlp.*=E5M5.",
+        help="E5M8 to E5M3, by default the finest present; or by module: E5M3,lm_head=E5M4",
         show_default=False,
     ),
 ]
@@ -53,10 +53,8 @@ def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int
         )
 
 
-def parse_precision(text: str | None) -> dict[str, str] | None:
+def parse_precision(text: str) -> dict[str, str]:
     """`E5M3,lm_head=E5M4` as a mapping from patterns to precisions; a precision alone is for all modules."""
-    if text is None:
-        return None
     parts = [part.rpartition("=") for part in text.split(",")]
     return {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,9 +36,10 @@ def demo(
         console.print_json({"out": str(out), "bytes": sizes, "perplexity": perplexities, "samples": samples})
     else:
         _show(summary, perplexities, samples)
-        console.out.print(
-            f"\nThe model is in {out}. Talk to it:  otaro generate {out} --precision E5M4 --prompt ...", highlight=False
-        )
+        console.out.print(f"\nThe model is in {out}. To hear more of it:", highlight=False)
+        tool = Path(sys.executable).with_name("otaro")
+        command = f"  {os.path.relpath(tool)} generate {out} --precision E5M4 --prompt 'The statement'"
+        console.out.print(command, highlight=False, soft_wrap=True)
 
 
 def _run(directory: Path) -> tuple[dict[str, float], dict[str, str]]:

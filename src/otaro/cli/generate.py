@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="A nested 
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)]
-SeedOption = Annotated[int, typer.Option(help="Of the sampling.")]
+SeedOption = Annotated[int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
@@ -33,6 +32,8 @@ def generate(
     """Continue a text, at any precision, as it is produced."""
     from transformers import TextStreamer
 
+    from otaro.runtime.session import padding_token
+
     if prompt == "-":
         prompt = sys.stdin.read()
     model, tokenizer = open_model(directory, precision, device)
@@ -45,7 +46,7 @@ def generate(
         **ids,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=padding_token(tokenizer),
         **sampling(temperature, top_p, seed),
     )
     seconds = time.perf_counter() - started
@@ -66,11 +67,11 @@ def open_model(directory: str, precision: str | None, device: str) -> tuple[Any,
 
     console.quiet_transformers()
     with console.err.status("opening ..."):
-        model = otaro.load(directory, console.parse_precision(precision), device=device)
+        model = otaro.load(directory, console.parse_precision(precision) if precision else None, device=device)
         path = model.sefp.nested.path
-        if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
             raise otaro.OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
-        return model, AutoTokenizer.from_pretrained(path)
+        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def sampling(temperature: float, top_p: float, seed: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,14 +13,15 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     json: console.JsonOption = False,
 ) -> None:
     """Show what a nested directory holds: sizes per precision, numbers per kind of module."""
+    from otaro.file.checkpoint import SIDECARS, resolve_model
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
 
-    nested = NestedDirectory(directory)
+    nested = NestedDirectory(resolve_model(directory, [*SIDECARS, "config.json", "model-m*.safetensors"]))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
     if json:
@@ -34,9 +34,10 @@ def show(summary: Summary) -> None:
     """Print the two tables."""
     from rich.table import Table
 
+    console.out.print(f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}", highlight=False)
     console.out.print(
-        f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}, {summary.reconstruction}, "
-        f"groups of {summary.group_size}, {summary.packed_weights:,} packed weights, {summary.other_parameters:,} others",
+        f"{summary.packed_weights:,} packed weights and {summary.other_parameters:,} others, "
+        f"{summary.reconstruction}, groups of {summary.group_size}",
         highlight=False,
     )
     sizes = Table(title="By precision", title_justify="left")

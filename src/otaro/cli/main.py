@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import chat, console, demo, generate, inspect, pack, verify
+from otaro.cli import chat, console, demo, generate, inspect, pack, tune, verify
 
 app = typer.Typer(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
@@ -22,6 +22,7 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("tune")(tune.tune)
 app.command("demo")(demo.demo)
 
 
@@ -47,6 +48,7 @@ def main() -> None:
     except otaro.OtaroError as error:
         console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        console.err.print("interrupted")
-        sys.exit(130)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        console.err.print(f"[bold red]error:[/] {console.escape(f'{error.strerror or error}{where}')}", soft_wrap=True)
+        sys.exit(1)

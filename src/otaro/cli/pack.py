@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -20,14 +21,14 @@ class ReconstructionChoice(StrEnum):
 
 
 def pack(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
-    out: Annotated[Path, typer.Argument(help="The nested directory to write.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: Annotated[
         ReconstructionChoice,
         typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
     ] = ReconstructionChoice.midpoint,
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
     json: console.JsonOption = False,
 ) -> None:
     """Turn a model into a nested directory that holds every precision.
@@ -38,7 +39,10 @@ def pack(
 
     console.quiet_transformers()
     started = time.perf_counter()
-    with console.progress_bar("packing (million weights)", 1_000_000) as progress:
+    with (
+        warnings.catch_warnings(record=True) as notes,
+        console.progress_bar("packing (million weights)", 1_000_000) as progress,
+    ):
         nested = pack_model(
             model,
             out,
@@ -48,6 +52,8 @@ def pack(
             progress=progress,
         )
     seconds = time.perf_counter() - started
+    for note in notes:
+        console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
     total = sum(path.stat().st_size for path in out.glob("model-m*.safetensors"))
     if json:
         console.print_json({"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,16 +10,23 @@ from otaro.cli import console
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     json: console.JsonOption = False,
 ) -> None:
     """Read every shard and check every digest; stops at the first damaged tensor and names it."""
+    from otaro.errors import FormatError
+    from otaro.file.checkpoint import SIDECARS, resolve_model
+    from otaro.file.header import shard_name
     from otaro.file.io import NestedDirectory
 
-    nested = NestedDirectory(directory)
+    nested = NestedDirectory(resolve_model(directory, [*SIDECARS, "config.json", "model-m*.safetensors"]))
+    if not (nested.path / "config.json").is_file():
+        raise FormatError(f"{directory} has no config.json; fetch it from where the shards came from")
     with console.progress_bar("verifying (MB)", 1_000_000) as progress:
         nested.verify(progress)
     shards = nested.shards()
+    for plane in nested.behind_gap():
+        console.err.print(f"{shard_name(plane)} is sound but not used: a shard before it is missing", highlight=False)
     tensors = sum(len(shard.header.entries) for shard in shards)
     size = sum(shard.size for shard in shards)
     if json:

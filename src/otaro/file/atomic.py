@@ -30,6 +30,7 @@ _REFUSED_BY_SYSTEM = {
     errno.EACCES: "you may not write there; choose another place",
     errno.EPERM: "you may not write there; choose another place",
     errno.ENOTDIR: "a part of that path is a file, not a directory",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.EEXIST: "a part of that path is a file, not a directory",
 }
 
@@ -40,9 +41,11 @@ def explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        elsewhere = error.filename is not None and not str(error.filename).startswith(str(target.parent))
+        at = None if error.filename is None else Path(os.fsdecode(error.filename))
+        ours = (target, _partial(target), _lock(target))
+        concerned = at is None or at in target.parents or any(at.is_relative_to(path) for path in ours)
         advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
-        if elsewhere or advice is None:
+        if not concerned or advice is None:
             raise
         raise TargetError(f"cannot write {target}: {advice}") from error
 
@@ -55,8 +58,10 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     moment of exchange.
     """
     target = Path(os.path.realpath(target))
-    partial = target.parent / f".{target.name}.partial"
+    partial = _partial(target)
     with explained(target):
+        if target == Path.cwd():
+            raise TargetError(f"{target} is the current directory, which cannot be put in place; name a new directory")
         if target.exists() and not target.is_dir():
             raise TargetError(f"{target} exists and is not a directory; choose another place")
         if target.is_dir() and any(target.iterdir()) and not overwrite:
@@ -79,7 +84,7 @@ def _alone(target: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    path = target.parent / f".{target.name}.lock"
+    path = _lock(target)
     while True:
         lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -95,6 +100,14 @@ def _alone(target: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(lock)
+
+
+def _partial(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial"
+
+
+def _lock(target: Path) -> Path:
+    return target.parent / f".{target.name}.lock"
 
 
 def _remove(path: Path) -> None:

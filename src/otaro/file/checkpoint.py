@@ -1,8 +1,9 @@
 """The model to be packed: where it lies, which of its tensors are packed, and how to read them a few rows at a time.
 
-What to pack is asked of the model class itself, built on the meta device from the checkpoint's config: every linear weight, the
-token embedding, the output head (once, if tied), and the fused expert stacks of mixtures of experts. So any architecture that
-transformers knows can be packed; norms, biases, routers and whatever else there is are kept as they are.
+What to pack is asked of the model class itself, built on the meta device from the checkpoint's config: every linear weight,
+the token embedding, the output head (once, if tied), and the fused expert stacks of mixtures of experts. So any architecture
+that transformers builds from plain `nn.Linear` and `nn.Embedding` modules can be packed. Norms, biases, routers, and modules
+of other classes are kept as they are.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
     except HFValidationError:
         raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{model} is not a directory, and fetching it from the Hub failed: {reason}") from error
+        raise CheckpointError(f"{model} is not a directory, and fetching it from the Hub failed: {brief(error)}") from error
+
+
+def brief(error: BaseException) -> str:
+    """The first line of another library's error message."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class Checkpoint:
@@ -74,6 +79,11 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The type most of the checkpoint is stored in: that of its first packed tensor."""
         return self.stored_dtype(next(iter(self.packed)))
+
+    def unused(self) -> list[str]:
+        """Tensors of the checkpoint that the model class does not have, as transformers would not load them either."""
+        used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
+        return sorted(key for key in self._file_of.keys() - used if not key.endswith("rotary_emb.inv_freq"))
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The type `name` is stored in."""
@@ -148,11 +158,13 @@ class _TensorFile:
 
     def __init__(self, path: Path) -> None:
         try:
+            self._file = path.open("rb", buffering=0)
             with safe_open(path, framework="pt"):
                 pass
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         length = int.from_bytes(self._file.read(8), "little")
         self.entries: dict[str, Any] = json.loads(self._file.read(length))
         self.entries.pop("__metadata__", None)
@@ -193,10 +205,9 @@ def _read_config(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a Hugging Face model")
     try:
-        config = AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{directory}: config.json describes no model that transformers knows: {reason}") from error
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # whatever a strange config makes transformers stumble over
+        raise CheckpointError(f"{directory}: config.json describes no model that transformers knows: {brief(error)}") from error
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise CheckpointError(
@@ -241,14 +252,14 @@ def _describe_model(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"transformers cannot build a causal language model for {config.model_type!r}: {error}"
-        ) from error
+    except Exception as error:  # as above
+        raise CheckpointError(f"transformers cannot build a causal {config.model_type!r} model: {brief(error)}") from error
     tied = dict(model.all_tied_weights_keys)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-    packable = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    packable |= {f"{name}.weight" for name, module in model.named_modules() if module is model.get_input_embeddings()}
+    # Exactly these classes: a subclass may do more in its forward (Gemma's embedding scales), which a stand-in would lose.
+    packable = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    embedding = model.get_input_embeddings()
+    packable |= {f"{n}.weight" for n, m in model.named_modules() if m is embedding and type(m) is torch.nn.Embedding}
     for name, module in model.named_modules():
         for stack in _EXPERT_PARTS:
             if isinstance(getattr(module, stack, None), torch.nn.Parameter):

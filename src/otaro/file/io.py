@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,7 @@ class NestedDirectory:
         if plane not in self._shards:
             path = self.path / shard_name(plane)
             if not path.is_file():
-                raise ShardMissingError(
-                    f"{of_mantissa_bits(plane)} needs {path.name}, which is not in {self.path} (complete up to {self.finest}); "
-                    "fetch that file into the directory and ask again, or use a lower precision"
-                )
+                raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
             shard = Shard.open(path, plane)
             if shard.header.model != self.base.header.model:
                 raise FormatError(
@@ -142,6 +138,12 @@ class NestedDirectory:
 
     def require(self, precision: Precision) -> None:
         """Open every shard that `precision` needs; refuse if one is missing or wrong."""
+        names = [shard_name(plane) for plane in range(BASE + 1, precision.mantissa_bits + 1) if plane not in self._shards]
+        if missing := [name for name in names if not (self.path / name).is_file()]:
+            raise ShardMissingError(
+                f"{precision} needs {', '.join(missing)}, which {self.path} lacks (it is complete up to {self.finest}); "
+                "fetch into the directory and ask again, or use a lower precision"
+            )
         for plane in range(BASE + 1, precision.mantissa_bits + 1):
             self.plane(plane)
 
@@ -149,14 +151,23 @@ class NestedDirectory:
         """The exponents of a packed tensor, int8, unpacked from their stream."""
         return unpack_exponents(self.base.tensor(name + EXPONENTS), self.schema.exponents_shape(name))
 
+    def behind_gap(self) -> list[int]:
+        """Planes that are present but cannot be used, since one before them is missing."""
+        beyond = range(self.finest.mantissa_bits + 1, FINEST + 1)
+        return [plane for plane in beyond if (self.path / shard_name(plane)).is_file()]
+
     def shards(self) -> list[Shard]:
         """All shards that are present and of use, the base shard first."""
         self.require(self.finest)
         return [self._shards[plane] for plane in range(BASE, self.finest.mantissa_bits + 1)]
 
     def verify(self, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> None:
-        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets bytes done and in total."""
+        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets bytes done and in total.
+
+        Shards behind a missing one are of no use yet, but are checked too.
+        """
         shards = self.shards()
+        shards += [self.plane(plane) for plane in self.behind_gap()]
         total, done = sum(shard.size for shard in shards), 0
         for shard in shards:
             with shard.header.path.open("rb") as file:
@@ -271,13 +282,3 @@ class NestedWriter:
         model = self._model or model_identity(self._schema, digests)
         for shard in self._shards.values():
             shard.close(model)
-
-
-def rows_per_chunk(row_length: int, weights: int) -> int:
-    """Rows to encode at a time: about `weights` weights, and a multiple of 8 rows so that exponents fill whole bytes."""
-    return max(8, weights // max(row_length, 1) // 8 * 8)
-
-
-def count_weights(schema: Schema) -> int:
-    """Packed weights in total."""
-    return sum(prod(shape) for shape in schema.packed.values())

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import Any
 from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
 from otaro.file.header import BASE, Schema, shard_name
-from otaro.file.io import NestedDirectory, NestedWriter, rows_per_chunk
+from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction, encode, first_refused, refusal
 from otaro.sefp.precision import GROUP_SIZE
 
-_CHUNK = 1 << 19  # weights encoded between two writes: few enough to stay in the cache
-_TRIM_EVERY = 1 << 23  # weights
+_CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
+_TRIM_EVERY = 1 << 22  # weights
 
 
 def pack(
@@ -41,17 +42,21 @@ def pack(
     if reconstruction not in RECONSTRUCTIONS:
         raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
     source = resolve_model(model)
-    if Path(out).exists() and source.samefile(out):
-        raise TargetError(f"{out} is the checkpoint itself; choose another place for the packed model")
+    target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
+    _check_target(target, source, overwrite)
     checkpoint = Checkpoint(source)
+    if unused := checkpoint.unused():
+        warnings.warn(
+            f"left out {len(unused)} tensors that {checkpoint.config.model_type} models lack: {unused[0]} ...", stacklevel=2
+        )
     schema = Schema(group_size, reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
     total, done = sum(map(prod, checkpoint.packed.values())), 0
-    with NestedWriter.create(Path(out), schema, unpacked, overwrite=overwrite) as writer:
+    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite) as writer:
         for name, shape in checkpoint.packed.items():
             at = 0  # weights of this tensor done
-            for rows in checkpoint.rows(name, rows_per_chunk(shape[-1], _CHUNK)):
+            for rows in checkpoint.rows(name, _rows_per_chunk(shape[-1])):
                 progress(name, done, total)
                 try:
                     writer.append_rows(name, encode(rows, group_size, reconstruction, name=name))
@@ -67,7 +72,20 @@ def pack(
             writer.append_stored(BASE, name, checkpoint.read(name))
         _write_sidecars(checkpoint, schema, writer.directory)
         progress("flushing to disk", done, total)
-    return NestedDirectory(out)
+    return NestedDirectory(target)
+
+
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    """Overwriting is for nested models: nothing else is ever deleted, least of all the checkpoint."""
+    if source.resolve().is_relative_to(target):
+        raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
+    if overwrite and target.is_dir() and any(target.iterdir()) and not (target / shard_name(BASE)).is_file():
+        raise TargetError(f"{target} is not empty and holds no nested model; it is not overwritten, choose another place")
+
+
+def _rows_per_chunk(row_length: int) -> int:
+    """About as many rows as make up a chunk, and a multiple of 8, so that their exponents fill whole bytes."""
+    return max(8, _CHUNK // row_length // 8 * 8)
 
 
 def _return_freed_memory() -> None:

@@ -91,7 +91,7 @@ class SefpQuantizer(HfQuantizer):
         _check_complete(model, self.nested, tied)
         self._modules = _swap_modules(model, self.nested, tied)
         # What we swapped is neither missing nor unexpected nor tied by transformers.
-        model.all_tied_weights_keys = {}
+        model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
         names = "|".join(map(re.escape, schema.packed))
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
 
@@ -168,7 +168,9 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     config = copy.deepcopy(model.config)
-    config.dtype = AutoConfig.from_pretrained(source).dtype or config.dtype  # loading may have chosen another for this run
+    config.dtype = (
+        AutoConfig.from_pretrained(source, trust_remote_code=False).dtype or config.dtype
+    )  # loading may have chosen another for this run
     write_config(config, directory)
     if model.can_generate():
         stored = source / "generation_config.json"
@@ -179,10 +181,11 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Carry over what is not ours; shards of whatever model was there before are not kept beside the new ones."""
+    """Carry over what is not ours; the weights of whatever model was there before are not kept beside the new ones."""
+    weights = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
     for path in old.iterdir() if old.is_dir() else ():
         kept = new / path.name
-        if kept.exists() or path.suffix == ".safetensors":
+        if kept.exists() or any(path.match(pattern) for pattern in weights):
             continue
         if path.is_dir():
             shutil.copytree(path, kept)
@@ -225,9 +228,9 @@ def _swap_modules(model: Any, nested: NestedDirectory, tied: dict[str, str]) -> 
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         dtype = getattr(owner, last).dtype
-        if isinstance(owner, nn.Linear):
+        if type(owner) is nn.Linear:
             modules[path] = SefpLinear(packed, dtype, owner.bias)
-        elif isinstance(owner, nn.Embedding):
+        elif type(owner) is nn.Embedding:
             modules[path] = SefpEmbedding(packed, dtype)
         elif len(packed.shape) == 3:
             # The stack replaces one parameter of the experts module, whose plain forward indexes it expert by expert.
@@ -238,6 +241,7 @@ def _swap_modules(model: Any, nested: NestedDirectory, tied: dict[str, str]) -> 
         else:
             raise FormatError(f"{nested.path}: {name} is packed, but {type(owner).__name__} cannot run packed weights")
     for path, module in modules.items():
+        object.__setattr__(module, "_is_hf_initialized", True)  # or transformers would fill in random values
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
     return modules

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from otaro.errors import FormatError
-from otaro.file.checkpoint import BUILTIN, SIDECARS, resolve_model
+from otaro.errors import FormatError, OtaroError
+from otaro.file.checkpoint import BUILTIN, SIDECARS, brief, resolve_model
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.runtime import hf  # noqa: F401 (registers the plug-in)
@@ -35,6 +35,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
+    _check_device(device)
     by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
     named = [Precision(value) for value in by_pattern.values()]
     finest = max(named).mantissa_bits if "*" in by_pattern else FINEST
@@ -49,10 +50,26 @@ def load(
     config.quantization_config = {**config.quantization_config, "precision": others and str(others)}
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else (config.dtype or torch.float16)
-    loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map={"": torch.device(device)})
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, device_map={"": torch.device(device)}, trust_remote_code=False
+        )
+    except OtaroError:
+        raise
+    except Exception as error:  # the shards were checked, so it is the config that transformers stumbles over
+        raise FormatError(f"{path}: transformers cannot build what config.json describes: {brief(error)}") from error
     if by_pattern:
         set_precision(loaded, by_pattern)
     return loaded
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise OtaroError(f"unknown device {device!r}; use cpu, cuda, cuda:1, ...") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OtaroError(f"device {device!r}: this torch sees no CUDA device; use cpu")
 
 
 def _read_config(path: Path) -> Any:
@@ -70,6 +87,6 @@ def _read_config(path: Path) -> Any:
     if stated != ("sefp", shard_name(BASE)):
         raise FormatError(f"{path}: config.json does not describe a nested model; fetch it from where the shards came from")
     try:
-        return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path}: config.json describes no model that transformers knows: {error}") from error
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a strange config makes transformers stumble over
+        raise FormatError(f"{path}: config.json describes no model that transformers knows: {brief(error)}") from error

@@ -61,6 +61,10 @@ class PackedWeight(nn.Module):
             dtype=dtype,
         )
 
+    def extra_repr(self) -> str:
+        """Name and shape, as `print(model)` shows them."""
+        return f"{self.name}, {list(self.shape)}"
+
     @staticmethod
     def _rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1, tensor.shape[-1])

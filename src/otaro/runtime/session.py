@@ -23,11 +23,10 @@ class ChatSession:
 
     def reset(self) -> None:
         """Forget the conversation."""
-        from transformers import DynamicCache
-
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
-        self._cache = DynamicCache(config=self.model.config)
+        self.reused, self.produced = 0, 0
+        self._cache = self._new_cache()
 
     @property
     def cached_tokens(self) -> int:
@@ -35,36 +34,56 @@ class ChatSession:
         return int(self._cache.get_seq_length())
 
     def reply(self, text: str, *, streamer: Any = None, **generation: Any) -> str:
-        """Answer `text`; `generation` goes to `model.generate`."""
-        self._messages.append({"role": "user", "content": text})
-        ids = self._render(text)
+        """Answer `text`; `generation` goes to `model.generate`.
+
+        Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in the answer. If the
+        answer is interrupted, the conversation is as it was before.
+        """
+        message = {"role": "user", "content": text}
+        ids = self._render(message)
         self._keep_common_prefix(ids)
+        self.reused = self.cached_tokens
         inputs = torch.tensor([ids], device=self.model.device)
         output = self.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             past_key_values=self._cache,
             streamer=streamer,
-            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            pad_token_id=padding_token(self.tokenizer),
             **generation,
         )
         self._ids = output[0].tolist()
+        self.produced = len(self._ids) - len(ids)
         answer: str = self.tokenizer.decode(self._ids[len(ids) :], skip_special_tokens=True)
-        self._messages.append({"role": "assistant", "content": answer})
+        self._messages += [message, {"role": "assistant", "content": answer}]
         return answer
 
-    def _render(self, text: str) -> list[int]:
+    def _render(self, message: dict[str, str]) -> list[int]:
         if self.uses_template:
-            return list(self.tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, return_dict=False))
-        return [*self._ids, *self.tokenizer(text)["input_ids"]]
+            messages = [*self._messages, message]
+            return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return [*self._ids, *self.tokenizer(message["content"], add_special_tokens=not self._ids)["input_ids"]]
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
         """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in any case."""
-        seen = self._ids[: self.cached_tokens]
         common = 0
-        for ours, theirs in zip(seen, ids[:-1], strict=False):
+        for ours, theirs in zip(self._ids[: self.cached_tokens], ids[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        if common < len(seen):
-            self._cache.crop(common - len(seen))  # negative: so many tokens less
+        if common < self.cached_tokens:
+            try:
+                self._cache.crop(common - self.cached_tokens)  # negative: so many tokens less
+            except (RuntimeError, ValueError):  # a sliding window has forgotten what came before
+                self._cache = self._new_cache()
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+
+def padding_token(tokenizer: Any) -> int | None:
+    """The id that fills up batches: the padding token, or else the end of text."""
+    token: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return token

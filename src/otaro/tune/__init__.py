@@ -1,0 +1,1 @@
+"""Tuning once for all precisions."""

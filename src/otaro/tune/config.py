@@ -1,0 +1,148 @@
+"""What a tuning run is told: the method and its options, the training settings, and the two recipes.
+
+Everything the paper leaves open is an option here with a default. Contradictions are refused in the spelling of the command
+line's flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from otaro.errors import OtaroError, PrecisionError
+from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction
+from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+from otaro.tune.accumulate import GradientAccumulator, Place, Reduction
+from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, PathSearch, UniformSearch
+
+METHODS = ("otaro", "bps", "uniform", "fixed:E5M4", "fp")  # fixed: takes any precision
+
+
+class ConfigError(OtaroError, ValueError):
+    """Options that make no sense, alone or together."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How precisions are chosen and gradients applied. The defaults are the recipe `best`."""
+
+    method: str = "uniform"
+    """otaro (path search and delayed low-precision updates: the paper's Algorithm 1), bps, uniform, fixed:E5M4, fp."""
+    precisions: tuple[Precision, ...] = PRECISIONS
+    exploration: float = 5.0
+    """The paper's lambda."""
+    delay: int = 10
+    """The paper's N: ultra-low batches to one update."""
+    ultra_low: tuple[Precision, ...] = (Precision("E5M4"), Precision("E5M3"))
+    accumulate: Reduction = "sum"
+    accumulator: Place = "device"
+    weights: tuple[float, ...] | None = (1.0, 1.0, 1.0, 1.0, 1.5, 2.0)
+    """How often `uniform` draws each precision, in their order."""
+    distill: float = 0.5
+    """Share of the loss that pulls toward the same weights unquantised."""
+    reconstruction: Reconstruction = "midpoint"
+    group_size: int = GROUP_SIZE
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        try:
+            fixed = self._fixed_precision()
+        except PrecisionError as error:
+            raise ConfigError(f"--method {self.method}: {error}") from None
+        if self.method not in ("otaro", "bps", "uniform", "fp") and fixed is None:
+            raise ConfigError(f"--method {self.method}: choose from {', '.join(METHODS)}")
+        if not self.precisions or len(set(self.precisions)) != len(self.precisions):
+            raise ConfigError("--precisions must name at least one precision, and none twice")
+        if not 0 <= self.exploration < math.inf:
+            raise ConfigError(f"--lambda {self.exploration}: must be a number, and not negative")
+        if self.delay < 1:
+            raise ConfigError(f"--delay {self.delay}: must be at least 1")
+        if not 0 <= self.distill <= 1:
+            raise ConfigError(f"--distill {self.distill}: must be between 0 and 1")
+        if self.accumulate not in get_args(Reduction):
+            raise ConfigError(f"--accumulate {self.accumulate}: choose from {', '.join(get_args(Reduction))}")
+        if self.accumulator not in get_args(Place):
+            raise ConfigError(f"--accumulator {self.accumulator}: choose from {', '.join(get_args(Place))}")
+        if self.reconstruction not in RECONSTRUCTIONS:
+            raise ConfigError(f"--reconstruction {self.reconstruction}: choose from {', '.join(RECONSTRUCTIONS)}")
+        if self.weights is not None:
+            if len(self.weights) != len(self.precisions):
+                raise ConfigError(f"--weights gives {len(self.weights)} numbers for {len(self.precisions)} --precisions")
+            if not all(0 <= weight < math.inf for weight in self.weights) or sum(self.weights) == 0:
+                raise ConfigError("--weights must be numbers, not negative, nor all zero")
+        if self.group_size < 1 or self.group_size % 32:
+            raise ConfigError(f"--group-size {self.group_size}: must be a positive multiple of 32")
+
+    def search(self, seed: int) -> PathSearch:
+        """The search that the method asks for."""
+        if self.method in ("otaro", "bps"):
+            return BitWidthPathSearch(self.precisions, self.exploration)
+        if self.method == "uniform":
+            return UniformSearch(self.precisions, self.weights, seed)
+        return FixedSearch(self._fixed_precision())
+
+    def gradient_accumulator(self) -> GradientAccumulator | None:
+        """The accumulator of the method `otaro`; other methods apply every gradient at once."""
+        return GradientAccumulator(self.delay, self.accumulate, self.accumulator) if self.method == "otaro" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, precisions by name."""
+        stated = dict(self.__dict__)
+        stated["precisions"] = [str(p) for p in self.precisions]
+        stated["ultra_low"] = [str(p) for p in self.ultra_low]
+        stated["weights"] = list(self.weights) if self.weights is not None else None
+        return stated
+
+    def _fixed_precision(self) -> Precision | None:
+        return Precision(self.method.removeprefix("fixed:")) if self.method.startswith("fixed:") else None
+
+
+@dataclass(frozen=True)
+class Training:
+    """The ordinary settings of a fine-tuning run."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 5e-5
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them alone."""
+    epochs: float = 1.0
+    steps: int | None = None
+    """Instead of epochs."""
+    batch_size: int = 8
+    grad_accum: int = 1
+    sequence_length: int = 512
+    lora: int | None = None
+    """Rank; None tunes all weights."""
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = 0
+
+
+Recipe = Literal["best", "paper"]
+
+
+def recipe(name: Recipe) -> tuple[Options, Training]:
+    """The two starting points; every flag given beside a recipe overrides it.
+
+    `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5.
+    `best` is what did best in a first trial: reconstruction at midpoints, precisions drawn at random with a tilt toward the
+    low ones, self-distillation, AdamW.
+    """
+    if name == "best":
+        return Options(), Training()
+    if name == "paper":
+        options = Options(method="otaro", weights=None, distill=0.0, reconstruction="truncate")
+        return options, Training(optimizer="sgd", lr=1e-5, schedule="constant", clip=0.0)
+    raise ConfigError(f"--recipe {name}: choose from best, paper")
+
+
+def with_precisions(options: Options, names: Sequence[str]) -> Options:
+    """Options with other precisions; each that had a weight keeps it."""
+    precisions = tuple(Precision(name) for name in names)
+    if options.weights is None:
+        return replace(options, precisions=precisions)
+    weight_of = dict(zip(options.precisions, options.weights, strict=True))
+    return replace(options, precisions=precisions, weights=tuple(weight_of.get(p, 1.0) for p in precisions))

@@ -1,0 +1,202 @@
+"""Training through quantisation: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
+
+`prepare` makes every module that will be packed (the linears, the token embedding and the head, fused experts, peft's LoRA
+layers) quantise its weight on the fly, by swapping the module's class: parameters, their names and the state dict stay as
+they are, so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object, and setting its
+precision sets them all; None is full precision. `restore` swaps the classes back.
+
+A LoRA layer quantises the merged weight W + BA, not W alone: merging the adapter afterwards then changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from otaro.errors import OtaroError
+from otaro.sefp.codec import MIN_EXPONENT, Reconstruction, midpoint_offset, power_of_two
+from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
+
+EXPERT_STACKS = ("gate_up_proj", "down_proj")
+
+
+class Precisely:
+    """The precision that prepared modules run at, and how they quantise."""
+
+    def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
+        self.group_size, self.reconstruction = group_size, reconstruction
+        self.precision: Precision | None = None
+
+    @contextmanager
+    def at(self, precision: Precision | None) -> Iterator[None]:
+        """Run at `precision` inside the block."""
+        before, self.precision = self.precision, precision
+        try:
+            yield
+        finally:
+            self.precision = before
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as the forward should see it."""
+        if self.precision is None:
+            return weight
+        bits = self.precision.mantissa_bits
+        quantized: torch.Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call] # torch's own
+            weight, bits, self.group_size, self.reconstruction
+        )
+        return quantized
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, bits: int, group_size: int, kind: Reconstruction) -> torch.Tensor:
+        return quantize(weight, bits, group_size, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, None, None
+
+
+def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """Values of `encode(weight).decode(...)` in the weight's own type, without going through integers.
+
+    Truncations compose, and so do floors: a code at m >= 4 bits is floor(w / step(m)) + 2^(m-4), the shift of 16 steps being a
+    whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. One
+    difference remains: a negative weight so small that scaling it underflows counts as zero here.
+    """
+    length = weight.shape[-1]
+    groups = -(-length // group_size)
+    values = weight.detach().float()
+    if length != groups * group_size:
+        values = nn.functional.pad(values, (0, groups * group_size - length))
+    values = values.view(*values.shape[:-1], groups, group_size)
+    fields = values.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
+    exponents = (fields - 126).clamp_(min=MIN_EXPONENT)
+    grid_bits = mantissa_bits if reconstruction == "truncate" else max(mantissa_bits, COARSEST + 1)
+    scaled = values * power_of_two(grid_bits - exponents)
+    if reconstruction == "truncate":
+        codes = scaled.trunc_()
+    else:
+        codes = scaled.floor_().add_(2.0 ** (grid_bits - COARSEST - 1))
+        if grid_bits != mantissa_bits:
+            codes = codes.mul_(0.5).floor_()
+        codes = codes.clamp_(max=2.0**mantissa_bits - 1).add_(midpoint_offset(mantissa_bits))
+    values = codes.mul_(power_of_two(exponents - mantissa_bits)).flatten(-2)[..., :length]
+    return values.to(weight.dtype)
+
+
+class TuneLinear(nn.Linear):
+    """A linear that multiplies by its quantised weight."""
+
+    precisely: Precisely
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear."""
+        return nn.functional.linear(input, self.precisely(self.weight), self.bias)
+
+
+class TuneEmbedding(nn.Embedding):
+    """An embedding that looks up quantised rows."""
+
+    precisely: Precisely
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Embedding; rows are quantised after the look-up, which is the same and cheaper."""
+        return self.precisely(nn.functional.embedding(input, self.weight, self.padding_idx))
+
+
+class _TuneExperts(nn.Module):
+    """Mixed into an experts class: while its forward runs, its stacks read as quantised."""
+
+    precisely: Precisely
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(self, "_stacks", {name: self.precisely(getattr(self, name)) for name in EXPERT_STACKS})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            object.__setattr__(self, "_stacks", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in EXPERT_STACKS and (quantized := self.__dict__.get("_stacks", {}).get(name)) is not None:
+            return quantized
+        return super().__getattr__(name)
+
+
+class _TuneLora(nn.Module):
+    """Mixed into peft's LoRA linear: multiplies by the quantised merged weight."""
+
+    precisely: Precisely
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layer: Any = self
+        if self.precisely.precision is None:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        merged = layer.base_layer.weight
+        for adapter in () if layer.disable_adapters or layer.merged else layer.active_adapters:
+            merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
+        return nn.functional.linear(x, self.precisely(merged), layer.base_layer.bias)
+
+
+def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
+    """Swap the classes of all modules that will be packed; returns their names."""
+    restore(model)  # in case some of it was prepared before
+    prepared = []
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    inside_lora = set()
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
+            _check_lora(name, module)
+            inside_lora |= {f"{name}.{child}" for child, _ in module.named_modules() if child}
+            swapped: type = _mixed(_TuneLora, type(module))
+        elif name in inside_lora:
+            continue
+        elif type(module) is nn.Linear:
+            swapped = TuneLinear
+        elif module is embedding and type(module) is nn.Embedding:
+            swapped = TuneEmbedding
+        elif all(isinstance(module._parameters.get(stack), nn.Parameter) for stack in EXPERT_STACKS):
+            object.__setattr__(module, "_untuned_experts", module.config._experts_implementation)
+            module.config._experts_implementation = "eager"  # the one that reads its stacks expert by expert
+            swapped = _mixed(_TuneExperts, type(module))
+        else:
+            continue
+        object.__setattr__(module, "_untuned_class", type(module))
+        module.__class__ = swapped
+        object.__setattr__(module, "precisely", precisely)
+        prepared.append(name)
+    if not prepared:
+        raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
+    return prepared
+
+
+@functools.cache
+def _mixed(mixin: type, base: type) -> type:
+    return type(f"Tune{base.__name__}", (mixin, base), {})
+
+
+def _check_lora(name: str, layer: Any) -> None:
+    """Only a plain adapter is the same as adding BA to the weight."""
+    if any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()):
+        raise OtaroError(f"{name}: LoRA dropout cannot be combined with a quantised merged weight; set it to 0")
+    if any(getattr(layer, "use_dora", {}).values()):
+        raise OtaroError(f"{name}: DoRA cannot be combined with a quantised merged weight; use plain LoRA")
+    if any(getattr(layer, "lora_bias", {}).values()):
+        raise OtaroError(f"{name}: a bias of the adapter cannot be combined with a quantised merged weight; leave it out")
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `prepare`."""
+    for module in reversed(list(model.modules())):  # layers share a config: the first one saw it unchanged
+        if (original := module.__dict__.pop("_untuned_class", None)) is not None:
+            module.__class__ = original
+            for added in ("precisely", "_stacks"):
+                module.__dict__.pop(added, None)
+            if "_untuned_experts" in module.__dict__:
+                config: Any = module.config
+                config._experts_implementation = module.__dict__.pop("_untuned_experts")

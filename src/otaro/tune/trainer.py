@@ -1,0 +1,283 @@
+"""The trainer: `OtaroMixin` over transformers' Trainer, and `OtaroTrainer`, the two together.
+
+Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantised to it, and reports
+the loss to the search. With the method `otaro` the gradients of an ultra-low precision are then moved into the accumulator
+and `.grad` set to None: what follows in Trainer's loop, clipping and the optimizer's step, finds nothing to do, until the
+N-th such batch puts the collected sum back. So nothing of the loop is rewritten, and whatever else Trainer does (DDP,
+FSDP2, gradient accumulation, checkpointing of activations, bf16, peft, TRL's SFTTrainer, logging) goes on as before. The
+learning-rate schedule advances on withheld steps too.
+
+Checkpoints gain the state of the search and the accumulator, and a mark that they are complete: a run that is killed goes
+on from the last complete one and takes the same path to the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import Trainer
+
+from otaro.errors import OtaroError
+from otaro.sefp.precision import Precision
+from otaro.tune.config import Options
+from otaro.tune.fake_quant import Precisely, prepare
+
+STATE_FILE, ACCUMULATOR_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_accumulator.safetensors", "otaro_complete"
+
+
+class TrainingError(OtaroError):
+    """A run that cannot go on."""
+
+
+class OtaroMixin:
+    """Mix in before a Trainer class: `class MyTrainer(OtaroMixin, SFTTrainer)`.
+
+    Takes two more arguments: `otaro=Options(...)` and `otaro_log=Path(...)`, a file that gets one line of JSON per step.
+    """
+
+    def __init__(self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.otaro = otaro or Options()
+        if self.args.fp16 and self.otaro.method == "otaro":  # type: ignore[attr-defined]
+            raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
+        self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
+        prepare(self.model, self.precisely)  # type: ignore[attr-defined]
+        self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
+        self.delayed = self.otaro.gradient_accumulator()
+        self._log_path = otaro_log
+        self._record: dict[str, Any] | None = None  # of the optimizer step under way
+        self.last_record: dict[str, Any] = {}
+        """What the log says of the last optimizer step."""
+        self._started = 0.0
+        self._learning_rates: list[float] = []
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Trainer's, at the precision chosen for this optimizer step."""
+        if self._record is None:
+            precision = self.search.choose()
+            self._record = {"precision": precision, "scores": self.search.scores(), "loss": 0.0, "tokens": 0}
+            self._started = time.perf_counter()
+        self._record["tokens"] += int(inputs["input_ids"].numel()) if "input_ids" in inputs else 0
+        with self.precisely.at(self._record["precision"]):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        self._record["loss"] += loss.detach()  # Trainer scales micro-batches so that they add up to the step's mean
+        if self.accelerator.sync_gradients:
+            self._finish_step(model)
+        return loss
+
+    def compute_loss(
+        self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Trainer's, with a share of self-distillation where that was asked for."""
+        share = self.otaro.distill
+        if not share or not model.training or self.precisely.precision is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        with torch.no_grad(), self.precisely.at(None):
+            teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        divergence = self._scaled(_divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
+        loss = (1 - share) * loss + share * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def _scaled(self: Any, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of the whole step."""
+        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+            return mean
+        scaled: torch.Tensor = mean * (labels[..., 1:] != -100).sum() / num_items_in_batch
+        return scaled * self.accelerator.num_processes if self.args.average_tokens_across_devices else scaled
+
+    def _finish_step(self: Any, model: Any) -> None:
+        """After the last backward of an optimizer step: tell the search, withhold or release gradients, write the log."""
+        record, self._record = self._record, None
+        precision: Precision | None = record["precision"]
+        loss = float(self.accelerator.reduce(record["loss"], "mean"))  # all ranks see the same loss, so choose alike
+        if not math.isfinite(loss):
+            last = last_complete_checkpoint(Path(self.args.output_dir))
+            raise TrainingError(
+                f"the loss became {loss} at step {self.state.global_step + 1}, trained at {precision or 'full precision'}; "
+                f"the last good checkpoint is {last or 'none'}: go on from it with a lower learning rate"
+            )
+        self.search.record(precision, loss)
+        parameters = dict(self._trained_parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()], foreach=True)
+        applied = True
+        if self.delayed is not None and precision in self.otaro.ultra_low:
+            gradients = {name: p.grad for name, p in parameters.items()}
+            for parameter in parameters.values():
+                parameter.grad = None
+            applied = self.delayed.add(gradients)
+            if applied:
+                self._release()
+        self._learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        seconds = time.perf_counter() - self._started
+        self.last_record = {
+            "step": self.state.global_step + 1,
+            "precision": str(precision) if precision else "fp",
+            "loss": loss,
+            "scores": record["scores"],
+            "gradient_norm": float(norm),
+            "lr": self._learning_rates[0],
+            "tokens_per_second": record["tokens"] * self.accelerator.num_processes / seconds,
+            "memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            "applied": applied,
+            "accumulated": self.delayed.count if self.delayed else 0,
+        }
+        self._write_log(self.last_record)
+
+    def _trained_parameters(self: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self.accelerator.unwrap_model(self.model_wrapped).named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter
+
+    def _release(self: Any) -> None:
+        """Put the collected gradients where the optimizer will find them."""
+        parameters = dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
+        for name, gradient in self.delayed.take({name: p.device for name, p in parameters.items()}).items():
+            parameters[name].grad = gradient
+
+    # The whole run ----------------------------------------------------------------------------------------------------
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step."""
+        result = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self.delayed is not None and self.delayed.count and self._learning_rates:
+            count = self.delayed.count
+            self._release()
+            if self.args.max_grad_norm:
+                self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), self.args.max_grad_norm)
+            for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+                group["lr"] = rate  # the schedule has moved on, often to zero
+            self.optimizer.step()
+            self.model_wrapped.zero_grad()
+            self._write_log({"step": self.state.global_step, "leftover": count, "applied": True})
+        return result
+
+    def _write_log(self: Any, record: dict[str, Any]) -> None:
+        if self._log_path is not None and self.is_world_process_zero():
+            with open(self._log_path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.is_world_process_zero():
+            state = {
+                "search": self.search.state_dict(),
+                "accumulated": self.delayed.count if self.delayed else 0,
+                "learning_rates": self._learning_rates,
+            }
+            (Path(output_dir) / STATE_FILE).write_text(json.dumps(state))
+            if self.delayed is not None and self.delayed.count:
+                tensors = {name: tensor.contiguous() for name, tensor in self.delayed.tensors().items()}
+                save_file(tensors, Path(output_dir) / ACCUMULATOR_FILE)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
+            return
+        state = json.loads((Path(checkpoint) / STATE_FILE).read_text())
+        self.search.load_state_dict(state["search"])
+        self._learning_rates = state["learning_rates"]
+        if self.delayed is not None and state["accumulated"]:
+            devices = {name: p.device for name, p in self.accelerator.unwrap_model(self.model_wrapped).named_parameters()}
+            self.delayed.restore(state["accumulated"], load_file(Path(checkpoint) / ACCUMULATOR_FILE), devices)
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial))
+        mark = run / f"checkpoint-{self.state.global_step}" / COMPLETE_FILE
+        limit, self.args.save_total_limit = (
+            self.args.save_total_limit,
+            None,
+        )  # nothing is deleted before the new one is complete
+        try:
+            if self.is_world_process_zero():
+                mark.unlink(missing_ok=True)
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
+        if self.is_world_process_zero():
+            mark.touch()
+            if limit:
+                best = self.state.best_model_checkpoint
+                for old in sorted(run.glob("checkpoint-*"), key=_age)[:-limit]:
+                    if old != mark.parent and (best is None or old != Path(best)):
+                        shutil.rmtree(old, ignore_errors=True)
+
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:  # else Trainer would take a step more when resumed after the last
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+
+class OtaroTrainer(OtaroMixin, Trainer):  # type: ignore[misc]
+    """transformers' Trainer, tuning for all precisions."""
+
+
+def last_complete_checkpoint(directory: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [path.parent for path in directory.glob(f"checkpoint-*/{COMPLETE_FILE}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _age(checkpoint: Path) -> tuple[bool, int]:
+    """Sorts incomplete checkpoints before complete ones, and old before new."""
+    return (checkpoint / COMPLETE_FILE).exists(), int(checkpoint.name.rpartition("-")[2])
+
+
+def forget_steps_after(log: Path, step: int) -> None:
+    """Drop what a killed run logged after the checkpoint it will resume from."""
+    if log.is_file():
+        kept = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
+        new = log.with_name(log.name + ".new")
+        new.write_text("".join(line + "\n" for line in kept))
+        new.replace(log)
+
+
+def _step_of(line: str) -> float:
+    try:
+        record = json.loads(line)
+        return float("inf") if "leftover" in record else float(record["step"])  # applied after the last checkpoint
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut off by the kill
+
+
+def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean KL divergence from teacher to student over the tokens that have a label."""
+    counted = labels[..., 1:] != -100
+    of_student = log_softmax(student[..., :-1, :][counted].float(), -1)
+    of_teacher = log_softmax(teacher[..., :-1, :][counted].float(), -1)
+    return kl_div(of_student, of_teacher, reduction="sum", log_target=True) / counted.sum().clamp(min=1)
+
+
+@torch.inference_mode()
+def losses_by_precision(
+    model: Any, precisely: Precisely, precisions: list[Precision | None], batches: list[dict[str, torch.Tensor]]
+) -> list[float]:
+    """Mean loss per token at each precision, of a prepared model; batches as the collator makes them."""
+    was_training = model.training
+    model.eval()
+    means = []
+    for precision in precisions:
+        total, tokens = 0.0, 0
+        with precisely.at(precision):
+            for batch in batches:
+                inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+                labels = inputs.pop("labels")[..., 1:]
+                logits = model(**inputs).logits[..., :-1, :].float()
+                total += float(cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
+                tokens += int((labels != -100).sum())
+        means.append(total / max(tokens, 1))
+    model.train(was_training)
+    return means

@@ -1,0 +1,232 @@
+"""What a run may be told: refusals in the spelling of the command line, the two recipes, and what a method brings along."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from otaro.errors import OtaroError
+from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune.accumulate import GradientAccumulator
+from otaro.tune.config import METHODS, ConfigError, Options, Training, recipe, with_precisions
+from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, UniformSearch
+
+M8, M7, M6, M5, M4, M3 = PRECISIONS
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"method": "sgd"}, "--method sgd"),
+        ({"method": ""}, "--method "),
+        ({"method": "fixed"}, "--method fixed"),
+        ({"method": "E5M4"}, "--method E5M4"),
+        ({"precisions": (), "weights": None}, "--precisions"),
+        ({"precisions": (M8, M4, M8), "weights": None}, "--precisions"),
+        ({"exploration": -0.1}, "--lambda -0.1"),
+        ({"delay": 0}, "--delay 0"),
+        ({"delay": -3}, "--delay -3"),
+        ({"distill": -0.01}, "--distill -0.01"),
+        ({"distill": 1.01}, "--distill 1.01"),
+        ({"distill": math.nan}, "--distill nan"),
+        ({"reconstruction": "nearest"}, "--reconstruction nearest"),
+        ({"weights": (1.0, 2.0)}, "--weights gives 2 numbers for 6 --precisions"),
+        ({"weights": ()}, "--weights gives 0 numbers for 6 --precisions"),
+        ({"precisions": (M8, M4)}, "--weights gives 6 numbers for 2 --precisions"),
+        ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, -0.5)}, "--weights"),
+        ({"weights": (0.0,) * 6}, "--weights"),
+        ({"group_size": 0}, "--group-size 0"),
+        ({"group_size": -64}, "--group-size -64"),
+        ({"group_size": 48}, "--group-size 48"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_the_spelling_of_its_flag(changes, flag):
+    with pytest.raises(ConfigError) as refused:
+        Options(**changes)
+    assert str(refused.value).startswith(flag)
+
+
+def test_an_unknown_precision_to_fix_names_the_flag_too():
+    with pytest.raises(OtaroError, match="--method fixed:E5M9"):
+        Options(method="fixed:E5M9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"exploration": math.nan}, "--lambda"),
+        ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.nan)}, "--weights"),
+        ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.inf)}, "--weights"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(changes, flag):
+    with pytest.raises(ConfigError, match=flag):
+        Options(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"), [({"accumulate": "max"}, "--accumulate"), ({"accumulator": "disk"}, "--accumulator")]
+)
+def test_unknown_ways_to_accumulate_are_refused(changes, flag):
+    with pytest.raises(ConfigError, match=flag):
+        Options(method="otaro", **changes)
+
+
+def test_refusals_are_errors_of_this_library_and_value_errors():
+    assert issubclass(ConfigError, OtaroError)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exploration": 0.0},
+        {"delay": 1},
+        {"distill": 0.0},
+        {"distill": 1.0},
+        {"group_size": 32},
+        {"weights": None},
+        {"weights": (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
+        {"precisions": (M4,), "weights": None},
+        {"method": "fixed:E5M3"},
+        {"ultra_low": ()},
+    ],
+)
+def test_the_ends_of_every_range_are_allowed(changes):
+    options = Options(**changes)
+    assert {name: getattr(options, name) for name in changes} == changes
+
+
+def test_a_refusal_of_the_method_lists_those_there_are():
+    with pytest.raises(ConfigError) as refused:
+        Options(method="nonsense")
+    assert all(method in str(refused.value) for method in METHODS)
+
+
+# Recipes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_paper_is_what_the_paper_states():
+    options, training = recipe("paper")
+    assert options.to_dict() == {
+        "method": "otaro",
+        "precisions": ["E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3"],
+        "exploration": 5.0,
+        "delay": 10,
+        "ultra_low": ["E5M4", "E5M3"],
+        "accumulate": "sum",
+        "accumulator": "device",
+        "weights": None,
+        "distill": 0.0,
+        "reconstruction": "truncate",
+        "group_size": 64,
+    }
+    assert (training.optimizer, training.lr) == ("sgd", 1e-5)
+    # Plain SGD: nothing scales the gradient or the learning rate, as line 18 of Algorithm 1 has it.
+    assert (training.schedule, training.clip) == ("constant", 0.0)
+
+
+def test_the_recipe_paper_changes_nothing_else_of_the_training():
+    training = recipe("paper")[1]
+    changed = {f.name for f in dataclasses.fields(Training) if getattr(training, f.name) != f.default}
+    assert changed == {"optimizer", "lr", "schedule", "clip"}
+
+
+def test_the_recipe_best_is_the_default():
+    options, training = recipe("best")
+    assert (options, training) == (Options(), Training())
+    assert (options.method, options.reconstruction, training.optimizer) == ("uniform", "midpoint", "adamw")
+    assert options.distill == 0.5
+    assert options.weights == (1.0, 1.0, 1.0, 1.0, 1.5, 2.0)
+
+
+def test_an_unknown_recipe_is_refused_by_its_flag():
+    with pytest.raises(ConfigError, match="--recipe fast: choose from best, paper"):
+        recipe("fast")
+
+
+# What a method brings along ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "delays"),
+    [
+        ("otaro", BitWidthPathSearch, True),
+        ("bps", BitWidthPathSearch, False),
+        ("uniform", UniformSearch, False),
+        ("fixed:E5M4", FixedSearch, False),
+        ("fp", FixedSearch, False),
+    ],
+)
+def test_each_method_has_its_search_and_only_otaro_delays_updates(method, kind, delays):
+    options = Options(method=method)
+    assert type(options.search(seed=0)) is kind
+    assert (options.gradient_accumulator() is not None) is delays
+
+
+def test_searches_get_the_options_they_were_made_for():
+    search = Options(method="bps", exploration=0.7, precisions=(M4, M8), weights=None).search(seed=0)
+    assert (search.precisions, search.exploration) == ([M8, M4], 0.7)
+    search = Options(precisions=(M4, M8), weights=(3.0, 1.0)).search(seed=0)
+    assert search.scores() == {"E5M4": 0.75, "E5M8": 0.25}
+    assert Options(method="fixed:E5M4").search(seed=0).choose() == M4
+    assert Options(method="fp").search(seed=0).choose() is None
+
+
+def test_the_seed_decides_the_draws_of_uniform():
+    def path(seed: int) -> list[Precision | None]:
+        search = Options().search(seed)
+        return [search.choose() for _ in range(50)]
+
+    assert path(1) == path(1) != path(2)
+
+
+def test_the_accumulator_gets_its_options():
+    accumulator = Options(method="otaro", delay=7, accumulate="mean", accumulator="host").gradient_accumulator()
+    assert isinstance(accumulator, GradientAccumulator)
+    assert (accumulator.delay, accumulator.reduction, accumulator.place) == (7, "mean", "host")
+
+
+@pytest.mark.parametrize("options", [Options(), recipe("paper")[0], Options(method="fixed:E5M4"), Options(ultra_low=())])
+def test_to_dict_is_json_and_names_every_option(options):
+    stated = options.to_dict()
+    assert json.loads(json.dumps(stated)) == stated
+    assert stated.keys() == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_to_dict_is_a_copy():
+    options = Options()
+    options.to_dict()["method"] = "fp"
+    assert options.method == "uniform"
+
+
+# Other precisions -------------------------------------------------------------------------------------------------------
+
+
+def test_other_precisions_keep_their_own_weights():
+    options = with_precisions(Options(), ["E5M8", "E5M4"])
+    assert (options.precisions, options.weights) == ((M8, M4), (1.0, 1.5))
+    assert dataclasses.replace(options, precisions=PRECISIONS, weights=Options().weights) == Options()
+
+
+def test_the_same_precisions_keep_their_weights():
+    assert with_precisions(Options(), [str(p) for p in PRECISIONS]) == Options()
+    assert with_precisions(Options(weights=None), ["E5M8", "E5M4"]).weights is None
+
+
+def test_naming_precisions_in_another_order_does_not_move_weights_to_others():
+    options = with_precisions(Options(), [str(p) for p in reversed(PRECISIONS)])
+    if options.weights is not None:
+        assert dict(zip(options.precisions, options.weights, strict=True))[M3] == 2.0
+
+
+def test_precisions_named_twice_or_not_existing_are_refused():
+    with pytest.raises(ConfigError, match="--precisions"):
+        with_precisions(Options(), ["E5M8", "E5M8"])
+    with pytest.raises(ConfigError, match="--precisions"):
+        with_precisions(Options(), [])
+    with pytest.raises(OtaroError, match="E5M9"):
+        with_precisions(Options(), ["E5M8", "E5M9"])

@@ -1,0 +1,471 @@
+"""Training data: every format, every refusal, and labels exactly where something is to be learnt."""
+
+import gzip
+import importlib.util
+import json
+import sys
+from itertools import chain
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from otaro.builtin import MODEL_DIR, topics_training_text
+from otaro.errors import OtaroError
+from otaro.tune.data import PROMPT, PROMPT_WITH_INPUT, DataError, collate, load_data, padding_id, split
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As Qwen3 does: the last turn gets an empty thought, earlier ones do not.
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last %}<think></think>\n{% endif %}"
+    "{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As DeepSeek does: the prompt opens a thought that a finished turn does not show.
+OPENING = TEMPLATE.replace("<|assistant|>\n{% endif %}", "<|assistant|>\n<think>{% endif %}")
+REWORDING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+SQUARE = {"instruction": "Square it.", "input": "7", "output": "It is 49."}
+GREETING = {"instruction": "Greet {me}.", "output": "Good day,\nand {welcome} — ünïcode too."}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is an assert statement?"},
+        {"role": "assistant", "content": "A check\nfor debugging."},
+        {"role": "user", "content": "And a raise?"},
+        {"role": "assistant", "content": "It raises an exception."},
+    ]
+}
+
+
+@pytest.fixture
+def tokenizer():
+    loaded = AutoTokenizer.from_pretrained(MODEL_DIR)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write("a.jsonl", rows) makes a file of that kind; strings and bytes are written as they are."""
+
+    def write(name, content):
+        path = tmp_path / name
+        if isinstance(content, list):
+            content = "\n".join(map(json.dumps, content)) if ".jsonl" in name else json.dumps(content)
+        content = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        return path
+
+    return write
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def learnt(tokenizer, example):
+    assert len(example["input_ids"]) == len(example["labels"])
+    assert all(label in (-100, token) for token, label in zip(example["input_ids"], example["labels"], strict=True))
+    return tokenizer.decode([label for label in example["labels"] if label != -100])
+
+
+def answers(tokenizer, data):
+    return [learnt(tokenizer, data[index]) for index in range(len(data))]
+
+
+# Text.
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "A.TXT"])
+def test_a_text_is_cut_into_full_blocks(tokenizer, write, name):
+    text = "The assert statement is a convenient way to insert debugging assertions into a program.\n" * 5
+    stream = ids_of(tokenizer, text)
+    data = load_data(write(name, text), tokenizer, 16)
+    blocks = [data[index]["input_ids"] for index in range(len(data))]
+    assert len(stream) % 16
+    assert {len(block) for block in blocks} == {16}
+    assert list(chain(*blocks)) == stream[: len(stream) // 16 * 16]
+    assert all(data[index]["labels"] == block for index, block in enumerate(blocks))
+    assert (data.kind, data.tokens, data.dropped, data.cut) == ("text", 16 * len(blocks), 0, 0)
+
+
+def test_a_last_block_that_is_just_full_is_kept(tokenizer, write):
+    text = "one two three four five six seven eight"
+    half, odd = divmod(len(ids_of(tokenizer, text)), 2)
+    assert [len(ids) for ids, _ in load_data(write("a.txt", text), tokenizer, half).examples] == [half, half]
+    assert odd == 0
+
+
+def test_a_text_shorter_than_a_block_is_one_short_block(tokenizer, write):
+    data = load_data(write("a.txt", "just a few words"), tokenizer, 128)
+    assert [list(ids) for ids, _ in data.examples] == [ids_of(tokenizer, "just a few words")]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz"])
+def test_text_rows_are_joined_with_the_end_of_text(tokenizer, write, name):
+    texts = ["first text", "second one", " \n", "the third"]
+    data = load_data(write(name, [{"text": text, "id": 1} for text in texts]), tokenizer, 64)
+    assert tokenizer.decode(data[0]["input_ids"]) == "first text</s>second one</s>the third"
+    assert (data.kind, data.dropped) == ("text", 1)
+
+
+def test_many_documents_keep_their_order(tokenizer, write):
+    texts = [f"row {index}" for index in range(2345)]  # more than are tokenised at once
+    data = load_data(write("a.jsonl", [{"text": text} for text in texts]), tokenizer, 2)
+    stream = list(chain(*([*ids_of(tokenizer, text), tokenizer.eos_token_id] for text in texts)))[:-1]
+    assert list(chain(*(ids for ids, _ in data.examples))) == stream[: len(stream) // 2 * 2]
+
+
+def test_without_an_end_of_text_token_rows_are_joined_bare(tokenizer, write):
+    tokenizer.eos_token = None
+    data = load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}]), tokenizer, 64)
+    assert data[0]["input_ids"] == ids_of(tokenizer, "one") + ids_of(tokenizer, "two")
+
+
+def test_a_tokenizer_that_marks_both_ends_itself_is_left_to_it(tokenizer, write):
+    from tokenizers.processors import TemplateProcessing
+
+    specials = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=specials)
+    texts = load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}]), tokenizer, 64)
+    assert tokenizer.decode(texts[0]["input_ids"]) == "<s>one</s><s>two</s>"
+    rows = load_data(write("b.jsonl", [SQUARE]), tokenizer, 512)
+    assert tokenizer.decode(rows[0]["input_ids"]) == f"<s>{PROMPT_WITH_INPUT.format(**SQUARE)}It is 49.</s>"
+    assert learnt(tokenizer, rows[0]) == "It is 49.</s>"
+
+
+def test_builtin_is_the_training_text_of_the_topics(tokenizer):
+    data = load_data("builtin", tokenizer, 512, max_positions=512)
+    assert data.kind == "text"
+    assert topics_training_text().startswith(tokenizer.decode(data[0]["input_ids"]))
+    assert data.tokens == 512 * len(data) > 50_000
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer, write):
+    assert tokenizer.decode(load_data(write("a.txt", b"\xef\xbb\xbfhello you"), tokenizer, 64)[0]["input_ids"]) == "hello you"
+
+
+# Instructions.
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_of_instructions_only_the_answer_is_learnt(tokenizer, write, name):
+    data = load_data(write(name, [SQUARE, GREETING, {**GREETING, "input": None, "text": "all of it"}]), tokenizer, 512)
+    assert (data.kind, len(data), data.dropped, data.cut) == ("instruction", 3, 0, 0)
+    assert learnt(tokenizer, data[0]) == "It is 49.</s>"
+    assert tokenizer.decode(data[0]["input_ids"]) == PROMPT_WITH_INPUT.format(**SQUARE) + "It is 49.</s>"
+    assert learnt(tokenizer, data[1]) == learnt(tokenizer, data[2]) == GREETING["output"] + "</s>"
+    assert tokenizer.decode(data[1]["input_ids"]) == PROMPT.format(**GREETING) + GREETING["output"] + "</s>"
+    assert data.tokens == sum(len(data[index]["input_ids"]) for index in range(3))
+
+
+def test_the_prompts_are_those_of_alpaca():
+    assert PROMPT_WITH_INPUT.format(instruction="I", input="X") == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nI\n\n### Input:\nX\n\n### Response:\n"
+    )
+    assert PROMPT.format(instruction="I") == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nI\n\n### Response:\n"
+    )
+
+
+def test_long_rows_are_cut_and_those_without_an_answer_left_are_dropped(tokenizer, write):
+    path = write("a.jsonl", [SQUARE, {**SQUARE, "instruction": "Square it. " * 50}])
+    prompt = len(ids_of(tokenizer, PROMPT_WITH_INPUT.format(**SQUARE)))
+    data = load_data(path, tokenizer, prompt + 1)
+    assert (len(data), data.dropped, data.cut) == (1, 1, 1)
+    assert learnt(tokenizer, data[0]) == tokenizer.decode(ids_of(tokenizer, "It is 49.")[:1])
+    with pytest.raises(DataError, match=f"--sequence-length {prompt} cuts away all answers"):
+        load_data(path, tokenizer, prompt)
+
+
+def test_the_alpaca_slice(tokenizer, shared_data):
+    path = shared_data / "alpaca" / "alpaca_5000.json"
+    with pytest.raises(DataError) as refusal:
+        load_data(path, tokenizer, 512)
+    assert str(refusal.value) == (
+        f"{path}: 2 of 5000 rows cannot be used:\n  index 2335: `output` is empty\n  index 4658: `output` is empty"
+    )
+    data = load_data(path, tokenizer, 100_000, skip_bad_rows=True)
+    assert (data.kind, len(data), data.dropped, data.cut) == ("instruction", 4998, 2, 0)
+    expected = [row["output"] + "</s>" for row in json.loads(path.read_text()) if row["output"]]
+    assert answers(tokenizer, data) == expected
+
+
+# Conversations.
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING, OPENING], ids=["plain", "drops thoughts", "opens thoughts"])
+def test_of_a_conversation_only_the_assistant_is_learnt(tokenizer, write, template):
+    tokenizer.chat_template = template
+    data = load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
+    assert (data.kind, len(data)) == ("chat", 1)
+    assert data[0]["input_ids"] == tokenizer.apply_chat_template(CHAT["messages"], return_dict=False)
+    thought = "<think></think>\n" if template == THINKING else ""
+    assert learnt(tokenizer, data[0]) == f"A check\nfor debugging.</s>\n{thought}It raises an exception.</s>\n"
+
+
+def test_a_conversation_is_cut(tokenizer, write):
+    full = load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
+    first = next(index for index, label in enumerate(full[0]["labels"]) if label != -100)
+    data = load_data(write("a.jsonl", [CHAT]), tokenizer, first + 1)
+    assert (len(data), data.cut, data.tokens) == (1, 1, first + 1)
+    with pytest.raises(DataError, match="cuts away all answers"):
+        load_data(write("a.jsonl", [CHAT]), tokenizer, first)
+
+
+def test_templates_that_cannot_be_followed_are_refused(tokenizer, write):
+    tokenizer.chat_template = REWORDING
+    with pytest.raises(DataError, match=r"line 1: the chat template rewords messages\[2\] later"):
+        load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
+
+
+def test_without_a_template_chats_are_refused(tokenizer, write):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="line 1: is a chat, but the tokenizer of this model has no chat template"):
+        load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
+
+
+def test_without_an_end_of_text_token_instructions_are_refused(tokenizer, write):
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="line 1: is an instruction, but the tokenizer of this model has no end-of-text token"):
+        load_data(write("a.jsonl", [SQUARE]), tokenizer, 512)
+
+
+# Refusals.
+
+USER, ASSISTANT = CHAT["messages"][1:3]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{'text': 1}", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        ("[1, 2]", "is of type list, not an object"),
+        ("{}", "has no fields; a row needs `messages`, or `instruction` and `output`, or `text`"),
+        ({"prompt": "a", "answer": "b"}, "has `prompt`, `answer`; a row needs"),
+        ({"text": None}, "has `text`; a row needs"),
+        ({"text": 5}, "`text` is of type int, not a string"),
+        ({"text": "a \ud800 b"}, "`text` holds half a surrogate pair"),
+        ({"instruction": "Do."}, "`output` is missing"),
+        ({"instruction": "Do.", "output": ["a"]}, "`output` is of type list, not a string"),
+        ({"instruction": "Do.", "output": " \n"}, "`output` is empty"),
+        ({"instruction": "", "output": "Done."}, "`instruction` is empty"),
+        ({"instruction": "Do.", "input": 3, "output": "Done."}, "`input` is of type int, not a string"),
+        ({"messages": "hello"}, "`messages` is of type str, not a list"),
+        ({"messages": []}, "needs a turn of the assistant, but not as the first; the roles are none"),
+        ({"messages": [USER]}, "needs a turn of the assistant, but not as the first; the roles are user"),
+        ({"messages": [ASSISTANT, USER]}, "needs a turn of the assistant, but not as the first; the roles are assistant, user"),
+        ({"messages": [USER, "hello"]}, "`messages[1]` is of type str, not an object"),
+        ({"messages": [USER, {"role": "assistant"}]}, "`messages[1].content` is missing"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "`messages[1].content` is empty"),
+        ({"messages": [{"content": "hello"}, ASSISTANT]}, "`messages[0].role` is missing"),
+        ({"messages": [{"role": "clown", "content": "boo"}, ASSISTANT]}, "the chat template refuses it: no clowns"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_bad_row_is_named_by_its_line(tokenizer, write, row, problem):
+    line = row if isinstance(row, str) else json.dumps(row)
+    with pytest.raises(DataError) as refusal:
+        load_data(write("a.jsonl", f"\n{line}\n\n"), tokenizer, 64)
+    assert f"1 of 1 rows cannot be used:\n  line 2: {problem}" in str(refusal.value)
+    with pytest.raises(DataError, match="1 of 1 rows"):
+        load_data(write("a.jsonl", f"\n{line}\n\n"), tokenizer, 64, skip_bad_rows=True)
+
+
+def test_all_bad_rows_are_counted_and_the_first_ones_shown(tokenizer, write):
+    rows = [{"text": "good"}, *[{"text": number} for number in range(8)], CHAT]
+    path = write("a.json", rows)
+    with pytest.raises(DataError) as refusal:
+        load_data(path, tokenizer, 64)
+    shown = [f"  index {index}: `text` is of type int, not a string" for index in range(1, 6)]
+    assert str(refusal.value).split("\n") == [f"{path}: 9 of 10 rows cannot be used:", *shown, "  and 4 more"]
+    data = load_data(path, tokenizer, 64, skip_bad_rows=True)
+    assert (data.dropped, data[0]["input_ids"]) == (9, ids_of(tokenizer, "good"))
+
+
+def test_kinds_do_not_mix(tokenizer, write):
+    with pytest.raises(DataError, match="1 of 3 rows cannot be used:\n  line 3: is of kind chat, while line 1 is of kind text"):
+        load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}, CHAT]), tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", b"", "is empty; --data takes .txt"),
+        ("a.jsonl", b" \n\n", "is empty"),
+        ("a.json", b"[]", "holds no rows; a row needs"),
+        ("a.json", b'{"text": "a"}', "holds a dict, not a list of objects"),
+        (
+            "a.json",
+            b'{"text": "a"}\n{"text": "b"}',
+            "is not JSON: Extra data: line 2 column 1 (char 14); a file with one object",
+        ),
+        ("a.txt", b"x", "has 1 tokens of text"),
+        ("a.jsonl", b'{"text": ""}', "has 0 tokens of text"),
+        ("a.txt", b"ab\n\nc\xff", "is not UTF-8: byte 0xff at offset 5, in line 3; save it as UTF-8"),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xe9"}', "is not UTF-8: byte 0xe9 at offset 27, in line 2"),
+        ("a.txt", "hello".encode("utf-16"), "is not UTF-8: byte 0xff at offset 0, in line 1"),
+        ("a.csv", b"a,b", "is of no kind that can be read; --data takes .txt, .json or .jsonl"),
+        ("a", b"a,b", "is of no kind that can be read"),
+    ],
+)
+def test_files_that_cannot_be_read(tokenizer, write, name, content, problem):
+    path = write(name, content)
+    with pytest.raises(DataError) as refusal:
+        load_data(path, tokenizer, 64)
+    assert str(refusal.value).startswith(f"{path} {problem}")
+    assert isinstance(refusal.value, OtaroError)
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"text": "hello"}' * 9)[:-12]], ids=["other", "short"])
+def test_a_broken_gz_is_refused(tokenizer, tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+        load_data(tmp_path / "a.jsonl.gz", tokenizer, 64)
+
+
+def test_what_is_no_file(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="is a directory; --data takes"):
+        load_data(tmp_path, tokenizer, 64)
+    for name in (str(tmp_path / "missing"), "missing", "some/missing.jsonl", "some/missing.parquet", "a/b/c"):
+        with pytest.raises(DataError, match=r"does not exist; --data takes .*owner/name"):
+            load_data(name, tokenizer, 64)
+
+
+def test_sequence_lengths_the_model_cannot_take(tokenizer):
+    with pytest.raises(DataError, match="--sequence-length 4096 is more than the 2048 positions of this model"):
+        load_data("builtin", tokenizer, 4096, max_positions=2048)
+    with pytest.raises(DataError, match="--sequence-length 1 leaves no token to predict"):
+        load_data("builtin", tokenizer, 1)
+
+
+# Through the package datasets.
+
+
+@pytest.mark.parametrize("source", ["a.parquet", "owner/name"])
+def test_without_datasets_the_extra_is_named(tokenizer, write, monkeypatch, source):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    source = str(write(source, b"PAR1")) if source == "a.parquet" else source
+    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install otaro\[data\]"):
+        load_data(source, tokenizer, 64)
+
+
+class FakeDatasets:
+    """What is used of the package, so that Hub ids are tested without a Hub."""
+
+    def __init__(self, rows):
+        self.rows, self.column_names, self.asked = rows, list(rows[0]), None
+
+    def load_dataset(self, name, **options):
+        self.asked = (name, options)
+        if name == "owner/secret":
+            raise PermissionError("log in first")
+        return self
+
+    def select_columns(self, names):
+        return [{name: row[name] for name in names} for row in self.rows]
+
+
+def test_hub_ids(tokenizer, monkeypatch):
+    hub = FakeDatasets([{"text": "one", "image": 1}, {"text": "two", "image": 2}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert tokenizer.decode(load_data("owner/name-v1.5", tokenizer, 64)[0]["input_ids"]) == "one</s>two"
+    assert hub.asked == ("owner/name-v1.5", {"split": "train"})
+    load_data("owner/name:test[:10%]", tokenizer, 64)
+    assert hub.asked == ("owner/name", {"split": "test[:10%]"})
+    hub.rows[1]["text"] = 2
+    with pytest.raises(DataError, match="index 1: `text` is of type int"):
+        load_data("owner/name", tokenizer, 64)
+    with pytest.raises(DataError, match=r"owner/secret .*Hub dataset\) cannot be loaded: PermissionError: log in first"):
+        load_data("owner/secret", tokenizer, 64)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed (extra: data)")
+def test_parquet(tokenizer, tmp_path, monkeypatch):
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def stored(name, rows):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        return tmp_path / name
+
+    data = load_data(stored("a.parquet", [SQUARE, {**SQUARE, "input": None}]), tokenizer, 512)
+    assert [learnt(tokenizer, data[index]) for index in range(2)] == ["It is 49.</s>"] * 2
+    assert load_data(stored("b.parquet", [CHAT]), tokenizer, 512).kind == "chat"
+    with pytest.raises(DataError, match="index 1: `output` is empty"):
+        load_data(stored("c.parquet", [SQUARE, {**SQUARE, "output": ""}]), tokenizer, 512)
+    with pytest.raises(DataError, match="index 0: has `a`; a row needs"):
+        load_data(stored("d.parquet", [{"a": 1}]), tokenizer, 512)
+    (tmp_path / "e.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"e\.parquet cannot be loaded"):
+        load_data(tmp_path / "e.parquet", tokenizer, 512)
+
+
+# What happens to a dataset.
+
+
+def test_rows_are_held_out_by_lot_and_the_same_every_time(tokenizer, write):
+    rows = [{**SQUARE, "output": f"answer {index}"} for index in range(20)]
+    data = load_data(write("a.jsonl", [*rows, {**SQUARE, "output": 5}]), tokenizer, 512, skip_bad_rows=True)
+    training, held = split(data, 0.25, seed=1)
+    assert (len(training), len(held)) == (15, 5)
+    assert (training.dropped, held.dropped, held.kind) == (1, 0, "instruction")
+    everything = answers(tokenizer, data)
+    assert sorted(answers(tokenizer, training) + answers(tokenizer, held)) == sorted(everything)
+    assert set(answers(tokenizer, training)).isdisjoint(answers(tokenizer, held))
+    assert [part.examples for part in split(data, 0.25, seed=1)] == [training.examples, held.examples]
+    assert split(data, 0.25, seed=2)[1].examples != held.examples
+    assert answers(tokenizer, held) != everything[-5:]
+
+
+def test_of_a_text_the_end_is_held_out(tokenizer, write):
+    data = load_data(write("a.txt", "word " * 100), tokenizer, 10)
+    training, held = split(data, 0.3, seed=0)
+    assert training.examples + held.examples == data.examples
+    assert len(held) == round(0.3 * len(data))
+    assert training.tokens + held.tokens == data.tokens
+
+
+def test_both_parts_have_an_example_or_it_is_refused(tokenizer, write):
+    data = load_data(write("a.jsonl", [SQUARE, GREETING]), tokenizer, 512)
+    assert [len(part) for share in (0.01, 0.99) for part in split(data, share, 0)] == [1, 1, 1, 1]
+    with pytest.raises(DataError, match="1 example cannot be divided"):
+        split(split(data, 0.5, 0)[0], 0.5, 0)
+    for share in (0, 1, -0.5, float("nan")):
+        with pytest.raises(DataError, match="must lie between 0 and 1"):
+            split(data, share, 0)
+
+
+def test_a_batch_is_padded_and_masked():
+    examples = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = collate(9)(examples)
+    assert {name: column.tolist() for name, column in batch.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 9]],
+        "labels": [[-100, 6, 7], [8, -100, -100]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
+    assert {column.dtype for column in batch.values()} == {torch.int64}
+
+
+def test_a_loader_makes_batches(tokenizer, write):
+    data = load_data(write("a.jsonl", [SQUARE, GREETING, SQUARE]), tokenizer, 512)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=collate(padding_id(tokenizer)))
+    assert [batch["input_ids"].shape[0] for batch in loader] == [2, 1]
+
+
+def test_the_end_of_text_pads_where_no_padding_token_exists(tokenizer):
+    assert padding_id(tokenizer) == tokenizer.pad_token_id == 2
+    tokenizer.pad_token = None
+    assert padding_id(tokenizer) == tokenizer.eos_token_id == 1
+    tokenizer.eos_token = None
+    assert padding_id(tokenizer) == 0

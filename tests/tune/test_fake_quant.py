@@ -1,0 +1,299 @@
+"""Training through quantisation: the same values as the codec, and the gradients of a model that holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from otaro import encode
+from otaro.errors import OtaroError
+from otaro.file.checkpoint import Checkpoint
+from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune.fake_quant import Precisely, prepare, quantize, restore
+
+ARCHITECTURES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+MOE = ("mixtral", "qwen3_moe")
+M8, M4, M3 = Precision("E5M8"), Precision("E5M4"), Precision("E5M3")
+IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def make_plain(make_checkpoint):
+    """make_plain("qwen2") is a new ordinary float32 model in training mode; the packer says which names it would pack."""
+
+    @cache
+    def load(name: str) -> nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(make_checkpoint(name), dtype=torch.float32).train()
+        model.packed_names = set(Checkpoint(make_checkpoint(name)).packed)
+        return model
+
+    return lambda name="llama": copy.deepcopy(load(name))
+
+
+def decoded(model: nn.Module, precision: Precision, reconstruction: str = "midpoint") -> nn.Module:
+    """The model with its weights replaced by what a packed file would give at this precision."""
+    for name in model.packed_names:
+        parameter = model.get_parameter(name)
+        parameter.data = encode(parameter.data, 64, reconstruction).decode(precision)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # as prepared models do; others sum in another order
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, f"{name} has no gradient to compare"
+        assert torch.equal(found[name], gradient), name
+
+
+def assert_as_the_codec(weight: torch.Tensor, group_size: int, reconstruction: str) -> None:
+    before = weight.clone()
+    for precision in PRECISIONS:
+        found = quantize(weight, precision.mantissa_bits, group_size, reconstruction)
+        expected = encode(weight, group_size, reconstruction).decode(precision).to(weight.dtype)
+        if reconstruction == "truncate":
+            found = found + 0.0  # a small negative weight becomes -0, where the codec has 0
+        bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), expected.view(bits)), f"{precision} {weight[found != expected]}"
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("shape", [(1,), (64,), (70,), (5, 31), (4, 96), (2, 3, 65), (2, 1, 128), (0, 70)], ids=str)
+def test_values_are_those_of_the_codec(shape, group_size, reconstruction):
+    generator = torch.Generator().manual_seed(len(shape) * 1000 + shape[-1])
+    weight = torch.randn(shape, generator=generator)
+    for spread in (0, 4, 40):  # from weights of one size to magnitudes that differ by 2^40 within a group
+        powers = torch.randint(-spread, spread + 1, shape, generator=generator)
+        scaled = (weight * 2.0**powers).clamp(-65000, 65000)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert_as_the_codec(scaled.to(dtype), group_size, reconstruction)
+
+
+SPECIAL = {
+    "zeros": torch.zeros(2, 100),
+    "not laid out row by row": torch.randn(128, 70, generator=torch.Generator().manual_seed(0)).T,
+    "clamped by midpoint": torch.linspace(0.93, 0.99999994, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]]),
+    "powers of two and neighbours": torch.cat([s * 2.0**k * torch.tensor([1 - 2**-24, 1, 1 + 2**-23])
+                                               for k in range(-20, 15) for s in (1, -1)]),
+    "grid points and neighbours": torch.cat([torch.arange(-255, 256) / 256 + d for d in (-(2.0**-24), 0, 2.0**-24)]),
+    "below the smallest exponent": torch.tensor([2.0**-16, -(2.0**-17), 2.0**-24, -(2.0**-24), 1e-30, -1e-30, 0.0, -0.0]),
+    "the largest": torch.tensor([65535.996, -65535.996, 1.0, -1.0, 1e-30, -1e-30]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_values_are_those_of_the_codec_at_the_edges(name, reconstruction):
+    assert_as_the_codec(SPECIAL[name], 64, reconstruction)
+    assert_as_the_codec(SPECIAL[name].unsqueeze(-1), 64, reconstruction)  # each alone in its group
+
+
+@given(st.lists(st.floats(-65535, 65535, width=32), min_size=1, max_size=100), st.sampled_from(["midpoint", "truncate"]))
+@settings(max_examples=80, deadline=None)
+def test_values_are_those_of_the_codec_for_any_numbers(numbers, reconstruction):
+    weight = torch.tensor(numbers)
+    if reconstruction == "midpoint":
+        weight[(weight < 0) & (weight > -(2.0**-126))] = 0.0  # the limit below
+    assert_as_the_codec(weight, 32, reconstruction)
+
+
+def test_the_one_limit_is_a_negative_subnormal_beside_weights_too_large_for_the_grid():
+    """Scaled down it becomes -0, whose floor is 0 and not -1: `midpoint` puts it on the other side of zero, a step away."""
+    weight = torch.tensor([-1e-45, 20.0, -20.0, 1e-45, -1e-38])
+    off = [quantize(weight, p.mantissa_bits, 64, "midpoint") - encode(weight).decode(p) for p in PRECISIONS]
+    assert [difference.tolist() for difference in off] == [[0.0] * 5] * 4 + [[2.0, 0, 0, 0, 0], [0.0] * 5]
+
+
+# Gradients --------------------------------------------------------------------------------------------------------------
+
+CASES = [("llama", p) for p in PRECISIONS] + [(a, p) for a in ARCHITECTURES[1:] for p in (M4, M3)] + [(a, M8) for a in MOE]
+
+
+def prepared(model: nn.Module, reconstruction: str = "midpoint") -> tuple[nn.Module, Precisely]:
+    prepare(model, precisely := Precisely(64, reconstruction))
+    return model, precisely
+
+
+@pytest.mark.parametrize(("architecture", "precision"), CASES, ids=str)
+def test_gradients_are_those_of_the_decoded_weights(make_plain, architecture, precision, reconstruction):
+    holding = decoded(make_plain(architecture), precision, reconstruction)
+    model, precisely = prepared(make_plain(architecture), reconstruction)
+    with precisely.at(precision):
+        assert_same_gradients(gradients(model), gradients(holding))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_exactly_what_will_be_packed_is_quantised_and_the_state_dict_keeps_its_keys(make_plain, architecture):
+    model = make_plain(architecture)
+    keys = list(model.state_dict())
+    modules = [model.get_submodule(name) for name in prepare(model, Precisely())]
+    assert list(model.state_dict()) == keys
+    parameters = {id(p): name for name, p in model.named_parameters()}  # a tied head goes by the name of the embedding
+    assert {parameters[id(p)] for m in modules for n, p in m.named_parameters() if n != "bias"} == model.packed_names
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_without_a_precision_it_is_the_ordinary_model_bit_for_bit(make_plain, architecture):
+    plain, (model, _) = make_plain(architecture), prepared(make_plain(architecture))
+    if architecture in MOE:
+        plain.set_experts_implementation("eager")
+    assert torch.equal(logits(model), logits(plain))
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
+def test_restore_brings_back_classes_settings_and_behaviour(make_plain, architecture):
+    plain, (model, precisely) = make_plain(architecture), prepared(make_plain(architecture))
+    precisely.precision = M3
+    assert not torch.equal(logits(model), logits(plain))
+    restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert torch.allclose(logits(model), logits(plain), atol=1e-4)
+    assert getattr(model.config, "_experts_implementation", None) == getattr(plain.config, "_experts_implementation", None)
+    assert [set(m.__dict__) for m in model.modules()] == [set(m.__dict__) for m in plain.modules()]
+    prepare(model, precisely)
+    assert not torch.equal(logits(model), logits(plain))
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
+def test_a_deep_copy_has_one_precision_of_its_own(make_plain, architecture):
+    model, precisely = prepared(make_plain(architecture))
+    twin, full = copy.deepcopy(model), logits(model)
+    (of_twin,) = {m.precisely for m in twin.modules() if hasattr(m, "precisely")}
+    of_twin.precision = M3
+    assert torch.equal(logits(model), full)
+    assert not torch.equal(logits(twin), full)
+    precisely.precision = M3
+    assert torch.equal(logits(model), logits(twin))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(make_plain, architecture, reentrant):
+    model, precisely = prepared(make_plain(architecture))
+    with precisely.at(M3):
+        expected = gradients(model)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        assert_same_gradients(gradients(model), expected)
+
+
+def test_preparing_twice_changes_nothing_or_is_refused_and_so_is_a_model_without_linears(make_plain):
+    with pytest.raises(OtaroError, match="Sequential has no linear layer"):
+        prepare(nn.Sequential(nn.LayerNorm(4)), Precisely())
+    model, precisely = prepared(make_plain("mixtral"))
+    classes = [type(m) for m in model.modules()]
+    with contextlib.suppress(OtaroError):
+        prepare(model, precisely)
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_the_padding_row_of_an_embedding_still_gets_no_gradient():
+    table = nn.Embedding(5, 70, padding_idx=1)
+    table.get_input_embeddings = lambda: table
+    _, precisely = prepared(table)
+    with precisely.at(M3):
+        table(torch.tensor([0, 1, 4])).sum().backward()
+    assert table.weight.grad.abs().amax(-1).tolist() == [1, 0, 0, 0, 1]
+
+
+def test_precisions_nest_and_are_restored_after_exceptions():
+    precisely = Precisely()
+    with precisely.at(M8):
+        with contextlib.suppress(ZeroDivisionError), precisely.at(M3):
+            with precisely.at(None):
+                assert precisely.precision is None
+            assert precisely.precision == M3
+            _ = 1 / 0
+        assert precisely.precision == M8
+    assert precisely.precision is None
+
+
+# LoRA: what is quantised is the merged weight ---------------------------------------------------------------------------
+
+
+def with_lora(model: nn.Module, **changes: object) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft, which makes LoRA layers, is not installed")
+    torch.manual_seed(0)  # the adapters, B too, start at random
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, **changes)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("precision", [M8, M3], ids=str)
+def test_lora_gives_the_output_of_the_merged_model_quantised(make_plain, precision):
+    lora, precisely = with_lora(make_plain()), Precisely()
+    full, expected = logits(lora), logits(decoded(copy.deepcopy(lora).merge_and_unload(), precision))
+    prepare(lora, precisely)
+    assert torch.equal(logits(lora), full)
+    with precisely.at(precision):
+        assert torch.equal(logits(lora), expected)
+        prepare(unloaded := lora.merge_and_unload(), precisely)
+        assert torch.equal(logits(unloaded), expected)
+
+
+def test_merging_lora_in_place_or_turning_it_off_leaves_weights_quantised(make_plain):
+    on, off = (logits(decoded(m, M3)) for m in (with_lora(make_plain()).merge_and_unload(), make_plain()))
+    lora, precisely = prepared(with_lora(make_plain()))
+    with precisely.at(M3):
+        with lora.disable_adapter():
+            turned_off = logits(lora)
+        lora.merge_adapter()
+        assert (torch.equal(logits(lora), on), torch.equal(turned_off, off)) == (True, True)
+
+
+def test_lora_gradients_reach_a_and_b_only_and_follow_the_chain_rule(make_plain):
+    of_merged = gradients(decoded(with_lora(make_plain()).merge_and_unload(), M4).requires_grad_(True))
+    lora, precisely = prepared(with_lora(make_plain()))
+    with precisely.at(M4):
+        found = gradients(lora)
+    reached = [name for name, gradient in found.items() if ".lora_" in name and gradient.abs().max() > 0]
+    assert len(reached) == len(found) == 2 * 2 * 7  # A and B, two layers of seven linears
+    assert all(p.grad is None for name, p in lora.named_parameters() if name not in found)
+    layer = lora.base_model.model.model.layers[0].mlp.up_proj
+    a, b, of_weight = layer.lora_A.default.weight, layer.lora_B.default.weight, of_merged["model.layers.0.mlp.up_proj.weight"]
+    torch.testing.assert_close(a.grad, 1.5 * b.detach().T @ of_weight)  # alpha / r = 1.5
+    torch.testing.assert_close(b.grad, 1.5 * of_weight @ a.detach().T)
+
+
+@pytest.mark.parametrize("variant", ["use_rslora", "use_dora"])
+def test_variants_of_lora_are_merged_rightly_or_refused(make_plain, variant):
+    lora, precisely = with_lora(make_plain(), **{variant: True}), Precisely()
+    for parameter in (p for name, p in lora.named_parameters() if "magnitude" in name):
+        parameter.data *= 1.5  # as if trained; it starts where it changes nothing
+    expected = logits(decoded(copy.deepcopy(lora).merge_and_unload(), M4))
+    with contextlib.suppress(OtaroError), precisely.at(M4):
+        prepare(lora, precisely)
+        torch.testing.assert_close(logits(lora), expected)
+
+
+def test_lora_dropout_is_refused(make_plain):
+    with pytest.raises(OtaroError, match="LoRA dropout cannot be combined"):
+        prepare(with_lora(make_plain(), lora_dropout=0.1), Precisely())

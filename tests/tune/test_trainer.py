@@ -1,0 +1,299 @@
+"""OtaroTrainer among the rest of Trainer: accumulation of micro-batches, optimizers, schedules, logs, distillation, peers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+import otaro
+from otaro.builtin import MODEL_DIR
+from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune.config import Options
+from otaro.tune.fake_quant import Precisely, prepare, restore
+from otaro.tune.trainer import OtaroMixin, OtaroTrainer, losses_by_precision
+
+ULTRA_LOW = ("E5M4", "E5M3")
+FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh(checkpoint_dir):
+    return lambda: AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
+
+
+def examples(count=64, length=10):
+    """With a different number of labels in each, so that means of means would be noticed."""
+    tokens = torch.randint(3, 120, (count, length), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": ids, "labels": ids.where(torch.arange(length) >= n % 4, -100)} for n, ids in enumerate(tokens)]
+
+
+def arguments(directory, **changes):
+    run = {"use_cpu": True, "max_steps": 12, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    update = {"optim": "sgd", "learning_rate": 2.0**-7, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    report = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    return TrainingArguments(directory, **{**run, **update, **report, **changes})
+
+
+def options(**changes):
+    settings = {"method": "otaro", "exploration": 30.0, "delay": 3, "distill": 0.0}
+    return Options(**{**settings, **changes})
+
+
+@pytest.fixture
+def train(fresh, tmp_path):
+    """train(options, argument=...) trains a fresh model and returns the trainer and its log."""
+
+    def run(chosen, *, model=None, data=None, kind=OtaroTrainer, callbacks=(), **changes):
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        own = {"otaro": chosen, "otaro_log": directory / "log.jsonl"}
+        settings = arguments(directory, **changes)
+        trainer = kind(model or fresh(), settings, train_dataset=data or examples(), callbacks=list(callbacks), **own)
+        trainer.train()
+        return trainer, [json.loads(line) for line in own["otaro_log"].read_text().splitlines()]
+
+    return run
+
+
+class Snapshots(TrainerCallback):
+    """The weights after each step."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.weights.append(weights_of(model))
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_close(one, other, tolerance=1e-5):
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train):
+    seen = []
+
+    class Spy(OtaroTrainer):
+        def compute_loss(self, *args, **kwargs):
+            seen.append((self.state.global_step + 1, str(self.precisely.precision)))
+            return super().compute_loss(*args, **kwargs)
+
+    epoch = {"data": examples(46), "max_steps": -1, "num_train_epochs": 1}  # its twelfth step is a short one
+    small, small_log = train(options(), per_device_train_batch_size=1, gradient_accumulation_steps=4, kind=Spy, **epoch)
+    large, large_log = train(options(), per_device_train_batch_size=4, **epoch)
+    steps = [line for line in small_log if "loss" in line]
+    assert len(steps) == 12
+    assert seen == [(line["step"], line["precision"]) for line in steps for _ in range(4)][:46]
+    for one, other in zip(small_log, large_log, strict=True):
+        assert (one["applied"], one.get("precision")) == (other["applied"], other.get("precision"))
+        assert one.get("loss", 0.0) == pytest.approx(other.get("loss", 0.0), rel=1e-5)
+    assert_close(weights_of(small.model), weights_of(large.model))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+def test_a_withheld_step_leaves_the_weights_alone_and_an_applied_one_does_not(train, fresh, optimizer):
+    watch = Snapshots()
+    trainer, log = train(options(), optim=optimizer, weight_decay=0.1, max_grad_norm=1.0, callbacks=[watch], max_steps=20)
+    steps = [line for line in log if "loss" in line]
+    assert not all(line["applied"] for line in steps)
+    for line, before, after in zip(steps, [weights_of(fresh()), *watch.weights], watch.weights, strict=False):
+        assert equal(before, after) != line["applied"], line["step"]
+    leftover = 0 if len(log) == 20 else log[-1]["leftover"]
+    assert equal(watch.weights[-1], weights_of(trainer.model)) == (not leftover)
+    assert trainer.delayed.count == 0
+
+
+def test_the_log_tells_everything_about_each_step(train):
+    _, log = train(options(), max_steps=20, lr_scheduler_type="cosine")
+    collected, steps = 0, [line for line in log if "loss" in line]
+    for number, line in enumerate(steps, start=1):
+        assert tuple(line) == FIELDS
+        assert line["step"] == number
+        assert set(line["scores"]) == {str(p) for p in PRECISIONS}
+        assert sum(score is None for score in line["scores"].values()) == max(0, 7 - number)
+        if number > 6:
+            assert line["scores"][line["precision"]] == max(line["scores"].values())
+        assert line["loss"] > 0
+        assert line["gradient_norm"] > 0
+        assert line["tokens_per_second"] > 0
+        assert line["memory"] is None or torch.cuda.is_available()
+        collected += line["precision"] in ULTRA_LOW
+        assert line["applied"] == (line["precision"] not in ULTRA_LOW or collected == 3)
+        collected %= 3
+        assert line["accumulated"] == collected
+    assert log[20:] == ([{"step": 20, "leftover": collected, "applied": True}] if collected else [])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+def test_the_accumulator_may_live_on_the_host(train, optimizer):
+    rate = {"optim": optimizer, "learning_rate": 1e-3}
+    device, log = train(options(), **rate)
+    host, other = train(options(accumulator="host"), **rate)
+    assert [line["applied"] for line in log] == [line["applied"] for line in other]
+    assert equal(weights_of(device.model), weights_of(host.model))
+
+
+@pytest.mark.parametrize("method", ["otaro", "bps", "uniform", "fixed:E5M4", "fp"])
+def test_every_method_learns(train, method):
+    few = examples(4)
+    trainer, log = train(options(method=method), data=few, optim="adamw_torch", learning_rate=3e-3, max_steps=30)
+    path = {line["precision"] for line in log if "loss" in line}
+    expected = {"fixed:E5M4": {"E5M4"}, "fp": {"fp"}}.get(method)
+    assert path == expected if expected else len(path) >= 4
+    assert all(line["applied"] for line in log) == (method != "otaro")
+    assert sum(line["loss"] for line in log[-6:-1]) < 0.7 * sum(line["loss"] for line in log[:5])
+    assert trainer.precisely.precision is None
+
+
+def test_full_precision_is_plain_trainer_bit_for_bit(train, fresh, tmp_path):
+    settings = {"optim": "adamw_torch", "max_grad_norm": 1.0, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+    plain = Trainer(fresh(), arguments(tmp_path, **settings), train_dataset=examples())
+    plain.train()
+    ours, log = train(options(method="fp"), **settings)
+    assert equal(weights_of(plain.model), weights_of(ours.model))
+    history = [line for line in plain.state.log_history if "loss" in line]
+    assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in history], rel=1e-6)
+    assert [line["gradient_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in history], rel=1e-6)
+    assert [line["lr"] for line in log] == [line["learning_rate"] for line in history]
+
+
+def test_the_schedule_advances_on_withheld_steps_and_the_leftover_gets_the_last_rate(train, fresh):
+    watch = Snapshots()
+    low = options(precisions=(Precision("E5M3"),), weights=None, delay=4)
+    trainer, log = train(low, max_steps=6, lr_scheduler_type="cosine", callbacks=[watch])
+    expected = [2.0**-7 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+    assert [line["lr"] for line in log[:6]] == pytest.approx(expected)
+    assert log[6]["leftover"] == 2
+    assert not any(trainer.lr_scheduler.get_last_lr())
+
+    # The last two gradients were taken at the same weights; they lead from there to the end at the rate of step 6.
+    assert equal(watch.weights[3], watch.weights[5])
+    start = fresh()
+    start.load_state_dict(watch.weights[5])
+    again, _ = train(low, model=start, data=examples()[8:12], max_steps=2, learning_rate=log[5]["lr"])
+    assert equal(weights_of(again.model), weights_of(trainer.model))
+    assert not equal(watch.weights[5], weights_of(trainer.model))
+
+
+def by_hand(model, batch, share, precision="E5M4"):
+    """The loss and its gradients, from a student that holds decoded weights and a teacher that holds the full ones."""
+    ids, labels = (torch.stack([example[key] for example in batch]) for key in ("input_ids", "labels"))
+    with torch.no_grad():
+        teacher = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and precision:
+            parameter.data = otaro.encode(parameter.data).decode(precision)
+    student = model(input_ids=ids).logits[:, :-1]
+    counted = labels[:, 1:] != -100
+    plain = cross_entropy(student[counted], labels[:, 1:][counted])
+    divergence = (teacher.exp() * (teacher - student.log_softmax(-1))).sum(-1)[counted].mean()
+    (loss := (1 - share) * plain + share * divergence).backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_distillation_mixes_cross_entropy_and_divergence_from_the_full_weights(train, fresh, share):
+    loss, gradients = by_hand(fresh(), examples()[:4], share)
+    for per_device, micro_batches in ((4, 1), (1, 4)):
+        settings = {"max_steps": 1, "per_device_train_batch_size": per_device, "gradient_accumulation_steps": micro_batches}
+        trainer, log = train(options(method="fixed:E5M4", distill=share), **settings)
+        assert log[0]["loss"] == pytest.approx(loss, rel=1e-5)
+        expected = {name: weight - 2.0**-7 * gradients[name] for name, weight in weights_of(fresh()).items()}
+        assert_close(weights_of(trainer.model), expected)  # had the teacher passed any gradient on, these would differ
+
+
+def test_without_a_share_and_at_full_precision_nothing_is_distilled(train, monkeypatch):
+    monkeypatch.setattr("otaro.tune.trainer._divergence", lambda *_: pytest.fail("computed although not asked for"))
+    train(options(distill=0.0), max_steps=8)
+    teacher, plain = (train(options(method="fp", distill=share), max_steps=8)[0] for share in (0.5, 0.0))
+    assert equal(weights_of(teacher.model), weights_of(plain.model))
+
+
+def test_a_micro_batch_without_any_label_adds_nothing(train):
+    data = examples(8)
+    for unlabelled in data[::2]:
+        unlabelled["labels"] = torch.full_like(unlabelled["labels"], -100)
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 2}
+    trainer, log = train(options(method="fixed:E5M4", distill=0.5), data=data, per_device_train_batch_size=1, **settings)
+    assert not any(math.isnan(line["loss"]) for line in log)
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_recomputed_activations_change_nothing(train):
+    """The recomputation happens in the backward pass, which must still be at the precision of the step."""
+    plain, _ = train(options(distill=0.5))
+    recomputed, _ = train(options(distill=0.5), gradient_checkpointing=True)
+    assert recomputed.model.is_gradient_checkpointing
+    assert_close(weights_of(plain.model), weights_of(recomputed.model), 1e-6)
+
+
+def test_bf16_keeps_full_weights_and_a_full_accumulator(train):
+    _, log = train(options(distill=0.5), max_steps=1)
+    trainer, mixed_log = train(options(distill=0.5, delay=1000), bf16=True)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert mixed_log[0]["loss"] == pytest.approx(log[0]["loss"], rel=0.02)
+    assert mixed_log[0]["loss"] != log[0]["loss"]
+    assert mixed_log[-1]["leftover"] >= 2
+
+
+def test_losses_by_precision_are_means_over_all_labels(fresh):
+    data = examples(6)
+    batches = [{key: torch.stack([e[key] for e in some]) for key in data[0]} for some in (data[:4], data[4:])]
+    model, precisely = fresh(), Precisely()
+    prepare(model, precisely)
+    model.train()
+    found = losses_by_precision(model, precisely, [None, *PRECISIONS], batches)
+    assert model.training
+    assert found == pytest.approx([by_hand(fresh(), data, 0.0, at)[0] for at in (None, *PRECISIONS)], rel=1e-5)
+
+
+def test_it_mixes_into_trl(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    log = tmp_path / "log.jsonl"
+    settings = {"use_cpu": True, "max_steps": 8, "per_device_train_batch_size": 2, "max_length": 32, "save_strategy": "no"}
+    kind = type("OtaroSFTTrainer", (OtaroMixin, trl.SFTTrainer), {})
+    arguments = trl.SFTConfig(tmp_path, optim="sgd", learning_rate=1e-3, bf16=False, report_to=[], **settings)
+    data = datasets.Dataset.from_dict({"text": ["One day a small fox went out."] * 16})
+    reader = {"train_dataset": data, "processing_class": AutoTokenizer.from_pretrained(MODEL_DIR)}
+    kind(model, arguments, **reader, otaro=options(), otaro_log=log).train()
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["precision"] for line in steps[:6]] == ["E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3"]
+    assert [line["applied"] for line in steps[:6]] == [True, True, True, True, False, False]
+
+
+def test_lora_trains_the_adapters_through_the_merged_weight(train, fresh):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(fresh(), config)
+    before, (trainer, _) = weights_of(model), train(options(), model=model, max_steps=20)
+    after = weights_of(trainer.model)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "lora_" in n}
+    batch = {key: torch.stack([example[key] for example in examples(4)]) for key in ("input_ids", "labels")}
+    tuned = losses_by_precision(trainer.model, trainer.precisely, list(PRECISIONS), [batch])
+    restore(trainer.model)
+    merged, precisely = trainer.model.merge_and_unload(), Precisely()
+    prepare(merged, precisely)
+    assert losses_by_precision(merged, precisely, list(PRECISIONS), [batch]) == pytest.approx(tuned, rel=1e-5)
