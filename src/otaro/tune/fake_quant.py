@@ -10,7 +10,6 @@ A LoRA layer quantises the merged weight W + BA, not W alone: merging the adapte
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -175,9 +174,12 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     return prepared
 
 
-@functools.cache
+_MIXED: dict[tuple[type, type], type] = {}
+
+
 def _mixed(mixin: type, base: type) -> type:
-    return type(f"Tune{base.__name__}", (mixin, base), {})
+    """The class that is both; the same one every time."""
+    return _MIXED.setdefault((mixin, base), type(f"Tune{base.__name__}", (mixin, base), {}))
 
 
 def _check_lora(name: str, layer: Any) -> None:

@@ -1,0 +1,109 @@
+"""`otaro tune` as a user meets it, on the built-in model."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import otaro
+from otaro.cli.main import app
+
+SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(otaro_text())
+    return path
+
+
+def otaro_text() -> str:
+    from otaro.builtin import topics_training_text
+
+    return topics_training_text()[:20000]
+
+
+def tune(text, out, *more):
+    return CliRunner().invoke(app, ["tune", "builtin", "--data", str(text), "--out", str(out), *SMALL, *map(str, more)])
+
+
+def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everything(text, tmp_path):
+    result = tune(text, tmp_path / "run", "--json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    report = json.loads(result.stdout)
+    names = ["fp", *map(str, otaro.PRECISIONS)]
+    assert list(report["before"]) == list(report["after"]) == names
+    stated = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stated["options"]["method"] == "uniform"
+    assert stated["training"]["steps"] == 6
+    assert set(stated["versions"]) == {"otaro", "torch", "transformers", "python"}
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == list(range(1, 7))
+    model = otaro.load(tmp_path / "run" / "nested", "E5M3")
+    packed_again = otaro.pack(tmp_path / "run" / "model", tmp_path / "again")
+    assert packed_again.base.header.model == model.sefp.nested.base.header.model
+
+
+def test_tuning_for_all_precisions_helps_the_coarsest_most(text, tmp_path):
+    result = tune(text, tmp_path / "run", "--steps", 40, "--lr", "1e-3", "--json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    report = json.loads(result.stdout)
+    change = {name: report["after"][name] / report["before"][name] for name in report["before"]}
+    assert change["E5M3"] < change["E5M8"]
+    assert report["after"]["E5M3"] / report["after"]["E5M8"] < report["before"]["E5M3"] / report["before"]["E5M8"]
+
+
+def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
+    result = tune(text, tmp_path / "run", "--recipe", "paper", "--delay", 2, "--steps", 8, "--json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    low = [record for record in log if record.get("precision") in ("E5M4", "E5M3")]
+    assert [record["applied"] for record in low[:2]] == [False, True]
+    stated = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (stated["training"]["optimizer"], stated["options"]["reconstruction"]) == ("sgd", "truncate")
+
+
+def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path):
+    whole = json.loads(tune(text, tmp_path / "whole", "--json").stdout)
+    again = tune(text, tmp_path / "whole", "--resume", "--json")  # from its last checkpoint, at step 4
+    assert again.exit_code == 0, again.output + repr(again.exception)
+    assert json.loads(again.stdout)["after"] == whole["after"]
+    other = tune(text, tmp_path / "whole", "--resume", "--distill", 0.1)
+    assert "--resume: options differ" in str(other.exception)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--method", "magic"], "--method magic: choose from"),
+        (["--method", "fixed:E5M9"], "--method fixed:E5M9"),
+        (["--weights", "1,2"], "--weights gives 2 numbers for 6"),
+        (["--weights", "one"], "--weights one: give numbers"),
+        (["--epochs", "1"], "--epochs and --steps contradict"),
+        (["--sequence-length", "4096"], "--sequence-length 4096 is more than the 512 positions"),
+        (["--resume"], "holds no run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_refused_in_the_flags_own_spelling(text, tmp_path, more, words):
+    result = tune(text, tmp_path / "run", *more)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, otaro.OtaroError)
+    assert words in str(result.exception)
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_touched(text, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "exists and is not empty" in str(tune(text, tmp_path).exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
