@@ -69,6 +69,15 @@ def make_model(architecture: str, **changes: object) -> transformers.PreTrainedM
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small here: on a busy machine a second thread costs far more in waiting than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write into it."""

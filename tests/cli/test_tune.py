@@ -3,21 +3,12 @@
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import otaro
 from otaro.cli.main import app
 
 SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

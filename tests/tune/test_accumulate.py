@@ -15,14 +15,6 @@ DEVICES = {"a": CPU, "b": CPU, "late": CPU, "never": CPU}
 SIZES = (1, 4, 16, 64, 256)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     """Whole numbers, so that sums are exact in any order."""
     generator = torch.Generator().manual_seed(count)

@@ -24,14 +24,6 @@ ULTRA_LOW = ("E5M4", "E5M3")
 FINEST_FIRST = ("E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def load(make_checkpoint):
     return lambda architecture: AutoModelForCausalLM.from_pretrained(make_checkpoint(architecture), dtype=torch.float32)

@@ -124,14 +124,6 @@ def main(checkpoint, directory):
     torch.save(results, Path(directory) / f"rank{rank}.pt")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def ranks(checkpoint_dir, tmp_path_factory):
     """What each of the two processes ended with, and their directory."""

@@ -25,14 +25,6 @@ M8, M4, M3 = Precision("E5M8"), Precision("E5M4"), Precision("E5M3")
 IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def make_plain(make_checkpoint):
     """make_plain("qwen2") is a new ordinary float32 model in training mode; the packer says which names it would pack."""

@@ -21,14 +21,6 @@ ULTRA_LOW = ("E5M4", "E5M3")
 FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def fresh(checkpoint_dir):
     return lambda: AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
