@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from otaro.file.summary import Summary
 
 PROMPT = "The built-in function returns"
-WINDOW = 256
+WINDOW = 512
 
 
 def demo(
