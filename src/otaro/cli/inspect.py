@@ -17,11 +17,11 @@ def inspect(
     json: console.JsonOption = False,
 ) -> None:
     """Show what a nested directory holds: sizes per precision, numbers per kind of module."""
-    from otaro.file.checkpoint import SIDECARS, resolve_model
+    from otaro.file.checkpoint import NESTED_FILES, resolve_model
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
 
-    nested = NestedDirectory(resolve_model(directory, [*SIDECARS, "config.json", "model-m*.safetensors"]))
+    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
     if json:

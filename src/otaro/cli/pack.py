@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from otaro.cli import console
 
 
-class ReconstructionChoice(StrEnum):
-    """What a code stands for."""
-
-    midpoint = "midpoint"
-    truncate = "truncate"
-
-
 def pack(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: Annotated[
-        ReconstructionChoice,
+        Literal["midpoint", "truncate"],
         typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
-    ] = ReconstructionChoice.midpoint,
+    ] = "midpoint",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
     json: console.JsonOption = False,
@@ -47,7 +39,7 @@ def pack(
             model,
             out,
             group_size=group_size,
-            reconstruction=reconstruction.value,
+            reconstruction=reconstruction,
             overwrite=overwrite,
             progress=progress,
         )

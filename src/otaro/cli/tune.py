@@ -6,10 +6,9 @@ import json as json_module
 import platform
 import time
 from dataclasses import asdict, replace
-from enum import StrEnum
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,49 +23,6 @@ EVALUATED_TOKENS = 32_768
 METHOD_HELP = "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp."
 
 
-class RecipeChoice(StrEnum):
-    """Where the options start from."""
-
-    best = "best"
-    paper = "paper"
-
-
-class ReconstructionChoice(StrEnum):
-    """What a code stands for."""
-
-    midpoint = "midpoint"
-    truncate = "truncate"
-
-
-class ReductionChoice(StrEnum):
-    """What becomes of delayed gradients."""
-
-    sum = "sum"
-    mean = "mean"
-
-
-class PlaceChoice(StrEnum):
-    """Where delayed gradients wait."""
-
-    device = "device"
-    host = "host"
-
-
-class OptimizerChoice(StrEnum):
-    """The optimizer."""
-
-    adamw = "adamw"
-    sgd = "sgd"
-
-
-class ScheduleChoice(StrEnum):
-    """The learning rate over time."""
-
-    cosine = "cosine"
-    linear = "linear"
-    constant = "constant"
-
-
 def _option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, show_default=False)
 
@@ -75,21 +31,25 @@ def tune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
     data: Annotated[str, typer.Option(help=".txt, .json, .jsonl, .parquet, owner/name on the Hub, or `builtin`.")],
     out: Annotated[Path, typer.Option(help="The run folder: model/, nested/, config.json, log.jsonl, checkpoints/.")],
-    recipe: Annotated[RecipeChoice, typer.Option(help="Where options not given come from.")] = RecipeChoice.best,
+    recipe: Annotated[Literal["best", "paper"], typer.Option(help="Where options not given come from.")] = "best",
     method: Annotated[str | None, _option(METHOD_HELP)] = None,
     precisions: Annotated[str | None, _option("Those to tune for, such as E5M8,E5M4,E5M3; all six by default.")] = None,
     exploration: Annotated[float | None, _option("Exploration of the path search (5).", "--lambda")] = None,
     delay: Annotated[int | None, _option("Ultra-low batches to one update (10).")] = None,
     ultra_low: Annotated[str | None, _option("Precisions whose updates are delayed (E5M4,E5M3).")] = None,
-    accumulate: Annotated[ReductionChoice | None, _option("Apply the sum or the mean of delayed gradients (sum).")] = None,
-    accumulator: Annotated[PlaceChoice | None, _option("Keep delayed gradients on the device or the host (device).")] = None,
+    accumulate: Annotated[
+        Literal["sum", "mean"] | None, _option("Apply the sum or the mean of delayed gradients (sum).")
+    ] = None,
+    accumulator: Annotated[
+        Literal["device", "host"] | None, _option("Keep delayed gradients on the device or the host (device).")
+    ] = None,
     weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.5,2.")] = None,
     distill: Annotated[float | None, _option("Share of self-distillation in the loss, 0 to 1.")] = None,
-    reconstruction: Annotated[ReconstructionChoice | None, _option("midpoint, or truncate as in the paper.")] = None,
+    reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
-    optimizer: Annotated[OptimizerChoice | None, _option("adamw or sgd.")] = None,
+    optimizer: Annotated[Literal["adamw", "sgd"] | None, _option("adamw or sgd.")] = None,
     lr: Annotated[float | None, _option("Peak learning rate.")] = None,
-    schedule: Annotated[ScheduleChoice | None, _option("cosine, linear or constant.")] = None,
+    schedule: Annotated[Literal["cosine", "linear", "constant"] | None, _option("cosine, linear or constant.")] = None,
     clip: Annotated[float | None, _option("Largest gradient norm; 0 for none.")] = None,
     epochs: Annotated[float | None, _option("Passes over the data (1).")] = None,
     steps: Annotated[int | None, _option("Optimizer steps, instead of --epochs.")] = None,
@@ -112,21 +72,21 @@ def tune(
     from otaro.sefp.precision import Precision
     from otaro.tune import config
 
-    options, training = config.recipe(recipe.value)
+    options, training = config.recipe(recipe)
     if epochs is not None and steps is not None:
         raise config.ConfigError("--epochs and --steps contradict each other; give one")
     if precisions is not None:
         options = config.with_precisions(options, precisions.split(","))
     given: dict[str, Any] = {
         "method": method, "exploration": exploration, "delay": delay, "distill": distill, "group_size": group_size,
-        "accumulate": accumulate and accumulate.value, "accumulator": accumulator and accumulator.value,
-        "reconstruction": reconstruction and reconstruction.value,
+        "accumulate": accumulate, "accumulator": accumulator,
+        "reconstruction": reconstruction,
         "weights": tuple(_numbers(weights)) if weights is not None else None,
         "ultra_low": tuple(Precision(name) for name in ultra_low.split(",")) if ultra_low is not None else None,
     }  # fmt: skip
     options = replace(options, **{name: value for name, value in given.items() if value is not None})
     settings: dict[str, Any] = {
-        "optimizer": optimizer and optimizer.value, "lr": lr, "schedule": schedule and schedule.value, "clip": clip,
+        "optimizer": optimizer, "lr": lr, "schedule": schedule, "clip": clip,
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "grad_accum": grad_accum, "lora": lora, "bf16": bf16,
         "sequence_length": sequence_length, "gradient_checkpointing": gradient_checkpointing, "seed": seed,
     }  # fmt: skip

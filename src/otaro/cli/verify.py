@@ -15,11 +15,11 @@ def verify(
 ) -> None:
     """Read every shard and check every digest; stops at the first damaged tensor and names it."""
     from otaro.errors import FormatError
-    from otaro.file.checkpoint import SIDECARS, resolve_model
+    from otaro.file.checkpoint import NESTED_FILES, resolve_model
     from otaro.file.header import shard_name
     from otaro.file.io import NestedDirectory
 
-    nested = NestedDirectory(resolve_model(directory, [*SIDECARS, "config.json", "model-m*.safetensors"]))
+    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
     if not (nested.path / "config.json").is_file():
         raise FormatError(f"{directory} has no config.json; fetch it from where the shards came from")
     with console.progress_bar("verifying (MB)", 1_000_000) as progress:

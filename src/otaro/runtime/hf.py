@@ -168,9 +168,8 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     config = copy.deepcopy(model.config)
-    config.dtype = (
-        AutoConfig.from_pretrained(source, trust_remote_code=False).dtype or config.dtype
-    )  # loading may have chosen another for this run
+    stored_dtype = AutoConfig.from_pretrained(source, trust_remote_code=False).dtype
+    config.dtype = stored_dtype or config.dtype  # loading may have chosen another for this run
     write_config(config, directory)
     if model.can_generate():
         stored = source / "generation_config.json"

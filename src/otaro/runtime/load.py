@@ -54,7 +54,7 @@ def load(
         loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map={"": torch.device(device)}, trust_remote_code=False
         )
-    except OtaroError:
+    except (OtaroError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the shards were checked, so it is the config that transformers stumbles over
         raise FormatError(f"{path}: transformers cannot build what config.json describes: {brief(error)}") from error

@@ -128,8 +128,8 @@ def recipe(name: Recipe) -> tuple[Options, Training]:
     """The two starting points; every flag given beside a recipe overrides it.
 
     `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5.
-    `best` is what did best in a first trial: reconstruction at midpoints, precisions drawn at random with a tilt toward the
-    low ones, self-distillation, AdamW.
+    `best` is a considered starting point whose comparison with the other methods is still to come (docs/log.md):
+    reconstruction at midpoints, precisions drawn at random with a tilt toward the low ones, self-distillation, AdamW.
     """
     if name == "best":
         return Options(), Training()
