@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -121,6 +122,7 @@ def test_the_recipe_paper_is_what_the_paper_states():
         "accumulator": "device",
         "weights": None,
         "distill": 0.0,
+        "distill_at": ["E5M5", "E5M4", "E5M3"],  # idle: nothing is distilled
         "reconstruction": "truncate",
         "group_size": 64,
     }
@@ -141,6 +143,28 @@ def test_the_recipe_best_is_the_default():
     assert (options.method, options.reconstruction, training.optimizer) == ("uniform", "midpoint", "adamw")
     assert options.distill == 0.5
     assert options.weights == (1.0, 1.0, 1.0, 1.0, 1.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": 0.0}, "--lr 0.0: must be a number above zero"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"epochs": -1.0}, "--epochs -1.0"),
+        ({"clip": -1.0}, "--clip -1.0"),
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"grad_accum": 0}, "--grad-accum 0"),
+        ({"lora": 0}, "--lora 0"),
+        ({"sequence_length": 1}, "--sequence-length 1: must be at least 2"),
+        ({"seed": -1}, "--seed -1"),
+        ({"optimizer": "lion"}, "--optimizer lion: choose from adamw, sgd"),
+        ({"schedule": "step"}, "--schedule step: choose from cosine, linear, constant"),
+    ],
+)
+def test_training_settings_that_make_no_sense_are_refused_by_their_flag(setting, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Training(**setting)
 
 
 def test_an_unknown_recipe_is_refused_by_its_flag():

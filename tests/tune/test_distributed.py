@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from otaro.sefp.precision import Precision
-from otaro.tune.accumulate import GradientAccumulator
+from otaro.tune.accumulate import GradientAccumulator, release, withhold
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import Precisely, prepare
 from otaro.tune.trainer import OtaroTrainer
@@ -79,12 +79,8 @@ def train_by_hand(model, batches, place):
     for name, ids in zip(PATH, batches, strict=True):
         with precisely.at(Precision(name)):
             model(input_ids=ids, labels=ids).loss.backward()
-        if name in ("E5M4", "E5M3"):
-            gradients = {key: parameter.grad for key, parameter in parameters.items()}
-            optimizer.zero_grad(set_to_none=True)
-            if accumulator.add(gradients):
-                for key, gradient in accumulator.take({key: p.device for key, p in parameters.items()}).items():
-                    parameters[key].grad = gradient
+        if name in ("E5M4", "E5M3") and accumulator.add(withhold(parameters)):
+            release(parameters, accumulator)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert accumulator.count == 2

@@ -235,7 +235,8 @@ def test_precisions_nest_and_are_restored_after_exceptions():
 def with_lora(model: nn.Module, **changes: object) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft, which makes LoRA layers, is not installed")
     torch.manual_seed(0)  # the adapters, B too, start at random
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, **changes)
+    settings = {"target_modules": "all-linear", "init_lora_weights": False, **changes}
+    config = peft.LoraConfig(r=4, lora_alpha=6, **settings)
     return peft.get_peft_model(model, config)
 
 
@@ -289,3 +290,38 @@ def test_variants_of_lora_are_merged_rightly_or_refused(make_plain, variant):
 def test_lora_dropout_is_refused(make_plain):
     with pytest.raises(OtaroError, match="LoRA dropout cannot be combined"):
         prepare(with_lora(make_plain(), lora_dropout=0.1), Precisely())
+
+
+@pytest.mark.parametrize(("name", "target"), [("llama", {"target_modules": ["embed_tokens"]}),
+                                              ("mixtral", {"target_parameters": ["experts.gate_up_proj"]})])  # fmt: skip
+def test_lora_on_other_modules_is_refused(make_plain, name, target):
+    with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantised as merged"):
+        prepare(with_lora(make_plain(name), **{"target_modules": [], **target}), Precisely())
+
+
+# Held weights: quantised once for a step --------------------------------------------------------------------------------
+
+
+def test_weights_are_quantised_on_entry_and_let_go_on_exit(make_plain):
+    model, precisely = prepared(make_plain())
+    linear = model.model.layers[0].mlp.up_proj
+    with precisely.at(M3):
+        outer = linear.held
+        assert torch.equal(outer, encode(linear.weight.detach()).decode(M3))
+        with precisely.at(None):
+            assert linear.held is None  # a teacher's pass in between
+        with precisely.at(M4, torch.bfloat16):
+            assert torch.equal(linear.held, encode(linear.weight.detach()).decode(M4).bfloat16())
+        assert linear.held is outer
+    assert linear.held is None
+    assert not any("held" in name for name in model.state_dict())
+
+
+def test_under_autocast_gradients_are_those_of_the_decoded_weights(make_plain):
+    model, precisely = prepared(make_plain())
+    with precisely.at(M4, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(decoded(make_plain(), M4))
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert_same_gradients(found, expected)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from otaro.tune.trainer import ACCUMULATOR_FILE, STATE_FILE, forget_steps_after, last_complete_checkpoint
+from otaro.tune.trainer import ACCUMULATOR_STEM, STATE_FILE, forget_steps_after, last_complete_checkpoint
+
+ACCUMULATOR = f"{ACCUMULATOR_STEM}.safetensors"
 
 STEPS, EVERY = 12, 3  # as in DRIVER
 
@@ -117,7 +119,7 @@ def assert_same_run(one: Path, other: Path):
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
     assert log_of(one) == log_of(other)
     for step in range(EVERY, STEPS + 1, EVERY):
-        for name in (STATE_FILE, ACCUMULATOR_FILE):
+        for name in (STATE_FILE, ACCUMULATOR):
             files = [directory / f"checkpoint-{step}" / name for directory in (one, other)]
             assert files[0].exists() == files[1].exists()
             assert not files[0].exists() or files[0].read_bytes() == files[1].read_bytes(), files[0]
@@ -151,7 +153,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     if method == "otaro":
         assert [line["accumulated"] for line in steps][5] == 2
-        assert (tmp_path / "whole" / "checkpoint-6" / ACCUMULATOR_FILE).is_file()
+        assert (tmp_path / "whole" / "checkpoint-6" / ACCUMULATOR).is_file()
         assert any(line["applied"] for line in steps if line["precision"] in ("E5M4", "E5M3"))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
@@ -15,7 +17,7 @@ from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import Precisely, prepare, restore
-from otaro.tune.trainer import OtaroMixin, OtaroTrainer, losses_by_precision
+from otaro.tune.trainer import OtaroMixin, OtaroTrainer, last_complete_checkpoint, losses_by_precision
 
 ULTRA_LOW = ("E5M4", "E5M3")
 FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
@@ -289,3 +291,42 @@ def test_lora_trains_the_adapters_through_the_merged_weight(train, fresh):
     merged, precisely = trainer.model.merge_and_unload(), Precisely()
     prepare(merged, precisely)
     assert losses_by_precision(merged, precisely, list(PRECISIONS), [batch]) == pytest.approx(tuned, rel=1e-5)
+
+
+def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fresh):
+    torch._dynamo.reset()
+    chosen = options(method="uniform", distill=0.5, distill_at=PRECISIONS)
+
+    class Compiled(OtaroTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.compile_steps(backend="aot_eager")  # the same graphs, without a compiler's minute
+
+    plain, log = train(chosen)
+    compiled, compiled_log = train(chosen, kind=Compiled)
+    assert len({line["precision"] for line in log}) >= 4
+    assert [line["precision"] for line in log] == [line["precision"] for line in compiled_log]
+    assert_close(weights_of(compiled.model), weights_of(plain.model))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 5  # the layer as student and as teacher, and the losses: no graph per precision
+
+
+def test_a_checkpoint_without_its_optimizer_is_not_called_complete(train):
+    trainer, _ = train(options(), save_strategy="steps", save_steps=6, save_only_model=True)
+    run = Path(trainer.args.output_dir)
+    assert (run / "checkpoint-12" / "model.safetensors").is_file()
+    assert last_complete_checkpoint(run) is None
+
+
+def test_leftovers_do_not_touch_the_best_weights_that_were_loaded_at_the_end(train):
+    held = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 6, "save_steps": 6}
+
+    class Evaluated(OtaroTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, eval_dataset=examples(4), **kwargs)
+
+    trainer, log = train(options(delay=100), kind=Evaluated, load_best_model_at_end=True, metric_for_best_model="loss", **held)
+    assert log[-1]["leftover"] > 0
+    assert log[-1]["applied"] is False
+    best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    assert all(torch.equal(parameter, best[name]) for name, parameter in weights_of(trainer.model).items() if name in best)

@@ -45,6 +45,7 @@ def tune(
     ] = None,
     weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.5,2.")] = None,
     distill: Annotated[float | None, _option("Share of self-distillation in the loss, 0 to 1.")] = None,
+    distill_at: Annotated[str | None, _option("The precisions to distil at (E5M5,E5M4,E5M3).")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
     optimizer: Annotated[Literal["adamw", "sgd"] | None, _option("adamw or sgd.")] = None,
@@ -59,6 +60,7 @@ def tune(
     lora: Annotated[int | None, _option("Tune adapters of this rank instead of all weights.")] = None,
     bf16: Annotated[bool | None, _option("Compute in bfloat16.", "--bf16/--no-bf16")] = None,
     gradient_checkpointing: Annotated[bool | None, _option("Trade time for memory.", "--gradient-checkpointing")] = None,
+    compile: Annotated[bool | None, _option("Compile the steps: faster on a GPU, after a minute.", "--compile")] = None,
     seed: Annotated[int | None, _option("Of data order and draws (0).")] = None,
     save_every: Annotated[int, typer.Option(help="Optimizer steps between checkpoints.", min=1)] = 100,
     skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used.")] = False,
@@ -83,12 +85,14 @@ def tune(
         "reconstruction": reconstruction,
         "weights": tuple(_numbers(weights)) if weights is not None else None,
         "ultra_low": tuple(Precision(name) for name in ultra_low.split(",")) if ultra_low is not None else None,
+        "distill_at": tuple(Precision(name) for name in distill_at.split(",")) if distill_at is not None else None,
     }  # fmt: skip
     options = replace(options, **{name: value for name, value in given.items() if value is not None})
     settings: dict[str, Any] = {
         "optimizer": optimizer, "lr": lr, "schedule": schedule, "clip": clip,
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "grad_accum": grad_accum, "lora": lora, "bf16": bf16,
-        "sequence_length": sequence_length, "gradient_checkpointing": gradient_checkpointing, "seed": seed,
+        "sequence_length": sequence_length, "gradient_checkpointing": gradient_checkpointing, "compile": compile,
+        "seed": seed,
     }  # fmt: skip
     training = replace(training, **{name: value for name, value in settings.items() if value is not None})
     result = _Run(model, data, out, options, training, save_every, skip_bad_rows, resume).go()
@@ -224,7 +228,7 @@ class _Run:
             max_steps=t.steps or -1,
             learning_rate=t.lr,
             lr_scheduler_type=t.schedule,
-            optim="sgd" if t.optimizer == "sgd" else "adamw_torch",
+            optim="sgd" if t.optimizer == "sgd" else "adamw_torch_fused",
             max_grad_norm=t.clip,
             bf16=t.bf16,
             gradient_checkpointing=t.gradient_checkpointing,
@@ -232,6 +236,7 @@ class _Run:
             save_steps=self.save_every,
             save_total_limit=2,
             logging_strategy="no",
+            logging_nan_inf_filter=False,  # our trainer stops at the first such loss
             report_to=[],
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -245,6 +250,8 @@ class _Run:
             otaro=self.options,
             otaro_log=self.out / "log.jsonl",
         )
+        if t.compile:
+            trainer.compile_steps()
         trainer.remove_callback(PrinterCallback)  # we have a bar
         trainer.add_callback(_progress_callback(trainer))
         return trainer

@@ -42,6 +42,8 @@ class Options:
     """How often `uniform` draws each precision, in their order."""
     distill: float = 0.5
     """Share of the loss that pulls toward the same weights unquantised."""
+    distill_at: tuple[Precision, ...] = (Precision("E5M5"), Precision("E5M4"), Precision("E5M3"))
+    """The precisions that this is done at; the finer ones are too close to their teacher to learn from it."""
     reconstruction: Reconstruction = "midpoint"
     group_size: int = GROUP_SIZE
 
@@ -92,6 +94,7 @@ class Options:
         stated = dict(self.__dict__)
         stated["precisions"] = [str(p) for p in self.precisions]
         stated["ultra_low"] = [str(p) for p in self.ultra_low]
+        stated["distill_at"] = [str(p) for p in self.distill_at]
         stated["weights"] = list(self.weights) if self.weights is not None else None
         return stated
 
@@ -118,7 +121,29 @@ class Training:
     """Rank; None tunes all weights."""
     bf16: bool = False
     gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile the steps: faster on a GPU after a minute of compiling."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if self.optimizer not in ("adamw", "sgd"):
+            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, sgd")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ConfigError(f"--schedule {self.schedule}: choose from cosine, linear, constant")
+        for flag, value in (("--lr", self.lr), ("--epochs", self.epochs)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{flag} {value}: must be a number above zero")
+        if not 0 <= self.clip < math.inf:
+            raise ConfigError(f"--clip {self.clip}: must be a number, and not negative; 0 for no clipping")
+        counts = {"steps": self.steps, "batch-size": self.batch_size, "grad-accum": self.grad_accum, "lora": self.lora}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"--{name} {count}: must be at least 1")
+        if self.sequence_length < 2:
+            raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 2")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: must not be negative")
 
 
 Recipe = Literal["best", "paper"]
@@ -128,8 +153,8 @@ def recipe(name: Recipe) -> tuple[Options, Training]:
     """The two starting points; every flag given beside a recipe overrides it.
 
     `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5.
-    `best` is a considered starting point whose comparison with the other methods is still to come (docs/log.md):
-    reconstruction at midpoints, precisions drawn at random with a tilt toward the low ones, self-distillation, AdamW.
+    `best` is ours, chosen by measurement (docs/log.md): reconstruction at midpoints, precisions drawn at random with a tilt
+    toward the low ones, self-distillation at the lower three, AdamW.
     """
     if name == "best":
         return Options(), Training()

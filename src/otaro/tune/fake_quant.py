@@ -1,9 +1,14 @@
 """Training through quantisation: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
 
 `prepare` makes every module that will be packed (the linears, the token embedding and the head, fused experts, peft's LoRA
-layers) quantise its weight on the fly, by swapping the module's class: parameters, their names and the state dict stay as
-they are, so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object, and setting its
-precision sets them all; None is full precision. `restore` swaps the classes back.
+layers) read its weight quantised, by swapping the module's class: parameters, their names and the state dict stay as they
+are, so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
+run at a precision, outside and at None as they always did. `restore` swaps the classes back.
+
+On entering `at` all linears are quantised together and held until it is left: on a GPU by one kernel (`fused.py`), in the
+type that the forward computes in, which saves autocast its copies. What cannot be known beforehand is quantised on the
+way: the looked-up rows of the embedding, the merged weights of LoRA, expert stacks, and weights that FSDP gathers layer by
+layer.
 
 A LoRA layer quantises the merged weight W + BA, not W alone: merging the adapter afterwards then changes nothing.
 """
@@ -12,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,35 +37,86 @@ class Precisely:
     def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
         self.precision: Precision | None = None
+        self.linears: list[TuneLinear] = []
 
     @contextmanager
-    def at(self, precision: Precision | None) -> Iterator[None]:
-        """Run at `precision` inside the block."""
+    def at(self, precision: Precision | None, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Run at `precision` inside the block; `compute_dtype` is autocast's type where the forward runs under it."""
         before, self.precision = self.precision, precision
+        held_before = [(linear, linear.held) for linear in self.linears]
         try:
+            for linear, held in zip(self.linears, self._quantized(compute_dtype), strict=True):
+                object.__setattr__(linear, "held", held)
             yield
         finally:
             self.precision = before
+            for linear, held in held_before:
+                object.__setattr__(linear, "held", held)
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as the forward should see it."""
+        """The weight as the forward should see it, quantised here and now."""
         if self.precision is None:
             return weight
-        bits = self.precision.mantissa_bits
-        quantized: torch.Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call] # torch's own
-            weight, bits, self.group_size, self.reconstruction
-        )
+        return _straight_through(weight, quantize(weight, self.precision.mantissa_bits, self.group_size, self.reconstruction))
+
+    def _quantized(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+        """The quantised weight of each linear; None where there is none, or where it must be left to the forward."""
+        if self.precision is None:
+            return [None] * len(self.linears)
+        settings = self.precision.mantissa_bits, self.group_size, self.reconstruction
+        quantized: list[torch.Tensor | None] = [None] * len(self.linears)
+        together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, linear in enumerate(self.linears):
+            weight = linear.weight
+            if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+                continue  # sharded: there is nothing to quantise before it is gathered
+            if _fused(weight, self.group_size):
+                together.setdefault((weight.device, weight.dtype), []).append(i)
+            else:
+                quantized[i] = quantize(weight, *settings).to(compute_dtype or weight.dtype)
+        for (_, dtype), members in together.items():
+            from otaro.tune.fused import quantize_all
+
+            done = quantize_all([self.linears[i].weight.detach() for i in members], *settings, compute_dtype or dtype)
+            for i, values in zip(members, done, strict=True):
+                quantized[i] = values
+        return [
+            _straight_through(linear.weight, values) if values is not None else None
+            for linear, values in zip(self.linears, quantized, strict=True)
+        ]
+
+
+def _straight_through(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """The values of one, the gradient to the other."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return quantized
+    passed: torch.Tensor = _StraightThrough.apply(weight, quantized)  # type: ignore[no-untyped-call] # torch's own
+    return passed
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, bits: int, group_size: int, kind: Reconstruction) -> torch.Tensor:
-        return quantize(weight, bits, group_size, kind)
+    def forward(ctx: Any, weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return quantized.view_as(quantized)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None, None, None
+        return gradients[0].to(ctx.dtype), None
+
+
+def _fused(weight: torch.Tensor, group_size: int) -> bool:
+    """Whether the GPU's kernel takes this weight."""
+    if not (weight.is_cuda and _triton_is_here()):
+        return False
+    from otaro.tune.fused import serves
+
+    return serves(weight, group_size)
+
+
+@cache
+def _triton_is_here() -> bool:
+    return find_spec("triton") is not None
 
 
 def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
@@ -68,6 +126,10 @@ def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstr
     whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. One
     difference remains: a negative weight so small that scaling it underflows counts as zero here.
     """
+    if _fused(weight, group_size):
+        from otaro.tune.fused import quantize_all
+
+        return quantize_all([weight.detach()], mantissa_bits, group_size, reconstruction, weight.dtype)[0]
     length = weight.shape[-1]
     groups = -(-length // group_size)
     values = weight.detach().float()
@@ -93,10 +155,12 @@ class TuneLinear(nn.Linear):
     """A linear that multiplies by its quantised weight."""
 
     precisely: Precisely
+    held: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Linear."""
-        return nn.functional.linear(input, self.precisely(self.weight), self.bias)
+        weight = self.precisely(self.weight) if self.held is None else self.held
+        return nn.functional.linear(input, weight, self.bias)
 
 
 class TuneEmbedding(nn.Embedding):
@@ -153,6 +217,8 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             _check_lora(name, module)
             inside_lora |= {f"{name}.{child}" for child, _ in module.named_modules() if child}
             swapped: type = _mixed(_TuneLora, type(module))
+        elif any(hasattr(module, adapter) for adapter in ("lora_A", "lora_embedding_A")):
+            raise OtaroError(f"{name}: only LoRA on linear layers can be quantised as merged; leave it out of target_modules")
         elif name in inside_lora:
             continue
         elif type(module) is nn.Linear:
@@ -168,6 +234,8 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
         object.__setattr__(module, "_untuned_class", type(module))
         module.__class__ = swapped
         object.__setattr__(module, "precisely", precisely)
+        if isinstance(module, TuneLinear):
+            precisely.linears.append(module)
         prepared.append(name)
     if not prepared:
         raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
@@ -197,7 +265,8 @@ def restore(model: nn.Module) -> None:
     for module in reversed(list(model.modules())):  # layers share a config: the first one saw it unchanged
         if (original := module.__dict__.pop("_untuned_class", None)) is not None:
             module.__class__ = original
-            for added in ("precisely", "_stacks"):
+            module.__dict__["precisely"].linears.clear()
+            for added in ("precisely", "held", "_stacks"):
                 module.__dict__.pop(added, None)
             if "_untuned_experts" in module.__dict__:
                 config: Any = module.config

@@ -17,7 +17,6 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,11 @@ from transformers import Trainer
 
 from otaro.errors import OtaroError
 from otaro.sefp.precision import Precision
+from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import Precisely, prepare
 
-STATE_FILE, ACCUMULATOR_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_accumulator.safetensors", "otaro_complete"
+STATE_FILE, ACCUMULATOR_STEM, COMPLETE_FILE = "otaro_state.json", "otaro_accumulator", "otaro_complete"
 
 
 class TrainingError(OtaroError):
@@ -51,6 +51,9 @@ class OtaroMixin:
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
         prepare(self.model, self.precisely)  # type: ignore[attr-defined]
+        if self.args.n_gpu > 1:  # type: ignore[attr-defined]
+            self.precisely.linears.clear()  # DataParallel copies modules to other devices: each quantises on its own
+        self._compute_dtype = torch.bfloat16 if self.args.bf16 else None  # type: ignore[attr-defined]
         self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
         self.delayed = self.otaro.gradient_accumulator()
         self._log_path = otaro_log
@@ -59,6 +62,21 @@ class OtaroMixin:
         """What the log says of the last optimizer step."""
         self._started = 0.0
         self._learning_rates: list[float] = []
+        self._divergence = _divergence
+
+    def compile_steps(self: Any, backend: str = "inductor") -> None:
+        """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
+
+        Quantised weights are held outside the layers and come in like any weight, so the same graph serves every
+        precision. Small models are bound by the launching of kernels, and this leaves fewer to launch.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        layers = set(model._no_split_modules or ())
+        for module in model.modules():
+            if type(module).__name__ in layers:
+                module.compile(backend=backend)
+        model.loss_function = torch.compile(model.loss_function, backend=backend)
+        self._divergence = torch.compile(_divergence, backend=backend)
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +87,7 @@ class OtaroMixin:
             self._record = {"precision": precision, "scores": self.search.scores(), "loss": 0.0, "tokens": 0}
             self._started = time.perf_counter()
         self._record["tokens"] += int(inputs["input_ids"].numel()) if "input_ids" in inputs else 0
-        with self.precisely.at(self._record["precision"]):
+        with self.precisely.at(self._record["precision"], self._compute_dtype):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self._record["loss"] += loss.detach()  # Trainer scales micro-batches so that they add up to the step's mean
         if self.accelerator.sync_gradients:
@@ -80,14 +98,14 @@ class OtaroMixin:
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Trainer's, with a share of self-distillation where that was asked for."""
-        share = self.otaro.distill
-        if not share or not model.training or self.precisely.precision is None:
+        share = self.otaro.distill if self.precisely.precision in self.otaro.distill_at else 0.0
+        if not share or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         with torch.no_grad(), self.precisely.at(None):
             teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-        divergence = self._scaled(_divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
+        divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
         loss = (1 - share) * loss + share * divergence
         return (loss, outputs) if return_outputs else loss
 
@@ -102,7 +120,11 @@ class OtaroMixin:
         """After the last backward of an optimizer step: tell the search, withhold or release gradients, write the log."""
         record, self._record = self._record, None
         precision: Precision | None = record["precision"]
-        loss = float(self.accelerator.reduce(record["loss"], "mean"))  # all ranks see the same loss, so choose alike
+        parameters = {name: p for name, p in self._named_parameters().items() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()], foreach=True)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        shared_loss = self.accelerator.reduce(record["loss"], "mean")  # all ranks see the same, so choose alike
+        loss, gradient_norm = torch.stack([shared_loss.double(), norm.to(shared_loss.device).double()]).tolist()
         if not math.isfinite(loss):
             last = last_complete_checkpoint(Path(self.args.output_dir))
             raise TrainingError(
@@ -110,16 +132,11 @@ class OtaroMixin:
                 f"the last good checkpoint is {last or 'none'}: go on from it with a lower learning rate"
             )
         self.search.record(precision, loss)
-        parameters = dict(self._trained_parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()], foreach=True)
         applied = True
         if self.delayed is not None and precision in self.otaro.ultra_low:
-            gradients = {name: p.grad for name, p in parameters.items()}
-            for parameter in parameters.values():
-                parameter.grad = None
-            applied = self.delayed.add(gradients)
+            applied = self.delayed.add(withhold(parameters))
             if applied:
-                self._release()
+                release(self._named_parameters(), self.delayed)
         self._learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         seconds = time.perf_counter() - self._started
         self.last_record = {
@@ -127,7 +144,7 @@ class OtaroMixin:
             "precision": str(precision) if precision else "fp",
             "loss": loss,
             "scores": record["scores"],
-            "gradient_norm": float(norm),
+            "gradient_norm": gradient_norm,
             "lr": self._learning_rates[0],
             "tokens_per_second": record["tokens"] * self.accelerator.num_processes / seconds,
             "memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
@@ -136,16 +153,8 @@ class OtaroMixin:
         }
         self._write_log(self.last_record)
 
-    def _trained_parameters(self: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, parameter in self.accelerator.unwrap_model(self.model_wrapped).named_parameters():
-            if parameter.grad is not None:
-                yield name, parameter
-
-    def _release(self: Any) -> None:
-        """Put the collected gradients where the optimizer will find them."""
-        parameters = dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
-        for name, gradient in self.delayed.take({name: p.device for name, p in parameters.items()}).items():
-            parameters[name].grad = gradient
+    def _named_parameters(self: Any) -> dict[str, torch.nn.Parameter]:
+        return dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
 
     # The whole run ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +163,10 @@ class OtaroMixin:
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.delayed is not None and self.delayed.count and self._learning_rates:
             count = self.delayed.count
-            self._release()
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._write_log({"step": self.state.global_step, "leftover": count, "applied": False})
+                return result  # they belong to weights that have just been replaced
+            release(self._named_parameters(), self.delayed)
             if self.args.max_grad_norm:
                 self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), self.args.max_grad_norm)
             for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
@@ -180,9 +192,15 @@ class OtaroMixin:
                 "learning_rates": self._learning_rates,
             }
             (Path(output_dir) / STATE_FILE).write_text(json.dumps(state))
-            if self.delayed is not None and self.delayed.count:
-                tensors = {name: tensor.contiguous() for name, tensor in self.delayed.tensors().items()}
-                save_file(tensors, Path(output_dir) / ACCUMULATOR_FILE)
+        if self.delayed is not None and self.delayed.count and (self.is_fsdp_enabled or self.is_world_process_zero()):
+            tensors = {name: tensor.contiguous() for name, tensor in self.delayed.tensors().items()}
+            save_file(tensors, self._accumulator_file(output_dir))
+        self.accelerator.wait_for_everyone()  # the first process will mark the checkpoint as complete
+
+    def _accumulator_file(self: Any, checkpoint: str) -> Path:
+        """Under FSDP each process keeps its own part; else all have the same, and one file serves them."""
+        part = f"-{self.args.process_index}" if self.is_fsdp_enabled else ""
+        return Path(checkpoint) / f"{ACCUMULATOR_STEM}{part}.safetensors"
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -192,8 +210,11 @@ class OtaroMixin:
         self.search.load_state_dict(state["search"])
         self._learning_rates = state["learning_rates"]
         if self.delayed is not None and state["accumulated"]:
-            devices = {name: p.device for name, p in self.accelerator.unwrap_model(self.model_wrapped).named_parameters()}
-            self.delayed.restore(state["accumulated"], load_file(Path(checkpoint) / ACCUMULATOR_FILE), devices)
+            file = self._accumulator_file(checkpoint)
+            if not file.is_file():
+                raise TrainingError(f"{file} is missing: resume with as many processes as wrote the checkpoint")
+            devices = {name: p.device for name, p in self._named_parameters().items()}
+            self.delayed.restore(state["accumulated"], load_file(file), devices)
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial))
@@ -209,7 +230,8 @@ class OtaroMixin:
         finally:
             self.args.save_total_limit = limit
         if self.is_world_process_zero():
-            mark.touch()
+            if not self.args.save_only_model:  # without its optimizer a run cannot go on
+                mark.touch()
             if limit:
                 best = self.state.best_model_checkpoint
                 for old in sorted(run.glob("checkpoint-*"), key=_age)[:-limit]:
@@ -256,9 +278,10 @@ def _step_of(line: str) -> float:
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean KL divergence from teacher to student over the tokens that have a label."""
     counted = labels[..., 1:] != -100
-    of_student = log_softmax(student[..., :-1, :][counted].float(), -1)
-    of_teacher = log_softmax(teacher[..., :-1, :][counted].float(), -1)
-    return kl_div(of_student, of_teacher, reduction="sum", log_target=True) / counted.sum().clamp(min=1)
+    of_student = log_softmax(student[..., :-1, :].float(), -1)
+    of_teacher = log_softmax(teacher[..., :-1, :].float(), -1)
+    each = kl_div(of_student, of_teacher, reduction="none", log_target=True).sum(-1)
+    return each.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 @torch.inference_mode()

@@ -1,0 +1,148 @@
+"""What a tuning step costs: time and peak memory of each method beside plain fine-tuning, alternating in one run.
+
+Every contender trains the same model on the same random tokens for some steps, in turn, several rounds over; the first
+steps of each turn are not counted. `trainer` is transformers' own Trainer; `fp` is ours tuning at full precision. Peak memory
+is what tensors took on the GPU at most while counted steps ran, without the allocator's rounding.
+
+    python benchmarks/bench_tune.py                                   # a GPU, the shape of SmolLM2-135M, 8 x 512 tokens
+    python benchmarks/bench_tune.py --device cpu --shape builtin      # two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from common import finish
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    logging,
+)
+
+from otaro.tune.config import Options
+from otaro.tune.trainer import OtaroTrainer
+
+METHODS: dict[str, Options | None] = {
+    "trainer": None,
+    "fp": Options(method="fp", distill=0.0),
+    "otaro": Options(method="otaro", distill=0.0, weights=None),
+    "otaro, host": Options(method="otaro", distill=0.0, weights=None, accumulator="host"),
+    "distill": Options(),
+}
+
+
+class Clock(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    """Seconds of each step, the GPU's work included."""
+
+    def __init__(self, device: str, ignored: int) -> None:
+        self.device, self.ignored, self.times = device, ignored, list[float]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the time."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            if state.global_step == self.ignored:
+                torch.cuda.reset_peak_memory_stats()
+        self.times.append(time.perf_counter())
+
+
+def turn(a: argparse.Namespace, weights: Any, options: Options | None, compiled: bool) -> tuple[list[float], float]:
+    """One contender's turn: seconds of the counted steps, and the peak of memory in bytes."""
+    model = AutoModelForCausalLM.from_config(weights["config"], dtype=torch.float32)
+    model.load_state_dict(weights["state"], assign=False)
+    tokens = torch.randint(3, model.config.vocab_size, (a.batch_size * a.steps, a.sequence_length))
+    examples = [{"input_ids": row, "labels": row} for row in tokens]
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5, report_to=[],
+            optim="adamw_torch_fused", bf16=a.device == "cuda", use_cpu=a.device == "cpu",
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, logging_nan_inf_filter=False,
+        )  # fmt: skip
+        common = {"model": model, "args": arguments, "train_dataset": examples}
+        trainer = Trainer(**common) if options is None else OtaroTrainer(**common, otaro=options)
+        if compiled:
+            OtaroTrainer.compile_steps(trainer)
+        clock = Clock(a.device, a.ignored)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(clock)
+        trainer.train()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] if a.device == "cuda" else 0
+    counted = clock.times[a.ignored - 1 :]
+    seconds = [later - earlier for earlier, later in itertools.pairwise(counted)]
+    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
+    trainer.accelerator.free_memory()
+    del trainer, model, common
+    gc.collect()
+    if a.device == "cuda":
+        torch.cuda.empty_cache()
+    return seconds, float(peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=("smollm2", "builtin"), default="smollm2")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=40, help="in a turn")
+    parser.add_argument("--ignored", type=int, default=10, help="steps of a turn that are not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--compile", choices=("no", "yes", "both"), default="both")
+    a = parser.parse_args()
+    logging.set_verbosity_error()
+
+    if a.shape == "smollm2":
+        config = LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    else:
+        from otaro.builtin import MODEL_DIR
+
+        config = LlamaConfig.from_pretrained(MODEL_DIR)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = sum(p.numel() for p in model.parameters())
+    weights = {"config": config, "state": model.state_dict()}
+    modes = [("", False), (", compiled", True)]
+    modes = modes if a.compile == "both" else [modes[a.compile == "yes"]]
+    contenders = {method + suffix: (METHODS[method], compiled) for suffix, compiled in modes for method in a.methods}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    peaks: dict[str, float] = {}
+    for round_number in range(a.rounds + any(compiled for _, compiled in modes)):
+        for name, (options, compiled) in contenders.items():
+            seconds, peak = turn(a, weights, options, compiled)
+            if round_number or not compiled:  # compiling takes place in the first round
+                times[name].append(statistics.fmean(seconds))
+                peaks[name] = max(peaks.get(name, 0.0), peak)
+
+    print(f"{parameters / 1e6:.1f} M parameters, {a.batch_size} x {a.sequence_length} tokens, AdamW, {a.device}")
+    print(f"{'':24}{'ms a step':>12}{'of fp':>8}{'tokens/s':>12}{'peak MB':>10}{'over fp, MB':>13}")
+    rows = {}
+    for name in contenders:
+        base = "fp" + name.partition(", compiled")[1]
+        ratio = statistics.median(one / fp for one, fp in zip(times[name], times[base], strict=True))
+        mean = statistics.median(times[name])
+        speed = a.batch_size * a.sequence_length / mean
+        over = peaks[name] - peaks[base]
+        print(f"{name:24}{1000 * mean:12.1f}{ratio:8.2f}{speed:12.0f}{peaks[name] / 1e6:10.0f}{over / 1e6:13.0f}")
+        rows[name] = {"seconds": mean, "of_fp": ratio, "peak_bytes": peaks[name], "rounds": times[name]}
+    if a.device == "cuda":
+        print(f"one set of gradients: {4 * parameters / 1e6:.0f} MB; {torch.cuda.get_device_name()}")
+    finish({"benchmark": "tune", "device": a.device, "shape": a.shape, "parameters": parameters, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The GPU's kernel for many weights gives the very values of the plain computation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune.accumulate import GradientAccumulator
+from otaro.tune.fake_quant import Precisely, prepare, quantize
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernel runs nowhere else")
+
+SHAPES = [(1, 64), (3, 128), (576, 1536), (49, 576), (2, 3, 192), (1, 4096), (4097, 64)]
+
+
+def weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for n, shape in enumerate(SHAPES):
+        spread = torch.randint(-(n * 3), n * 3 + 1, shape, generator=generator)
+        values = torch.randn(shape, generator=generator) * 2.0 ** spread.clamp(-20, 8)
+        values[..., 0] = torch.tensor([0.0, -0.0, 0.96, -0.96, 2.0**-24, -(2.0**-17), 1.0])[n]
+        made.append(values.to(dtype))
+    return [*made, torch.zeros(5, 64, dtype=dtype)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precision, reconstruction):
+    from otaro.tune.fused import quantize_all, serves
+
+    given = weights(dtype)
+    on_gpu = [weight.cuda() for weight in given]
+    for group_size in (32, 64):
+        assert all(serves(weight, group_size) for weight in on_gpu)
+        for out in (dtype, torch.float32, torch.bfloat16):
+            found = quantize_all(on_gpu, precision.mantissa_bits, group_size, reconstruction, out)
+            for weight, values in zip(given, found, strict=True):
+                expected = quantize(weight.float(), precision.mantissa_bits, group_size, reconstruction).to(out)
+                assert values.shape == weight.shape
+                assert torch.equal(values.cpu(), expected)
+
+
+def test_nan_stays_nan(reconstruction):
+    from otaro.tune.fused import quantize_all
+
+    weight = torch.ones(1, 64, device="cuda")
+    weight[0, 3] = torch.nan
+    assert quantize_all([weight], 4, 64, reconstruction, torch.float32)[0][0, 3].isnan()
+
+
+def test_a_short_last_group_is_left_to_the_plain_computation():
+    weight = torch.randn(7, 70)
+    assert torch.equal(quantize(weight.cuda(), 4, 64, "midpoint").cpu(), quantize(weight, 4, 64, "midpoint"))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
+def test_gradients_on_the_gpu_are_those_of_the_cpu(name, make_checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(name), dtype=torch.float32)
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for device in ("cpu", "cuda"):
+        precisely, trained = Precisely(), copy.deepcopy(model).to(device)
+        prepare(trained, precisely)
+        with precisely.at(Precision("E5M4")):
+            trained(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
+        gradients.append({name: p.grad.cpu() for name, p in trained.named_parameters()})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_sums_in_host_memory_are_those_on_the_gpu(reduction):
+    here, there = (GradientAccumulator(3, reduction, place) for place in ("device", "host"))
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        batch = {name: torch.randn(size, generator=generator) for name, size in (("a", 1_000_000), ("b", 7))}
+        for accumulator in (here, there):
+            accumulator.add({name: gradient.cuda() for name, gradient in batch.items()})
+        assert all(tensor.device.type == "cpu" for tensor in there.tensors().values())
+        assert all(torch.equal(there.tensors()[name], tensor.cpu()) for name, tensor in here.tensors().items())
+    devices = {name: torch.device("cuda") for name in ("a", "b")}
+    one, other = here.take(devices), there.take(devices)
+    assert all(torch.equal(one[name], other[name]) for name in one)
