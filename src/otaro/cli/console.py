@@ -82,3 +82,13 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def versions() -> dict[str, str]:
+    """What a measurement was made with."""
+    import torch
+    import transformers
+
+    import otaro
+
+    return {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}

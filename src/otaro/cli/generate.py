@@ -61,17 +61,13 @@ def generate(
 
 def open_model(directory: str, precision: str | None, device: str) -> tuple[Any, Any]:
     """Model and tokenizer of a nested directory."""
-    from transformers import AutoTokenizer
-
     import otaro
+    from otaro.runtime.load import load_tokenizer
 
     console.quiet_transformers()
     with console.err.status("opening ..."):
         model = otaro.load(directory, console.parse_precision(precision) if precision else None, device=device)
-        path = model.sefp.nested.path
-        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-            raise otaro.OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
-        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return model, load_tokenizer(model.sefp.nested.path)
 
 
 def sampling(temperature: float, top_p: float, seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
     from otaro.file.summary import PrecisionSummary, Summary
@@ -16,7 +17,8 @@ def inspect(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     json: console.JsonOption = False,
 ) -> None:
-    """Show what a nested directory holds: sizes per precision, numbers per kind of module."""
+    """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured."""
+    from otaro.evaluate.quality import QualityError, read_quality
     from otaro.file.checkpoint import NESTED_FILES, resolve_model
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
@@ -24,10 +26,17 @@ def inspect(
     nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
+    try:
+        quality = read_quality(nested.path, summary.model)
+    except QualityError as error:
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        quality = None
     if json:
-        console.print_json(summary.to_dict())
+        console.print_json({**summary.to_dict(), "quality": quality and quality.to_dict()})
     else:
         show(summary)
+        if quality is not None:
+            show_quality(quality.entries)
 
 
 def show(summary: Summary) -> None:

@@ -9,6 +9,7 @@ import typer
 
 import otaro
 from otaro.cli import chat, console, demo, generate, inspect, pack, tune, verify
+from otaro.cli import eval as eval_command
 
 app = typer.Typer(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
@@ -23,6 +24,7 @@ app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("tune")(tune.tune)
+app.command("eval")(eval_command.evaluate)
 app.command("demo")(demo.demo)
 
 

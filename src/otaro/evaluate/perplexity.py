@@ -16,6 +16,18 @@ import torch
 
 from otaro.errors import OtaroError
 
+LONGEST_WINDOW = 2048  # unless asked for more
+
+
+def choose_window(config: Any, wanted: int | None = None) -> int:
+    """The window to use with the model of this config: the one wanted, or as many positions as it has, up to 2048."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None:
+        return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
+    if positions is not None and wanted > positions:
+        raise OtaroError(f"a window of {wanted} tokens is more than the {positions} positions that this model has")
+    return wanted
+
 
 @torch.inference_mode()
 def perplexity(

@@ -1,8 +1,8 @@
-"""A directory appears whole or not at all.
+"""A directory, or a file, appears whole or not at all.
 
 `new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every file to disk and
 renames the sibling into place in one step; leaving it by an exception removes it. A process that is killed leaves only the
-sibling, which nothing loads and which the next writer to the same target sweeps away.
+sibling, which nothing loads and which the next writer to the same target sweeps away. `write_text` does the same for one file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _REFUSED_BY_SYSTEM = {
 
 
 @contextmanager
-def explained(target: Path) -> Iterator[None]:
-    """Turn the system's refusals to write `target` into a `TargetError` that says what to do."""
+def explained(target: Path, *more: Path) -> Iterator[None]:
+    """Turn the system's refusals to write `target`, or `more` on its behalf, into a `TargetError` that says what to do."""
     try:
         yield
     except OSError as error:
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
-        ours = (target, _partial(target), _lock(target))
+        ours = (target, _partial(target), _lock(target), *more)
         concerned = at is None or at in target.parents or any(at.is_relative_to(path) for path in ours)
         advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
         if not concerned or advice is None:
@@ -76,6 +76,21 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
                 _move_into_place(partial, target)
             finally:
                 _remove(partial)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Put a file in place in one step, its directory too if there is none; whatever was there stays until that moment."""
+    partial = target.parent / f".{target.name}.{os.getpid()}.partial"  # two processes may write at the same time
+    with explained(target, partial):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

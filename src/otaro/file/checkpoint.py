@@ -29,7 +29,9 @@ SIDECARS = (
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
-NESTED_FILES = ("config.json", "model-m*.safetensors", *SIDECARS)
+QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
+
+NESTED_FILES = ("config.json", "model-m*.safetensors", QUALITY_FILE, *SIDECARS)
 
 # How checkpoints name the parts of a fused expert tensor; each list is one convention (Qwen and most others, Mixtral).
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}

@@ -30,7 +30,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
-from otaro.file.checkpoint import resolve_model
+from otaro.file.checkpoint import QUALITY_FILE, resolve_model
 from otaro.file.header import BASE, EXPONENTS, shard_name
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
@@ -109,6 +109,7 @@ class SefpQuantizer(HfQuantizer):
                 module.packed.attach(_device_of(name, devices))
         model.sefp = Attachment(self.nested, self._modules)
         model.save_pretrained = MethodType(save_pretrained, model)
+        model.tie_weights = MethodType(tie_weights, model)
         set_precision(model, Precision(self.quantization_config.precision or self.nested.finest))
         return model
 
@@ -163,6 +164,13 @@ def save_pretrained(
         _keep_other_files(target, writer.directory)
 
 
+def tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Nothing: tied modules share a packed weight, and other tensors were tied when the model was loaded.
+
+    Replaces the method of that name, which looks for parameters. Other libraries call it to be sure (lm-evaluation-harness).
+    """
+
+
 def _save_configs(model: Any, source: Path, directory: Path) -> None:
     """Write config.json and generation_config.json; copied where they still say what they said when the model was loaded."""
     from transformers import AutoConfig, GenerationConfig
@@ -180,11 +188,11 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Carry over what is not ours; the weights of whatever model was there before are not kept beside the new ones."""
-    weights = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
+    """Carry over what is not ours; neither weights nor quality record of what was there before stay beside the new model."""
+    replaced = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", QUALITY_FILE)
     for path in old.iterdir() if old.is_dir() else ():
         kept = new / path.name
-        if kept.exists() or any(path.match(pattern) for pattern in weights):
+        if kept.exists() or any(path.match(pattern) for pattern in replaced):
             continue
         if path.is_dir():
             shutil.copytree(path, kept)

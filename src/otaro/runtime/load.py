@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from otaro.errors import FormatError, OtaroError
+from otaro.errors import CheckpointError, FormatError, OtaroError
 from otaro.file.checkpoint import BUILTIN, SIDECARS, brief, resolve_model
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
@@ -35,7 +35,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
-    _check_device(device)
+    check_device(device)
     by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
     named = [Precision(value) for value in by_pattern.values()]
     finest = max(named).mantissa_bits if "*" in by_pattern else FINEST
@@ -63,7 +63,20 @@ def load(
     return loaded
 
 
-def _check_device(device: str | torch.device) -> None:
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer in a model's directory; refused by name where there is none."""
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a strange tokenizer makes transformers stumble over
+        raise CheckpointError(f"{path}: transformers cannot open its tokenizer: {brief(error)}") from error
+
+
+def check_device(device: str | torch.device) -> None:
+    """Refuse a device that this machine does not have."""
     try:
         kind = torch.device(device).type
     except RuntimeError:

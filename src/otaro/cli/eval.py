@@ -1,0 +1,118 @@
+"""`otaro eval MODEL`: what each precision costs, as a table and as the model's quality record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from otaro.cli import console
+from otaro.cli.generate import DeviceOption
+from otaro.cli.quality import show_quality
+
+if TYPE_CHECKING:
+    from otaro.evaluate.run import Evaluation
+    from otaro.evaluate.text import Text
+
+MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
+TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name[/config][:split]), or on `builtin`."
+TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    precision: Annotated[
+        str, typer.Option("--precision", "-p", help="all, or some of fp,E5M8,...,E5M3; fp is a checkpoint unquantised.")
+    ] = "all",
+    text: Annotated[str | None, typer.Option(help=TEXT_HELP, show_default=False)] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens in a window; by default the model's positions, 2048 at most.", min=2)
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows; by default the window.", min=1)] = None,
+    divergence: Annotated[
+        bool,
+        typer.Option("--divergence", help="Compare predictions on the text with fp, or a nested model's finest."),
+    ] = False,
+    tasks: Annotated[str | None, typer.Option(help=TASKS_HELP, show_default=False)] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many samples of each task.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests of a task that run together.", min=1)] = 8,
+    device: DeviceOption = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.", show_default=False)
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what quality.json already holds.")] = False,
+    json: console.JsonOption = False,
+) -> None:
+    """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
+
+    Every finished measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted evaluation
+    goes on where it stopped. `otaro inspect` shows the record.
+    """
+    import otaro
+    from otaro.evaluate.quality import Record
+    from otaro.evaluate.run import Evaluation, Wanted
+    from otaro.evaluate.subject import Subject
+
+    on_text = {"--window": window, "--stride": stride, "--divergence": divergence or None}
+    on_tasks = {"--data-dir": data_dir, "--limit": limit}
+    for needed, value, options in (("--text", text, on_text), ("--tasks", tasks, on_tasks)):
+        if value is None and (odd := [name for name, given in options.items() if given is not None]):
+            raise otaro.OtaroError(f"{odd[0]} says how to measure with {needed}, which is not given")
+    if not text and not tasks:
+        raise otaro.OtaroError("there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both")
+    console.quiet_transformers()
+    with console.err.status("looking at model, text and tasks ..."):
+        subject = Subject(model, precision, device=device, with_reference=divergence)
+        names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
+        wanted = Wanted(_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
+        evaluation = Evaluation(subject, wanted)
+        place = out if out is not None else subject.path if subject.is_directory else None
+        record = Record(subject.identity if place is not None else "0" * 64, place)
+    try:
+        with console.progress_bar("evaluating") as progress:
+            entries = evaluation.run(record, console.versions(), again=again, progress=progress)
+    except KeyboardInterrupt:
+        kept = f"what was finished is kept in {record.path}; the same command goes on from there"
+        console.err.print(f"interrupted; {kept if record.path else 'nothing is kept without --out DIR'}", highlight=False)
+        raise typer.Exit(130) from None
+    if json:
+        console.print_json(_report(evaluation, record.path, entries))
+    else:
+        show_quality(entries)
+        _remark(evaluation, record.path)
+
+
+def _text(source: str) -> Text:
+    from otaro.builtin import heldout_text
+    from otaro.evaluate.text import Text, read_text
+
+    return Text(source, heldout_text(), source) if source == "builtin" else read_text(source)
+
+
+def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    from otaro.evaluate.quality import task_averages
+
+    subject = evaluation.subject
+    return {
+        "model": subject.model,
+        "precisions": subject.precisions,
+        "reference": subject.reference,
+        "window": evaluation.window or None,
+        "stride": evaluation.stride or None,
+        "entries": entries,
+        "averages": {precision: asdict(average) for precision, average in task_averages(entries).items()},
+        "notes": evaluation.notes,
+        "quality": path and str(path),
+    }
+
+
+def _remark(evaluation: Evaluation, path: Path | None) -> None:
+    for name, note in evaluation.notes.items():
+        console.out.print(f"{console.escape(name)}: {note}", highlight=False, soft_wrap=True)
+    kept = f"kept in {path}" if path else "not kept; --out DIR would put them into DIR/quality.json"
+    console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False, soft_wrap=True)

@@ -1,0 +1,145 @@
+"""Measurements as a table: precisions downwards, what was measured across, or the tasks downwards where they are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from otaro.cli import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    cells: dict[str, str]
+    """By precision."""
+
+
+def show_quality(entries: Iterable[Entry]) -> None:
+    """Print entries of a quality record, those of one measurement in a column."""
+    entries = list(entries)
+    on_text, speeds, tasks = list(_text_columns(entries)), list(_speed_columns(entries)), list(_task_columns(entries))
+    whole = _table("Quality by precision", entries, [*on_text, *tasks, *speeds])
+    if not tasks or _width(whole) <= console.out.width:
+        console.out.print(whole)
+    else:
+        if on_text:
+            console.out.print(_table("Quality by precision", entries, [*on_text, *speeds]))
+        console.out.print(_turned("Accuracy by task, percent", entries, tasks))
+    for note in _legend(entries):
+        console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False, soft_wrap=True)
+
+
+def _table(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("precision")
+    for column in columns:
+        table.add_column(console.escape(column.heading), justify="right")
+    for precision in _precisions(entries):
+        table.add_row(precision, *(column.cells.get(precision, "-") for column in columns))
+    return table
+
+
+def _turned(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("task", no_wrap=True)
+    precisions = _precisions(entries)
+    for precision in precisions:
+        table.add_column(precision, justify="right")
+    for column in columns:
+        heading = console.escape(column.heading.replace("\nfirst", ", first"))
+        table.add_row(heading, *(column.cells.get(precision, "-").replace(" ±", "\n±") for precision in precisions))
+    return table
+
+
+def _width(table: Table) -> int:
+    """How wide the table is if nothing in it is broken or cut."""
+    return console.out.measure(table, options=console.out.options.update(max_width=10_000)).maximum
+
+
+def _precisions(entries: list[Entry]) -> list[str]:
+    from otaro.evaluate.quality import PRECISION_NAMES
+
+    measured = {entry["precision"] for entry in entries}
+    return [name for name in PRECISION_NAMES if name in measured]
+
+
+def _grouped(entries: list[Entry], kind: str) -> Iterator[dict[str, Entry]]:
+    """The entries of a kind that differ in nothing but precision, by precision, fine to coarse."""
+    from otaro.evaluate.quality import identity
+
+    groups: dict[tuple[Any, ...], dict[str, Entry]] = {}
+    for entry in entries:
+        if entry["kind"] == kind:
+            groups.setdefault(identity({**entry, "precision": None}), {})[entry["precision"]] = entry
+    order = _precisions(entries)
+    for group in groups.values():
+        yield dict(sorted(group.items(), key=lambda item: order.index(item[0])))
+
+
+def _cells(group: dict[str, Entry], write: Callable[[Entry], str]) -> dict[str, str]:
+    return {precision: write(entry) for precision, entry in group.items()}
+
+
+def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
+    for group in _grouped(entries, "perplexity"):
+        best, first = next(iter(group.items()))
+        full = first["value"]
+        settings = f"{first['text']}\n{first['window']}/{first['stride']}"
+        yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
+        if len(group) > 1:
+            costs = _cells(group, lambda entry, full=full: f"{entry['value'] / full - 1:+.1%}")  # type: ignore[misc]
+            yield _Column(f"cost\nvs {best}", {**costs, best: ""})
+    for group in _grouped(entries, "divergence"):
+        reference = next(iter(group.values())).get("reference", "fp")
+        yield _Column(f"KL\nvs {reference}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
+        yield _Column(f"same token\nas {reference}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
+
+
+def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
+    for group in _grouped(entries, "perplexity"):
+        yield _Column("tokens/s", _cells(group, lambda entry: f"{entry['tokens_per_second']:,.0f}"))
+
+
+def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
+    from otaro.evaluate.quality import task_averages
+
+    tasks = [entry for entry in entries if entry["kind"] == "task"]
+    for limit in dict.fromkeys(entry["limit"] for entry in tasks):
+        alike = [entry for entry in tasks if entry["limit"] == limit]
+        some = f"\nfirst {limit}" if limit is not None else ""
+        for group in _grouped(alike, "task"):
+            first = next(iter(group.values()))
+            scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"]))
+            yield _Column(f"{first['task']}\n{first['metric']}{some}", scores)
+        if averages := task_averages(alike):
+            cells = {precision: _score(average.value, average.stderr) for precision, average in averages.items()}
+            yield _Column(f"average\nof {next(iter(averages.values())).tasks}{some}", cells)
+
+
+def _legend(entries: list[Entry]) -> Iterator[str]:
+    texts = {entry["text"]: entry["tokens"] for entry in entries if "text" in entry}
+    for name, tokens in texts.items():
+        yield f"{name}: {tokens:,} tokens; window/stride in tokens"
+    if any(entry["kind"] == "divergence" for entry in entries):
+        yield "KL in nats per token; same token: how often the likeliest next token agrees"
+    if any(entry["kind"] == "task" for entry in entries):
+        yield "tasks zero-shot, in percent ± standard error"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
+
+
+def _score(value: float, stderr: float | None) -> str:
+    return f"{100 * value:.1f}" + (f" ±{100 * stderr:.1f}" if stderr is not None else "")

@@ -1,0 +1,243 @@
+"""The quality record: what was measured of a model, in `quality.json` in the model's own folder.
+
+A record names the model it is about and lists measurements, `entries`, of three kinds:
+
+    perplexity   of a text, by the sliding window
+    divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
+    task         accuracy on a task of lm-evaluation-harness
+
+An entry is *identified* by its kind, its precision and what was asked (`IDENTITY`); measuring the same again replaces it.
+The rest is the outcome, and under which circumstances it came about: command, date, versions, device. The file is written
+whole after every measurement, so an evaluation that dies loses only what it was at.
+
+A record travels with its model and so comes from strangers: nothing in it is believed before it has been checked, and names are
+free of control characters, which could otherwise speak to the terminal that shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.file.atomic import write_text
+from otaro.file.checkpoint import QUALITY_FILE
+from otaro.sefp.precision import PRECISIONS
+
+SCHEMA = 1
+FULL = "fp"  # the precision that an unquantised checkpoint has
+PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
+_LARGEST = 1 << 24  # bytes of a file; thousands of entries
+_LONGEST = 4096  # characters of a string
+_HUGE = 1e300
+
+Entry = dict[str, Any]
+Check = Callable[[object], bool]
+
+
+class QualityError(OtaroError):
+    """A quality record that is damaged, or of another model."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and -_HUGE < value < _HUGE  # so neither NaN nor infinity
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator] # it is a number
+
+
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator] # it is a number
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 63
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_precision(value: object) -> bool:
+    return isinstance(value, str) and value in PRECISION_NAMES
+
+
+def _is_date(value: object) -> bool:
+    try:
+        return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
+
+
+def _are_versions(value: object) -> bool:
+    return isinstance(value, dict) and len(value) < 32 and all(map(_is_name, [*value.keys(), *value.values()]))
+
+
+def _or_null(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+_ON_TEXT: dict[str, Check] = {"text": _is_name, "text_sha256": _is_digest, "window": _is_count, "tokens": _is_count}
+IDENTITY: dict[str, dict[str, Check]] = {
+    "perplexity": {"precision": _is_precision, **_ON_TEXT, "stride": _is_count},
+    "divergence": {"precision": _is_precision, **_ON_TEXT, "reference": _is_precision},
+    "task": {"precision": _is_precision, "task": _is_name, "limit": _or_null(_is_count), "data_sha256": _or_null(_is_digest)},
+}
+OUTCOME: dict[str, dict[str, Check]] = {
+    "perplexity": {"value": _is_positive, "tokens_per_second": _is_positive},
+    "divergence": {"kl": _is_number, "agreement": _is_share},
+    "task": {"metric": _is_name, "value": _is_number, "stderr": _or_null(_is_number), "samples": _is_count},
+}
+CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions, "device": _is_name}
+OPTIONAL = {"reference", "data_sha256", "device"}  # other writers may not know them
+
+
+def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells an entry from others: equal for two measurements of the same thing."""
+    return (entry["kind"], *(entry.get(field) for field in IDENTITY[entry["kind"]]))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A record, checked: the SHA-256 that identifies the model, and what was measured of it."""
+
+    model: str
+    entries: tuple[Entry, ...] = ()
+
+    def find(self, wanted: Mapping[str, Any]) -> Entry | None:
+        """The entry that `wanted` identifies, if it has been measured."""
+        return next((entry for entry in self.entries if identity(entry) == identity(wanted)), None)
+
+    def including(self, new: Entry) -> Quality:
+        """The record with `new` in it, in place of an earlier measurement of the same."""
+        entries = [new if identity(entry) == identity(new) else entry for entry in self.entries]
+        return Quality(self.model, tuple(entries if new in entries else [*entries, new]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {"schema": SCHEMA, "model": self.model, "entries": list(self.entries)}
+
+
+def read_quality(directory: Path, model: str | None = None) -> Quality | None:
+    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused."""
+    path = directory / QUALITY_FILE
+    if not path.is_file():
+        return None
+    if path.stat().st_size > _LARGEST:
+        raise QualityError(f"{path} is larger than any quality record; move it away")
+    try:
+        quality = parse_quality(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, of UTF-8, or ours
+        raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
+    if model is not None and quality.model != model:
+        raise QualityError(
+            f"{path} is about another model ({quality.model[:12]}) than the one beside it ({model[:12]}); move it away"
+        )
+    return quality
+
+
+def write_quality(directory: Path, quality: Quality) -> None:
+    """Put the record into the directory, whole or not at all."""
+    text = json.dumps(quality.to_dict(), indent=1)
+    parse_quality(text)  # what we would not read, we do not write
+    write_text(directory / QUALITY_FILE, text + "\n")
+
+
+def parse_quality(text: str) -> Quality:
+    """Check every field of every entry; a ValueError says what is wrong."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    try:
+        raw = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(raw, dict) or raw.keys() != {"schema", "model", "entries"}:
+        raise ValueError("it does not consist of schema, model and entries")
+    if raw["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {str(raw['schema'])[:20]!r}, this program reads {SCHEMA}")
+    if not _is_digest(raw["model"]):
+        raise ValueError("its model is not a SHA-256")
+    if not isinstance(raw["entries"], list):
+        raise ValueError("its entries are not a list")
+    for number, entry in enumerate(raw["entries"]):
+        _check_entry(f"entry {number}", entry)
+    if len({identity(entry) for entry in raw["entries"]}) != len(raw["entries"]):
+        raise ValueError("two entries are about the same measurement")
+    return Quality(raw["model"], tuple(raw["entries"]))
+
+
+def _check_entry(where: str, entry: object) -> None:
+    if not isinstance(entry, dict) or not isinstance(kind := entry.get("kind"), str) or kind not in IDENTITY:
+        raise ValueError(f"{where} is of no known kind")
+    fields = {**IDENTITY[kind], **OUTCOME[kind], **CIRCUMSTANCES}
+    if odd := (entry.keys() ^ {"kind", *fields}) - (OPTIONAL - entry.keys()):
+        raise ValueError(f"{where} lacks, or should not have, {min(odd)[:40]!r}")
+    for name in entry.keys() & fields.keys():
+        if not fields[name](entry[name]):
+            raise ValueError(f"{where}: {name} is {str(entry[name])[:40]!r}")
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean score of several tasks, and its standard error, for the tasks' samples are independent."""
+
+    value: float
+    stderr: float | None
+    tasks: int
+
+
+def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
+    """The average over tasks for every precision that has been measured on all of them; empty for less than two tasks."""
+    by_precision: dict[str, dict[tuple[Any, ...], Entry]] = {}
+    for entry in entries:
+        if entry["kind"] == "task":
+            by_precision.setdefault(entry["precision"], {})[identity({**entry, "precision": None})] = entry
+    tasks = {key for measured in by_precision.values() for key in measured}
+    averages = {}
+    for precision, measured in by_precision.items():
+        if len(tasks) > 1 and measured.keys() == tasks:
+            errors = [entry["stderr"] for entry in measured.values()]
+            stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
+            averages[precision] = Average(sum(entry["value"] for entry in measured.values()) / len(tasks), stderr, len(tasks))
+    return averages
+
+
+class Record:
+    """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory only."""
+
+    def __init__(self, model: str, directory: Path | None) -> None:
+        self._model, self._directory = model, directory
+        self._quality = self._read()
+
+    @property
+    def path(self) -> Path | None:
+        """Where the record is kept."""
+        return self._directory and self._directory / QUALITY_FILE
+
+    def find(self, wanted: Mapping[str, Any]) -> Entry | None:
+        """The entry that `wanted` identifies, if it has been measured."""
+        return self._quality.find(wanted)
+
+    def add(self, entry: Entry) -> None:
+        """Keep a measurement, on disk before this returns; what another process added in the meantime stays."""
+        self._quality = self._read().including(entry)
+        if self._directory is not None:
+            write_quality(self._directory, self._quality)
+
+    def _read(self) -> Quality:
+        if self._directory is None:
+            return getattr(self, "_quality", Quality(self._model))
+        return read_quality(self._directory, self._model) or Quality(self._model)

@@ -1,0 +1,173 @@
+"""The model under evaluation, ready to run at any of its precisions.
+
+A nested model is opened once and switched. An ordinary checkpoint is quantised on the fly: packed into a temporary
+directory, which is opened like any nested model and deleted at once, for the mapped shards live on without a name and not even
+a kill leaves them behind. So its numbers are those of packing and loading by construction, there is no second way of quantising
+to keep equal to the first, and memory holds packed weights and one decoded layer at a time. The price is disk space: 9 bits
+per weight, in the system's temporary directory (set TMPDIR to choose another).
+
+The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go when told to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import CheckpointError, PrecisionError
+from otaro.evaluate.quality import FULL, PRECISION_NAMES
+from otaro.file.checkpoint import QUALITY_FILE, SIDECARS, brief, resolve_model
+from otaro.file.header import BASE, shard_name
+from otaro.file.io import NestedDirectory
+from otaro.file.pack import pack
+from otaro.runtime.load import check_device, load, load_tokenizer
+from otaro.runtime.precision import set_precision
+from otaro.sefp.precision import FINEST, Precision
+
+ALL = "all"
+_READ_SIZE = 1 << 22
+
+
+def parse_precisions(text: str) -> list[str] | None:
+    """`fp,E5M8,E5M3` as names, full precision first and then from fine to coarse; None for `all`."""
+    names = [name.strip() for name in text.split(",")]
+    if names == [ALL]:
+        return None
+    if odd := [name for name in names if name not in PRECISION_NAMES]:
+        raise PrecisionError(f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}")
+    return [name for name in PRECISION_NAMES if name in names]
+
+
+class Subject:
+    """A nested model (directory or Hub id), or a checkpoint (also `builtin`), at some of its `precisions`.
+
+    >>> subject = Subject("my-model-sefp", "E5M8,E5M3")                      # doctest: +SKIP
+    >>> subject.at("E5M3").generate(...)                                     # doctest: +SKIP
+    """
+
+    def __init__(self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False) -> None:
+        check_device(device)
+        self.model, self._device = model, device
+        self.is_directory = Path(model).is_dir()
+        wanted = parse_precisions(precision)
+        self.path = resolve_model(model, ["config.json"])
+        self.is_nested = _is_nested(self.path)
+        if self.is_nested:
+            everything = wanted is None or with_reference
+            finest = FINEST if everything else max((_bits(name) for name in wanted or () if name != FULL), default=BASE)
+            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
+            self.path = resolve_model(model, ["config.json", QUALITY_FILE, *shards, *SIDECARS])
+            nested = NestedDirectory(self.path)
+            self.reference = str(nested.finest)
+            present = [name for name in PRECISION_NAMES[1:] if Precision(name) <= nested.finest]
+            self.precisions = present if wanted is None else wanted
+            if FULL in self.precisions:
+                raise PrecisionError(
+                    f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed from"
+                )
+            nested.require(max(map(Precision, self.precisions)))
+        else:
+            self.path = resolve_model(model)
+            self.reference = FULL
+            self.precisions = list(PRECISION_NAMES) if wanted is None else wanted
+        self.config = _read_config(self.path)
+        self._full: Any = None
+        self._switched: Any = None
+
+    @cached_property
+    def identity(self) -> str:
+        """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a checkpoint's files."""
+        if self.is_nested:
+            return NestedDirectory(self.path).base.header.model
+        digest = hashlib.sha256()
+        for path in [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                while some := file.read(_READ_SIZE):
+                    digest.update(some)
+        return digest.hexdigest()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return load_tokenizer(self.path)
+
+    @property
+    def device_name(self) -> str:
+        """What it runs on, in words."""
+        device = torch.device(self._device)
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    def at(self, precision: str, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Any:
+        """The model, to be run at this precision until the next call; `progress` is that of packing."""
+        if precision == FULL:
+            self._full = self._full or self._open_full()
+            return self._full
+        self._switched = self._switched or self._open_switched(progress)
+        set_precision(self._switched, precision)
+        return self._switched
+
+    def release_full(self) -> None:
+        """Let go of the unquantised model."""
+        self._full = None
+
+    def _open_full(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.float32 if torch.device(self._device).type == "cpu" else (self.config.dtype or torch.float16)
+        where = {"": torch.device(self._device)}
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype,
+                device_map=where,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever is wrong with the checkpoint
+            raise CheckpointError(f"transformers cannot open {self.path}: {brief(error)}") from error
+        if missing := found["missing_keys"]:
+            raise CheckpointError(f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need")
+        return model.eval()
+
+    def _open_switched(self, progress: Callable[[str, int, int], None]) -> Any:
+        if self.is_nested:
+            return load(self.path, max(map(Precision, self.precisions)), device=self._device)
+        with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
+            pack(self.path, Path(directory) / "nested", progress=progress)
+            return load(Path(directory) / "nested", device=self._device)  # at its finest: every shard is mapped now
+
+
+def _bits(name: str) -> int:
+    return Precision(name).mantissa_bits
+
+
+def _is_nested(path: Path) -> bool:
+    if any((path / shard_name(plane)).is_file() for plane in range(BASE, FINEST + 1)):
+        return True
+    try:
+        stated = json.loads((path / "config.json").read_text())
+        return bool(stated["quantization_config"]["quant_method"] == "sefp")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} has no config.json; give the directory of a nested model or of a Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a strange config makes transformers stumble over
+        raise CheckpointError(f"{path}: config.json describes no model that transformers knows: {brief(error)}") from error

@@ -1,0 +1,84 @@
+"""The text to measure on: a file, or a data set on the Hub, and what identifies it in a quality record."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import zlib
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import OtaroError
+from otaro.file.checkpoint import brief
+
+_HUB = re.compile(r"(?P<path>[\w-][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?")
+
+
+class TextError(OtaroError, ValueError):
+    """A text that cannot be read, or holds nothing to measure on."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, the name it goes by, and the words of the command line that fetch it again."""
+
+    name: str
+    content: str
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the text in UTF-8."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    def ids(self, tokenizer: Any) -> torch.Tensor:
+        """The text as token ids [tokens], the way the tokenizer does it by default."""
+        ids: torch.Tensor = tokenizer(self.content, return_tensors="pt", verbose=False)["input_ids"][0]
+        if len(ids) < 2:
+            raise TextError(f"{self.source} has {len(ids)} tokens of text; one to predict and one before it are the least")
+        return ids
+
+
+def read_text(source: str) -> Text:
+    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name, owner/name/config:split.
+
+    Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test` unless given.
+    """
+    path = Path(source)
+    if path.is_dir():
+        raise TextError(f"--text {source} is a directory; give a text file, or a Hub data set as owner/name[/config][:split]")
+    content = _from_file(path) if path.exists() else _from_hub(source)
+    if not content.strip():
+        raise TextError(f"--text {source} holds no text")
+    name = path.name if path.exists() else source
+    return Text(name if name.isprintable() else ascii(name), content, source)
+
+
+def _from_file(path: Path) -> str:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode().removeprefix("\ufeff")  # the byte order mark some editors write
+    except UnicodeDecodeError as error:
+        raise TextError(f"--text {path} is no text in UTF-8 (byte {error.start} is not); convert it") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TextError(f"--text {path} cannot be read: {error}") from error
+
+
+def _from_hub(source: str) -> str:
+    if (hub := _HUB.fullmatch(source)) is None:
+        raise TextError(f"--text {source} does not exist, and is no Hub data set either (owner/name[/config][:split])")
+    if find_spec("datasets") is None:
+        raise TextError(f"--text {source} is no file, and a Hub data set needs a package: pip install 'otaro[data]'")
+    try:
+        rows = import_module("datasets").load_dataset(hub["path"], hub["config"], split=hub["split"] or "test")
+    except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own
+        raise TextError(f"--text {source} is no file, and fetching it from the Hub failed: {brief(error)}") from error
+    if "text" not in rows.column_names:
+        raise TextError(f"--text {source} has no column `text`, but {', '.join(rows.column_names)}")
+    return "\n\n".join(row or "" for row in rows["text"])
