@@ -6,6 +6,7 @@ The checkpoints have random weights and awkward sizes: no width is a multiple of
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -189,6 +190,38 @@ def in_child(_fork_server: subprocess.Popen, tmp_path: Path) -> Callable[..., su
         return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The built-in model, packed; do not write into it."""
+    directory = tmp_path_factory.mktemp("evaluate") / "tiny"
+    otaro.pack("builtin", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def task_files(tmp_path_factory):
+    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, in the fields of these tasks' own data sets."""
+    folder = tmp_path_factory.mktemp("tasks")
+    words = ["list", "string", "function", "module"]
+    arc = [
+        {
+            "id": str(number),
+            "question": f"What does call number {number} return?",
+            "choices": {"text": [f"a {word} of {number}" for word in words], "label": list("ABCD")},
+            "answerKey": "ABCD"[number % 4],
+        }
+        for number in range(6)
+    ]
+    boolq = [
+        {"question": f"is number {number} even", "passage": f"The number is {number}.", "idx": number, "label": number % 2}
+        for number in range(6)
+    ]
+    with gzip.open(folder / "arc_easy.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in arc)
+    (folder / "boolq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in boolq))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import otaro
 from otaro.errors import TargetError
 from otaro.file import atomic
-from otaro.file.atomic import new_directory
+from otaro.file.atomic import new_directory, write_text
 from otaro.file.io import NestedDirectory
 
 
@@ -285,7 +285,7 @@ def test_a_directory_one_may_not_write_to_is_explained(in_child):
             import os
             from pathlib import Path
             import otaro
-            from otaro.file.atomic import new_directory
+            from otaro.file.atomic import new_directory, write_text
             if os.geteuid() == 0:
                 os.setuid(65534)  # root may write everywhere
             try:
@@ -355,3 +355,17 @@ def test_a_killed_process_leaves_the_old_or_the_new_and_the_next_one_cleans_up(
     assert {path.name: path.read_bytes() for path in target.iterdir()} == {
         path.name: path.read_bytes() for path in make_nested("llama").iterdir()
     }
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_text(tmp_path / "new" / "file.json", "first")
+    write_text(tmp_path / "new" / "file.json", "second")
+    assert (tmp_path / "new" / "file.json").read_text() == "second"
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TargetError, match="the disk is full"):
+        write_text(tmp_path / "new" / "file.json", "third")
+    assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["second"]

@@ -331,3 +331,11 @@ def test_saving_other_weights_or_straight_to_the_hub_is_refused(nested_dir, tmp_
             model.save_pretrained(tmp_path / "saved", **options)
     model.save_pretrained(tmp_path / "saved", is_main_process=False)
     assert not (tmp_path / "saved").exists()
+
+
+def test_tying_again_changes_nothing(make_nested):
+    model = otaro.load(make_nested("llama_tied"), "E5M5")
+    before = model.lm_head.weight
+    model.tie_weights()  # as lm-evaluation-harness does
+    assert torch.equal(model.lm_head.weight, before)
+    assert model.lm_head.packed is model.get_input_embeddings().packed

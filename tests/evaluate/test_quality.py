@@ -1,0 +1,149 @@
+"""The quality record: it survives, it replaces, and it believes nothing."""
+
+import json
+
+import pytest
+
+from otaro.errors import TargetError
+from otaro.evaluate.quality import Quality, QualityError, Record, read_quality, task_averages, write_quality
+
+MODEL, OTHER = "a" * 64, "b" * 64
+MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
+PERPLEXITY = {
+    "kind": "perplexity", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "stride": 256,
+    "tokens": 1000, "value": 19.5, "tokens_per_second": 100.0, **MADE,
+}  # fmt: skip
+DIVERGENCE = {
+    "kind": "divergence", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "tokens": 1000,
+    "reference": "fp", "kl": 0.1, "agreement": 0.9, **MADE,
+}  # fmt: skip
+TASK = {
+    "kind": "task", "precision": "fp", "task": "boolq", "limit": None, "data_sha256": None, "metric": "acc", "value": 0.5,
+    "stderr": 0.1, "samples": 20, **MADE,
+}  # fmt: skip
+
+
+def stored(directory, **changes):
+    """A record with one entry, changed, as a stranger may have written it."""
+    record = {"schema": 1, "model": MODEL, "entries": [PERPLEXITY], **changes}
+    (directory / "quality.json").write_text(json.dumps(record))
+    return directory
+
+
+def test_what_is_written_is_read(tmp_path):
+    quality = Quality(MODEL, (PERPLEXITY, DIVERGENCE, TASK))
+    write_quality(tmp_path, quality)
+    assert read_quality(tmp_path, MODEL) == quality
+    assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
+
+
+def test_no_record_is_none(tmp_path):
+    assert read_quality(tmp_path) is None
+
+
+def test_measuring_again_replaces_and_anything_else_adds():
+    quality = Quality(MODEL, (PERPLEXITY, TASK)).including({**PERPLEXITY, "value": 18.0, "date": "2026-11-16"})
+    assert [entry["value"] for entry in quality.entries] == [18.0, 0.5]
+    for asked in ({"stride": 512}, {"precision": "E5M3"}, {"text_sha256": "d" * 64}, {"tokens": 999}):
+        assert len(quality.including({**PERPLEXITY, **asked}).entries) == 3
+    assert len(quality.including({**TASK, "limit": 10}).entries) == 3
+    assert quality.find({**TASK, "limit": 10}) is None
+    assert quality.find({key: TASK[key] for key in ("kind", "precision", "task", "limit", "data_sha256")}) == TASK
+
+
+def test_fields_that_only_we_write_may_be_absent(tmp_path):
+    entries = [{key: value for key, value in TASK.items() if key not in ("data_sha256", "device")}]
+    assert read_quality(stored(tmp_path, entries=entries)).find(TASK) == entries[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("value", float("nan")), ("value", -1.0), ("value", "19"), ("value", True), ("value", 10**400), ("value", None),
+        ("tokens", 0), ("tokens", 1.5), ("window", True), ("window", 1 << 70),
+        ("precision", "E5M9"), ("precision", ["E5M4"]), ("kind", "rumour"), ("kind", ["task"]), ("kind", None),
+        ("text", "\x1b[31mred"), ("text", "x" * 5000), ("text", ""), ("text_sha256", "c" * 63), ("text_sha256", None),
+        ("command", "a\nb"), ("date", "yesterday"), ("date", "2026-13-01"), ("versions", {"otaro": 1}), ("versions", []),
+        ("extra", 1), ("reference", "fp"), ("device", None),
+    ],
+    ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
+)  # fmt: skip
+def test_an_entry_with_a_bad_field_is_refused(tmp_path, field, value):
+    with pytest.raises(QualityError, match=r"quality.json is no quality record"):
+        read_quality(stored(tmp_path, entries=[{**PERPLEXITY, field: value}]))
+
+
+@pytest.mark.parametrize("field", ["value", "text", "stride", "command", "kind"])
+def test_an_entry_that_lacks_a_field_is_refused(tmp_path, field):
+    with pytest.raises(QualityError, match="no quality record"):
+        read_quality(stored(tmp_path, entries=[{key: value for key, value in PERPLEXITY.items() if key != field}]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schema": 2}, {"schema": None}, {"model": "me"}, {"model": 7}, {"entries": {}}, {"entries": [7]}, {"entries": [[]]},
+        {"entries": [PERPLEXITY, PERPLEXITY]}, {"more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_record_of_another_make_is_refused(tmp_path, changes):
+    with pytest.raises(QualityError, match="no quality record"):
+        read_quality(stored(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"9" * 10_000, b'{"schema": Infinity}'])
+def test_what_is_no_record_is_refused(tmp_path, text):
+    (tmp_path / "quality.json").write_bytes(text)
+    with pytest.raises(QualityError, match=r"quality.json"):
+        read_quality(tmp_path)
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with (tmp_path / "quality.json").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(QualityError, match="larger than any"):
+        read_quality(tmp_path)
+
+
+def test_a_record_of_another_model_is_refused_and_stays(tmp_path):
+    before = (stored(tmp_path) / "quality.json").read_bytes()
+    with pytest.raises(QualityError, match=f"about another model \\({MODEL[:12]}\\)"):
+        Record(OTHER, tmp_path)
+    assert (tmp_path / "quality.json").read_bytes() == before
+
+
+def test_two_evaluations_of_one_model_keep_each_others_results(tmp_path):
+    one, two = Record(MODEL, tmp_path), Record(MODEL, tmp_path)
+    one.add(PERPLEXITY)
+    two.add(TASK)
+    assert read_quality(tmp_path).entries == (PERPLEXITY, TASK)
+
+
+def test_a_record_without_a_place_is_kept_in_memory():
+    record = Record(MODEL, None)
+    record.add(PERPLEXITY)
+    record.add(TASK)
+    assert record.path is None
+    assert (record.find(PERPLEXITY), record.find(TASK)) == (PERPLEXITY, TASK)
+
+
+def test_a_place_that_is_a_file_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match="a part of that path is a file"):
+        write_quality(tmp_path / "file" / "below", Quality(MODEL, (TASK,)))
+
+
+def test_averages_are_of_precisions_that_have_all_tasks():
+    tasks = [
+        TASK,
+        {**TASK, "task": "piqa", "value": 0.7, "stderr": 0.2},
+        {**TASK, "precision": "E5M3"},
+        PERPLEXITY,
+    ]
+    averages = task_averages(tasks)
+    assert list(averages) == ["fp"]
+    assert averages["fp"].value == pytest.approx(0.6)
+    assert averages["fp"].stderr == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
+    assert task_averages([{**tasks[0], "stderr": None}, tasks[1]])["fp"].stderr is None
+    assert task_averages(tasks[:1]) == {}

@@ -1,0 +1,175 @@
+"""An evaluation as a whole: what it measures, what it remembers, what it does when it is stopped."""
+
+import json
+import weakref
+
+import pytest
+
+import otaro
+from otaro.builtin import heldout_text
+from otaro.evaluate import run
+from otaro.evaluate.perplexity import choose_window, perplexity
+from otaro.evaluate.quality import Record, read_quality
+from otaro.evaluate.run import Evaluation, Wanted
+from otaro.evaluate.subject import Subject
+from otaro.evaluate.text import Text
+
+TEXT = Text("held", heldout_text()[:600], "held.txt")
+VERSIONS = {"otaro": "0.1.0"}
+
+
+def evaluation(model, precisions="E5M8,E5M3", **wanted):
+    return Evaluation(Subject(str(model), precisions), Wanted(**{"text": TEXT, "window": 64, **wanted}))
+
+
+def without_speed(entries):
+    return [{key: value for key, value in entry.items() if key != "tokens_per_second"} for entry in entries]
+
+
+def test_perplexities_are_those_of_the_model_at_each_precision(tiny, tmp_path):
+    entries = evaluation(tiny, "E5M8,E5M6,E5M3", stride=32).run(Record("a" * 64, tmp_path), VERSIONS)
+    model = otaro.load(tiny)
+    ids = TEXT.ids(Subject(str(tiny)).tokenizer)
+    for entry, precision in zip(entries, ["E5M8", "E5M6", "E5M3"], strict=True):
+        with otaro.at_precision(model, precision):
+            assert entry["value"] == perplexity(model, ids, window=64, stride=32)
+        assert (entry["precision"], entry["tokens"], entry["device"]) == (precision, len(ids), "cpu")
+        assert entry["command"] == (f"otaro eval {tiny} --precision {precision} --text held.txt --window 64 --stride 32")
+    assert read_quality(tmp_path, "a" * 64).entries == tuple(entries)
+
+
+def test_divergence_is_from_full_precision_or_the_finest_there_is(tiny, tmp_path):
+    from_full = evaluation("builtin", "fp,E5M8,E5M3", divergence=True).run(Record("a" * 64, None), VERSIONS)
+    kinds = [(entry["precision"], entry["kind"], entry.get("reference")) for entry in from_full]
+    assert kinds == [
+        ("fp", "perplexity", None),
+        *(("E5M8", "perplexity", None), ("E5M8", "divergence", "fp")),
+        *(("E5M3", "perplexity", None), ("E5M3", "divergence", "fp")),
+    ]
+    fine, coarse = from_full[2], from_full[4]
+    assert 0 < fine["kl"] < 1e-3 < coarse["kl"]
+    assert coarse["agreement"] < fine["agreement"] <= 1
+    from_finest = evaluation(tiny, "E5M3", divergence=True).run(Record("a" * 64, None), VERSIONS)
+    assert from_finest[1]["reference"] == "E5M8"
+    assert from_finest[1]["kl"] == pytest.approx(coarse["kl"], rel=0.05)
+
+
+def test_the_unquantised_model_is_gone_before_the_packed_one_comes(monkeypatch):
+    subject = Subject("builtin", "fp,E5M3")
+    seen = {}
+
+    def watched(model, *arguments, **options):
+        if not seen:
+            seen["full"] = weakref.ref(model)
+        else:
+            seen["alive"] = seen["full"]() is not None
+        return perplexity(model, *arguments, **options)
+
+    monkeypatch.setattr(run, "perplexity", watched)
+    Evaluation(subject, Wanted(text=TEXT, window=64)).run(Record("a" * 64, None), VERSIONS)
+    assert seen["alive"] is False
+
+
+def test_what_is_recorded_is_not_measured_again_unless_asked_for(tiny, tmp_path, monkeypatch, task_files):
+    wanted = {"tasks": ("boolq",), "data_dir": task_files, "limit": 2}
+    first = evaluation(tiny, **wanted).run(Record("a" * 64, tmp_path), VERSIONS)
+    with monkeypatch.context() as patched:
+        patched.setattr(Subject, "at", lambda *_: pytest.fail("the model was opened"))
+        assert evaluation(tiny, **wanted).run(Record("a" * 64, tmp_path), VERSIONS) == first
+        assert evaluation(tiny, "E5M3", **wanted).run(Record("a" * 64, tmp_path), VERSIONS) == first[2:]
+    again = evaluation(tiny, **wanted).run(Record("a" * 64, tmp_path), {"otaro": "0.2.0"}, again=True)
+    assert without_speed(again) == without_speed([{**entry, "versions": {"otaro": "0.2.0"}} for entry in first])
+    assert len(read_quality(tmp_path).entries) == len(first) == 4
+
+
+@pytest.mark.parametrize("stopped_at", [0, 2])
+def test_an_interrupted_evaluation_goes_on_and_ends_as_if_nothing_had_been(tiny, tmp_path, monkeypatch, stopped_at):
+    whole = evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "whole"), VERSIONS)
+    measured = []
+
+    def until_stopped(*arguments, **options):
+        if len(measured) == stopped_at:
+            raise KeyboardInterrupt
+        measured.append(1)
+        return perplexity(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "perplexity", until_stopped)
+        with pytest.raises(KeyboardInterrupt):
+            evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "halves"), VERSIONS)
+    kept = read_quality(tmp_path / "halves")
+    assert len(kept.entries if kept else ()) == stopped_at
+    halves = evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "halves"), VERSIONS)
+    assert without_speed(halves) == without_speed(whole)
+    stored = [without_speed(read_quality(tmp_path / name).entries) for name in ("whole", "halves")]
+    assert stored[0] == stored[1]
+
+
+def test_a_killed_evaluation_keeps_what_was_finished(tiny, tmp_path, in_child):
+    done = in_child(f"""
+        import os, otaro
+        from otaro.evaluate import run
+        from otaro.evaluate.quality import Record
+        from otaro.evaluate.subject import Subject
+        from otaro.evaluate.text import Text
+        real, count = run.perplexity, []
+        def perplexity(*arguments, **options):
+            count.append(1)
+            return real(*arguments, **options) if len(count) < 3 else os.kill(os.getpid(), 9)
+        run.perplexity = perplexity
+        wanted = run.Wanted(Text("held", {TEXT.content!r}, "held.txt"), 64)
+        run.Evaluation(Subject({str(tiny)!r}), wanted).run(Record("a" * 64, run.Path({str(tmp_path)!r})), {VERSIONS!r})
+    """)
+    assert done.returncode == -9, done.stderr
+    assert [entry["precision"] for entry in read_quality(tmp_path).entries] == ["E5M8", "E5M7"]
+
+
+def test_a_text_shorter_than_the_window_is_one_short_window_and_says_so(tiny, tmp_path):
+    assert evaluation(tiny, "E5M8").notes == {}
+    few = Evaluation(Subject(str(tiny), "E5M8"), Wanted(text=Text("few", TEXT.content[:100], "few")))
+    assert (few.window, few.stride) == (512, 512)
+    entry = few.run(Record("a" * 64, None), VERSIONS)[0]
+    assert "fewer than the window of 512: measured as one short window" in few.notes["few"]
+    model, ids = otaro.load(tiny), Text("few", TEXT.content[:100], "few").ids(few.subject.tokenizer)
+    assert entry["value"] == pytest.approx(float(model(ids[None], labels=ids[None]).loss.detach().exp()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": 513}, "a window of 513 tokens is more than the 512 positions"),
+        ({"window": 64, "stride": 65}, "the stride must be between 1 and the window of 64"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(tiny, options, words):
+    with pytest.raises(otaro.OtaroError, match=words):
+        evaluation(tiny, **options)
+
+
+def test_a_window_is_as_long_as_the_model_allows_up_to_2048():
+    from transformers import LlamaConfig
+
+    assert choose_window(LlamaConfig(max_position_embeddings=131_072)) == 2048
+    assert choose_window(LlamaConfig(max_position_embeddings=100)) == 100
+    assert choose_window(LlamaConfig(max_position_embeddings=131_072), 4096) == 4096
+
+
+def test_outputs_that_overflow_are_not_recorded(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "perplexity", lambda *_, **__: float("nan"))
+    with pytest.raises(otaro.OtaroError, match="the perplexity at E5M8 comes out as nan"):
+        evaluation(tiny).run(Record("a" * 64, tmp_path), VERSIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_tells_what_is_measured(tiny):
+    seen = []
+    evaluation(tiny).run(
+        Record("a" * 64, None), VERSIONS, progress=lambda what, done, total: seen.append((what, done == total))
+    )
+    assert {what for what, finished in seen if finished} == {"E5M8 perplexity, 1 of 2", "E5M3 perplexity, 2 of 2"}
+
+
+def test_the_record_is_plain_json(tiny, tmp_path):
+    evaluation(tiny).run(Record("a" * 64, tmp_path), VERSIONS)
+    stored = json.loads((tmp_path / "quality.json").read_text())
+    assert (stored["schema"], stored["model"], len(stored["entries"])) == (1, "a" * 64, 2)

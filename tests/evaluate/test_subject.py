@@ -1,0 +1,142 @@
+"""The model under evaluation: the same numbers as packing and loading, and never two decoded layers."""
+
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import otaro
+from otaro.builtin import MODEL_DIR
+from otaro.errors import CheckpointError, PrecisionError, ShardMissingError
+from otaro.evaluate.perplexity import perplexity
+from otaro.evaluate.subject import Subject, parse_precisions
+from otaro.runtime import modules
+
+NAMES = [str(precision) for precision in otaro.PRECISIONS]
+IDS = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral"])
+def test_a_checkpoint_quantised_on_the_fly_is_what_packing_and_loading_gives(make_checkpoint, make_nested, architecture):
+    subject, packed = Subject(str(make_checkpoint(architecture))), otaro.load(make_nested(architecture))
+    assert subject.precisions == ["fp", *NAMES]
+    for name in NAMES:
+        model = subject.at(name)
+        otaro.set_precision(packed, name)
+        for path, module in packed.sefp.modules.items():
+            assert torch.equal(model.sefp.modules[path].weight, module.weight), f"{path} at {name}"
+        assert perplexity(model, IDS, window=16) == perplexity(packed, IDS, window=16)
+
+
+def test_full_precision_is_the_checkpoint_itself(checkpoint_dir):
+    from safetensors.torch import load_file
+
+    model = Subject(str(checkpoint_dir), "fp").at("fp")
+    for name, stored in load_file(checkpoint_dir / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[name], stored.float())
+
+
+def test_quantising_on_the_fly_leaves_nothing_behind(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    subject = Subject(str(checkpoint_dir), "E5M8,E5M3")
+    values = [perplexity(subject.at(name), IDS, window=16) for name in ("E5M8", "E5M3", "E5M8")]
+    assert list(tmp_path.iterdir()) == []
+    assert values[0] == values[2] != values[1]
+    assert sorted(path.name for path in checkpoint_dir.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["nested", "checkpoint"])
+def test_six_precisions_never_hold_two_decoded_layers(make_checkpoint, make_nested, monkeypatch, kind):
+    subject = Subject(str((make_nested if kind == "nested" else make_checkpoint)("mixtral")))
+    alive, largest = weakref.WeakSet(), []
+    decode = modules.PackedWeight.decode
+
+    def watched(packed, mantissa_bits, dtype, rows=None):
+        largest.append(len(alive))
+        values = decode(packed, mantissa_bits, dtype, rows)
+        if not isinstance(rows, torch.Tensor):  # rows of an embedding are activations, which stay
+            alive.add(values)
+        return values
+
+    monkeypatch.setattr(modules.PackedWeight, "decode", watched)
+    for name in NAMES:
+        perplexity(subject.at(name), IDS, window=16)
+    assert len(largest) > 6 * 20  # attention, experts and head of two layers, several windows
+    assert max(largest) == 0  # whenever a weight is decoded, the one before is gone
+
+
+def test_the_unquantised_model_can_be_let_go(checkpoint_dir):
+    subject = Subject(str(checkpoint_dir), "fp,E5M3")
+    full = weakref.ref(subject.at("fp"))
+    subject.release_full()
+    assert full() is None
+
+
+def test_all_means_all_that_are_there(nested_dir, copy_of):
+    assert Subject(str(nested_dir)).precisions == NAMES
+    some = Subject(str(copy_of(nested_dir, planes=(3, 4))))
+    assert (some.precisions, some.reference) == (["E5M4", "E5M3"], "E5M4")
+
+
+def test_a_precision_that_is_not_there_is_refused_before_anything_is_loaded(nested_dir, copy_of):
+    with pytest.raises(ShardMissingError, match=r"model-m5.safetensors"):
+        Subject(str(copy_of(nested_dir, planes=(3, 4))), "E5M5,E5M3")
+    with pytest.raises(PrecisionError, match="is a nested model, which has no fp; evaluate the checkpoint"):
+        Subject(str(nested_dir), "fp,E5M8")
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("all", None), ("E5M3,fp, E5M8", ["fp", "E5M8", "E5M3"]), ("E5M4,E5M4", ["E5M4"])],
+)
+def test_precisions_are_parsed_into_their_order(text, meaning):
+    assert parse_precisions(text) == meaning
+
+
+@pytest.mark.parametrize("text", ["E5M9", "", "all,fp", "e5m8", "fp,"])
+def test_odd_precisions_are_refused(text):
+    with pytest.raises(PrecisionError, match="give all, or some of fp, E5M8"):
+        parse_precisions(text)
+
+
+def test_a_checkpoint_is_known_by_its_weights_and_config(tmp_path, nested_dir):
+    copy = Path(shutil.copytree(MODEL_DIR, tmp_path / "copy"))
+    (copy / "quality.json").write_text("{}")
+    identity = Subject("builtin").identity
+    assert Subject(str(copy)).identity == identity
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    assert Subject(str(copy)).identity != identity
+    assert Subject(str(nested_dir)).identity == otaro.load(nested_dir).sefp.nested.base.header.model
+
+
+def test_what_is_no_model_is_refused(tmp_path, checkpoint_dir):
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        Subject(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model": "builtin", "options": {}}')
+    with pytest.raises(CheckpointError, match="describes no model"):
+        Subject(str(tmp_path))
+    with pytest.raises(CheckpointError, match="neither a directory nor a Hub id"):
+        Subject("no such model")
+    with pytest.raises(otaro.OtaroError, match="has no tokenizer; copy"):
+        _ = Subject(str(checkpoint_dir)).tokenizer
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_filled_up_with_random_numbers(checkpoint_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = Path(shutil.copytree(checkpoint_dir, tmp_path / "copy"))
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    for name in ("fp", "E5M8"):
+        with pytest.raises(CheckpointError, match=r"lacks the tensor model.layers.1.mlp.down_proj.weight"):
+            Subject(str(copy), name).at(name)
