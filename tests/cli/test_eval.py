@@ -66,7 +66,7 @@ def test_a_narrow_terminal_gets_the_tasks_in_a_table_of_their_own(model, task_fi
     tasks = ("--tasks", "arc_easy,boolq", "--data-dir", task_files, "--limit", 3)
     words = ("eval", model, "--text", text, "--window", 64, "--divergence", "-p", "E5M8,E5M3")
     shown = run(*words, *tasks).stdout
-    assert "Accuracy by task" in shown
+    assert "Quality by task" in shown
     assert "arc_easy" in shown
     assert "…" not in shown
     assert max(len(line) for line in shown.splitlines() if line[0] in "┏┃┡│└") <= 80
@@ -142,9 +142,18 @@ def test_an_interruption_says_what_is_kept(model, text, monkeypatch):
     assert len(json.loads(run(*words, "--json").stdout)["entries"]) == 2
 
 
-def test_a_short_text_says_so(model, text):
-    result = run("eval", model, "--text", text, "--precision", "E5M8")
-    assert "fewer than the window of 512: measured as one short window" in result.stdout.replace("\n", " ")
+def test_what_a_reader_should_know_is_said_also_when_the_numbers_come_from_the_record(model, text, tmp_path):
+    row = {"question": "is it", "passage": "word " * 600, "idx": 0, "label": 1}
+    (tmp_path / "boolq.json").write_text(json.dumps([row]))
+    words = ("eval", model, "--text", text, "--precision", "E5M8", "--tasks", "boolq", "--data-dir", tmp_path)
+    for shown in (run(*words).stdout, run(*words).stdout, run("inspect", model).stdout):
+        assert "fewer than the window of 512: measured as one short window" in shown
+        assert "boolq: 2 requests did not fit the model's context and lost their beginning" in shown
+
+
+def test_help_explains_every_option():
+    shown = run("eval", "--help").stdout
+    assert all(option in shown for option in ("--text", "--tasks", "--data-dir", "--divergence", "--again", "--out"))
 
 
 @pytest.mark.parametrize(

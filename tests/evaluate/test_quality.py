@@ -19,7 +19,7 @@ DIVERGENCE = {
 }  # fmt: skip
 TASK = {
     "kind": "task", "precision": "fp", "task": "boolq", "limit": None, "data_sha256": None, "metric": "acc", "value": 0.5,
-    "stderr": 0.1, "samples": 20, **MADE,
+    "stderr": 0.1, "samples": 20, "truncated": 0, **MADE,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_measuring_again_replaces_and_anything_else_adds():
 
 
 def test_fields_that_only_we_write_may_be_absent(tmp_path):
-    entries = [{key: value for key, value in TASK.items() if key not in ("data_sha256", "device")}]
+    entries = [{key: value for key, value in TASK.items() if key not in ("data_sha256", "truncated", "device")}]
     assert read_quality(stored(tmp_path, entries=entries)).find(TASK) == entries[0]
 
 
@@ -147,3 +147,4 @@ def test_averages_are_of_precisions_that_have_all_tasks():
     assert averages["fp"].stderr == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
     assert task_averages([{**tasks[0], "stderr": None}, tasks[1]])["fp"].stderr is None
     assert task_averages(tasks[:1]) == {}
+    assert task_averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == {}

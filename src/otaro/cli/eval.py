@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from otaro.evaluate.text import Text
 
 MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
-TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name[/config][:split]), or on `builtin`."
+TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name or owner/name/config:split), or on `builtin`."
 TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
 
 
@@ -84,7 +84,8 @@ def evaluate(
         console.print_json(_report(evaluation, record.path, entries))
     else:
         show_quality(entries)
-        _remark(evaluation, record.path)
+        kept = f"kept in {record.path}" if record.path else "not kept; --out DIR would put them into DIR/quality.json"
+        console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False, soft_wrap=True)
 
 
 def _text(source: str) -> Text:
@@ -106,13 +107,5 @@ def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, A
         "stride": evaluation.stride or None,
         "entries": entries,
         "averages": {precision: asdict(average) for precision, average in task_averages(entries).items()},
-        "notes": evaluation.notes,
         "quality": path and str(path),
     }
-
-
-def _remark(evaluation: Evaluation, path: Path | None) -> None:
-    for name, note in evaluation.notes.items():
-        console.out.print(f"{console.escape(name)}: {note}", highlight=False, soft_wrap=True)
-    kept = f"kept in {path}" if path else "not kept; --out DIR would put them into DIR/quality.json"
-    console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False, soft_wrap=True)

@@ -31,7 +31,7 @@ def show_quality(entries: Iterable[Entry]) -> None:
     else:
         if on_text:
             console.out.print(_table("Quality by precision", entries, [*on_text, *speeds]))
-        console.out.print(_turned("Accuracy by task, percent", entries, tasks))
+        console.out.print(_turned("Quality by task", entries, tasks))
     for note in _legend(entries):
         console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False, soft_wrap=True)
 
@@ -120,7 +120,7 @@ def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
         some = f"\nfirst {limit}" if limit is not None else ""
         for group in _grouped(alike, "task"):
             first = next(iter(group.values()))
-            scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"]))
+            scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
             yield _Column(f"{first['task']}\n{first['metric']}{some}", scores)
         if averages := task_averages(alike):
             cells = {precision: _score(average.value, average.stderr) for precision, average in averages.items()}
@@ -128,18 +128,26 @@ def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 
 def _legend(entries: list[Entry]) -> Iterator[str]:
-    texts = {entry["text"]: entry["tokens"] for entry in entries if "text" in entry}
-    for name, tokens in texts.items():
-        yield f"{name}: {tokens:,} tokens; window/stride in tokens"
+    """What a reader of the numbers should know, each thing once."""
+    for text, tokens, window in dict.fromkeys((e["text"], e["tokens"], e["window"]) for e in entries if "text" in e):
+        short = f", fewer than the window of {window}: measured as one short window" if tokens < window else ""
+        yield f"{text}: {tokens:,} tokens{short}"
+    if any(entry["kind"] == "perplexity" for entry in entries):
+        yield "perplexity: text, and window/stride in tokens"
     if any(entry["kind"] == "divergence" for entry in entries):
         yield "KL in nats per token; same token: how often the likeliest next token agrees"
     if any(entry["kind"] == "task" for entry in entries):
-        yield "tasks zero-shot, in percent ± standard error"
+        yield "tasks: zero-shot, ± standard error, accuracies in percent"
+    for task, count in dict.fromkeys((e["task"], e["truncated"]) for e in entries if e.get("truncated")):
+        yield f"{task}: {count} requests did not fit the model's context and lost their beginning"
 
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
 
 
-def _score(value: float, stderr: float | None) -> str:
-    return f"{100 * value:.1f}" + (f" ±{100 * stderr:.1f}" if stderr is not None else "")
+def _score(value: float, stderr: float | None, metric: str = "acc") -> str:
+    from otaro.evaluate.quality import is_share
+
+    scale = 100 if is_share(metric) else 1
+    return f"{scale * value:.1f}" + (f" ±{scale * stderr:.1f}" if stderr is not None else "")

@@ -61,6 +61,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 < value < 1 << 63
 
 
+def _is_whole(value: object) -> bool:
+    return _is_count(value) or (type(value) is int and value == 0)
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
 
@@ -97,10 +101,16 @@ IDENTITY: dict[str, dict[str, Check]] = {
 OUTCOME: dict[str, dict[str, Check]] = {
     "perplexity": {"value": _is_positive, "tokens_per_second": _is_positive},
     "divergence": {"kl": _is_number, "agreement": _is_share},
-    "task": {"metric": _is_name, "value": _is_number, "stderr": _or_null(_is_number), "samples": _is_count},
+    "task": {
+        "metric": _is_name,
+        "value": _is_number,
+        "stderr": _or_null(_is_number),
+        "samples": _is_count,
+        "truncated": _is_whole,
+    },
 }
 CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions, "device": _is_name}
-OPTIONAL = {"reference", "data_sha256", "device"}  # other writers may not know them
+OPTIONAL = {"reference", "data_sha256", "truncated", "device"}  # other writers may not know them
 
 
 def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -199,8 +209,16 @@ class Average:
     tasks: int
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share of samples, so that it can be averaged over tasks and shown in percent."""
+    return metric.startswith(("acc", "exact_match"))
+
+
 def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
-    """The average over tasks for every precision that has been measured on all of them; empty for less than two tasks."""
+    """The average over tasks for every precision that has been measured on all of them.
+
+    Empty for less than two tasks, and for tasks whose scores are no shares.
+    """
     by_precision: dict[str, dict[tuple[Any, ...], Entry]] = {}
     for entry in entries:
         if entry["kind"] == "task":
@@ -208,7 +226,8 @@ def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
     tasks = {key for measured in by_precision.values() for key in measured}
     averages = {}
     for precision, measured in by_precision.items():
-        if len(tasks) > 1 and measured.keys() == tasks:
+        shares = all(is_share(entry["metric"]) for entry in measured.values())
+        if len(tasks) > 1 and measured.keys() == tasks and shares:
             errors = [entry["stderr"] for entry in measured.values()]
             stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
             averages[precision] = Average(sum(entry["value"] for entry in measured.values()) / len(tasks), stderr, len(tasks))

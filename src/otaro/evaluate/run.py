@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,6 @@ class Evaluation:
     def __init__(self, subject: Subject, wanted: Wanted) -> None:
         self.subject, self.wanted = subject, wanted
         self.window = self.stride = 0
-        self.notes: dict[str, str] = {}
-        """Remarks on text and tasks, by name: what a reader of the numbers should know."""
         self._ids = torch.empty(0, dtype=torch.long)
         tokenizer = subject.tokenizer  # refused here where there is none
         if wanted.text is not None:
@@ -60,10 +58,6 @@ class Evaluation:
             if not 0 < self.stride <= self.window:
                 raise OtaroError(f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}")
             self._ids = wanted.text.ids(tokenizer)
-            if len(self._ids) < self.window:
-                self.notes[wanted.text.name] = (
-                    f"{len(self._ids)} tokens are fewer than the window of {self.window}: measured as one short window"
-                )
         self._tasks = Tasks(wanted.tasks, wanted.data_dir) if wanted.tasks else None
         self.plan = [entry for precision in subject.precisions for entry in self._entries_at(precision)]
 
@@ -123,9 +117,7 @@ class Evaluation:
         score = self._tasks.measure(
             entry["task"], model, self.subject.tokenizer, limit=limit, batch_size=batch_size, progress=report
         )
-        if score.truncated:
-            self.notes[entry["task"]] = f"{score.truncated} requests do not fit the model's context and lost their beginning"
-        return {"metric": score.metric, "value": score.value, "stderr": score.stderr, "samples": score.samples}
+        return asdict(score)
 
     def _perplexity(self, model: Any, precision: str, report: Callable[[int, int], None]) -> dict[str, Any]:
         with torch.inference_mode():
