@@ -63,6 +63,12 @@ def test_it_is_the_strided_computation(make_nested, window, stride):
     )
 
 
+def test_a_loss_beyond_all_bounds_is_infinite():
+    model = Uniform(2)
+    model.tokens = 10**400
+    assert perplexity(model, torch.zeros(10, dtype=torch.long), window=4) == math.inf
+
+
 def test_progress_reaches_the_end():
     seen = []
     perplexity(Uniform(2), torch.zeros(10, dtype=torch.long), window=4, progress=lambda done, total: seen.append((done, total)))

@@ -98,7 +98,7 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         settings = f"{first['text']}\n{first['window']}/{first['stride']}"
         yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
         if len(group) > 1:
-            costs = _cells(group, lambda entry, full=full: f"{entry['value'] / full - 1:+.1%}")  # type: ignore[misc]
+            costs = {precision: f"{entry['value'] / full - 1:+.1%}" for precision, entry in group.items()}
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
         reference = next(iter(group.values())).get("reference", "fp")

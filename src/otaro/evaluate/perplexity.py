@@ -59,4 +59,5 @@ def perplexity(
         progress(end, tokens)
         if end == tokens:
             break
-    return math.exp(loss_sum / counted)
+    loss = loss_sum / counted
+    return math.inf if loss > 700 else math.exp(loss)  # which a float cannot hold

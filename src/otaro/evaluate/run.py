@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class Evaluation:
             entry = self.plan[number]
             at = f"{entry['precision']} {entry.get('task', entry['kind'])}, {done + 1} of {len(missing)}"
             outcome = self._measure(entry, progress, at)
+            if odd := [value for value in outcome.values() if isinstance(value, float) and not isfinite(value)]:
+                raise OtaroError(f"{at}: comes out as {odd[0]}, the model's outputs overflow at this precision")
             circumstances = {"command": self._command(entry), "date": date.today().isoformat(), "versions": versions}
             entries[number] = finished = {**entry, **outcome, **circumstances, "device": self.subject.device_name}
             record.add(finished)
@@ -109,7 +112,7 @@ class Evaluation:
         precision = entry["precision"]
         model = self.subject.at(precision, progress)
         if entry["kind"] == "perplexity":
-            return self._perplexity(model, precision, report)
+            return self._perplexity(model, report)
         if entry["kind"] == "divergence":
             return self._divergence(model, precision, report)
         assert self._tasks is not None  # or there would be no such entry
@@ -119,16 +122,12 @@ class Evaluation:
         )
         return asdict(score)
 
-    def _perplexity(self, model: Any, precision: str, report: Callable[[int, int], None]) -> dict[str, Any]:
+    def _perplexity(self, model: Any, report: Callable[[int, int], None]) -> dict[str, Any]:
         with torch.inference_mode():
             model(self._ids[:_WARM_UP].unsqueeze(0).to(model.device), use_cache=False)
         started = time.perf_counter()
         value = perplexity(model, self._ids, window=self.window, stride=self.stride, progress=report)
         seconds = time.perf_counter() - started
-        if not 0 < value < float("inf"):
-            raise OtaroError(
-                f"the perplexity at {precision} comes out as {value}: the model's outputs overflow at this precision"
-            )
         return {"value": value, "tokens_per_second": len(self._ids) / seconds}
 
     def _divergence(self, model: Any, precision: str, report: Callable[[int, int], None]) -> dict[str, Any]:
@@ -150,4 +149,5 @@ class Evaluation:
         elif self.wanted.text is not None:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
             words += ["--divergence"] if entry["kind"] == "divergence" else []
-        return shlex.join(words)
+        command = shlex.join(words)
+        return command if command.isprintable() else ascii(command)

@@ -108,9 +108,11 @@ class Subject:
     def at(self, precision: str, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Any:
         """The model, to be run at this precision until the next call; `progress` is that of packing."""
         if precision == FULL:
-            self._full = self._full or self._open_full()
+            if self._full is None:
+                self._full = self._open_full()
             return self._full
-        self._switched = self._switched or self._open_switched(progress)
+        if self._switched is None:
+            self._switched = self._open_switched(progress)
         set_precision(self._switched, precision)
         return self._switched
 
