@@ -1,0 +1,283 @@
+"""`otaro analyze gradients|weights|path`: the paper's observations on any model and text, as figures and JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json as json_module
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from otaro.cli import console
+from otaro.cli.generate import DeviceOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from otaro.file.checkpoint import Checkpoint
+
+app = typer.Typer(
+    help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
+]
+ReconstructionOption = Annotated[
+    Literal["midpoint", "truncate"],
+    typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
+]
+
+# What --json leaves to the file.
+DETAILS = ("modules", "y_values", "sequence", "applied")
+
+
+@app.command()
+def gradients(
+    model: ModelArgument,
+    text: Annotated[str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")],
+    out: OutOption = None,
+    batches: Annotated[int, typer.Option(help="Batches to compare over.", min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
+    reconstruction: ReconstructionOption = "midpoint",
+    group_size: Annotated[int, typer.Option(help="Weights that share an exponent.", min=1)] = 64,
+    device: DeviceOption = "cpu",
+    json: console.JsonOption = False,
+) -> None:
+    """Compare the gradients at all precisions, in every layer and projection (Figs. 4 to 6, eqs. 14 to 17).
+
+    A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
+    """
+    from otaro.evaluate.gradients import analyze_gradients
+    from otaro.evaluate.plots import gradient_figures, require_matplotlib
+
+    require_matplotlib()
+    out = _out(model, out)
+    with console.err.status("loading model and text ..."):
+        checkpoint = _checkpoint(model)
+        loaded, data = _load(checkpoint, text, batches, batch_size, sequence_length, device)
+    with console.progress_bar("gradients (backward passes)") as progress:
+        result = analyze_gradients(
+            loaded,
+            list(checkpoint.packed),
+            data,
+            group_size=group_size,
+            reconstruction=reconstruction,
+            modules=modules,
+            progress=progress,
+        )
+    options = {
+        "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
+        "modules": modules, "reconstruction": reconstruction, "group-size": group_size, "device": device,
+    }  # fmt: skip
+    facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length}
+    result = {**_provenance("gradients", model, options), **facts, **result}
+    _finish(out, "gradients", result, gradient_figures(result), json, _show_gradients)
+
+
+@app.command()
+def weights(
+    model: ModelArgument,
+    out: OutOption = None,
+    reconstruction: ReconstructionOption = "midpoint",
+    json: console.JsonOption = False,
+) -> None:
+    """Count what sharing an exponent costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
+
+    Reads the checkpoint a few thousand rows at a time.
+    """
+    from otaro.evaluate.plots import require_matplotlib, weight_figures
+    from otaro.evaluate.weights import analyze_weights
+
+    require_matplotlib()
+    out = _out(model, out)
+    checkpoint = _checkpoint(model)
+    with console.progress_bar("weights (million)", 1_000_000) as progress:
+        result = analyze_weights(checkpoint, reconstruction=reconstruction, progress=progress)
+    result = {**_provenance("weights", model, {"out": out, "reconstruction": reconstruction}), **result}
+    _finish(out, "weights", result, weight_figures(result), json, _show_weights)
+
+
+@app.command()
+def path(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `otaro tune --out` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.", show_default=False)] = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Show which precisions a tuning run took, how often over time, and the scores it went by."""
+    from otaro.evaluate.path import analyze_path
+    from otaro.evaluate.plots import path_figures, require_matplotlib
+
+    require_matplotlib()
+    out = out or run / "analysis"
+    result = {**_provenance("path", str(run), {"out": out}), **analyze_path(run)}
+    _finish(out, "path", result, path_figures(result), json, _show_path)
+
+
+def _checkpoint(model: str) -> Checkpoint:
+    """The checkpoint to be looked at; of a nested model the one it was packed from has to be given."""
+    from otaro.errors import CheckpointError
+    from otaro.file.checkpoint import Checkpoint, resolve_model
+    from otaro.file.header import BASE, shard_name
+
+    console.quiet_transformers()
+    directory = resolve_model(model)
+    if (directory / shard_name(BASE)).is_file():
+        raise CheckpointError(
+            f"{model} is a nested model, whose weights are codes already; analyse the checkpoint that it was packed from"
+        )
+    return Checkpoint(directory)
+
+
+def _load(
+    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, device: str
+) -> tuple[Any, list[Any]]:
+    """The model in float32, and the batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from otaro.errors import OtaroError
+    from otaro.runtime.load import check_device, load_tokenizer
+    from otaro.tune.data import DataError, collate, load_data, padding_id
+
+    check_device(device)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    positions = getattr(checkpoint.config, "max_position_embeddings", None)
+    try:
+        data = load_data(text, tokenizer, sequence_length, max_positions=positions)
+    except DataError as error:
+        raise OtaroError(str(error).replace("--data takes", "--text takes")) from error
+    if len(data) < batches * batch_size:
+        raise OtaroError(
+            f"--text {text} makes {len(data)} sequences, and --batches {batches} of --batch-size {batch_size} need "
+            f"{batches * batch_size}; give more text, or lower one of these or --sequence-length {sequence_length}"
+        )
+    join = collate(padding_id(tokenizer))
+    joined = [join([data[number * batch_size + i] for i in range(batch_size)]) for number in range(batches)]
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32, trust_remote_code=False)
+    return loaded.to(device), joined
+
+
+def _out(model: str, out: Path | None) -> Path:
+    """The folder to write to: as asked for, or inside the model's directory if it is the user's own."""
+    from otaro.errors import TargetError
+
+    if out is None and not Path(model).is_dir():
+        raise TargetError(f"{model} is no directory to write the analysis into; say where with --out DIR")
+    return out or Path(model) / "analysis"
+
+
+def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What it takes to repeat an analysis; the command spells out the defaults."""
+    import torch
+    import transformers
+
+    import otaro
+
+    words = ["otaro", "analyze", subcommand, subject]
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
+    return {
+        "model": subject,
+        "command": shlex.join(words),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def _finish(out: Path, name: str, result: dict[str, Any], figures: Mapping[str, str], json: bool, show: Any) -> None:
+    """Write the files, then report."""
+    from otaro.file.atomic import write_text
+
+    for file, drawing in figures.items():
+        write_text(out / file, drawing)
+    write_text(out / f"{name}.json", json_module.dumps(result, allow_nan=False) + "\n")
+    files = [str(out / file) for file in (f"{name}.json", *figures)]
+    if json:
+        console.print_json({**{key: value for key, value in result.items() if key not in DETAILS}, "files": files})
+    else:
+        show(result)
+        console.out.print(f"in {console.escape(str(out))}: {', '.join(Path(file).name for file in files)}", highlight=False)
+
+
+def _table(title: str, *headings: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
+
+
+def _show_gradients(result: dict[str, Any]) -> None:
+    batches = result["batches"]
+    table = _table(
+        f"Gradients beside those in full precision: {batches} batches, {len(result['modules'])} modules",
+        "precision", "cosine", "lowest", "norm error", "X", "|Y|/|∇|", "bias", "summed",
+    )  # fmt: skip
+    for index, name in enumerate(result["precisions"]):
+        fit, noise, errors = result["fit"][name], result["noise"][name], result["norm_error"][name]
+        cosines = [module["to_fp"][index] for module in result["modules"] if module["to_fp"][index] is not None]
+        table.add_row(
+            name,
+            f"{result['to_fp'][index]:.3f}",
+            f"{min(cosines):.3f}",
+            f"{sum(map(abs, errors)) / len(errors):.1%}",
+            f"{fit['x']:.3f}",
+            f"{fit['y_share']:.3f}",
+            "-" if fit["y_bias"] is None else f"{fit['y_bias']:.2f}",
+            "-" if noise["exponent"] is None else f"N^{noise['exponent']:.2f}",
+        )
+    console.out.print(table)
+    console.out.print(
+        f"lowest: cosine of the worst module. bias of Y: {batches**-0.5:.2f} for noise around zero, 1 if Y is always the same. "
+        "summed: how |ΣY|/|Σ∇| goes with the number N of batches; the paper expects N^-0.50.",
+        highlight=False,
+    )
+
+
+def _show_weights(result: dict[str, Any]) -> None:
+    shown = ("E5M4", "E5M3")
+    table = _table(
+        f"{result['weights']:,} weights in {len(result['modules'])} tensors, {result['reconstruction']}",
+        "groups of", "outlier groups", "mean shift", "clamped",
+        *(f"{kind} {name}" for kind in ("lost", "error") for name in shown),
+    )  # fmt: skip
+    for size, found in result["overall"].items():
+        table.add_row(
+            size,
+            f"{found['outlier_groups']:.3%}",
+            f"{sum(int(shift) * (share or 0.0) for shift, share in found['shifts'].items()):.2f}",
+            f"{found['clamped']:.2%}",
+            *(f"{found[kind][name] or 0.0:.1%}" for kind in ("lost", "error") for name in shown),
+        )
+    console.out.print(table)
+    console.out.print(
+        "outlier group: its largest weight is at least 4 times the second. shift: bits of a weight below its group's exponent. "
+        "lost: zero would be as close. error: root mean square, relative to the weights'.",
+        highlight=False,
+    )
+
+
+def _show_path(result: dict[str, Any]) -> None:
+    sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
+    half = steps // 2
+    table = _table(f"{steps} steps", "precision", "steps", "share", "first half", "second half", "held back", "last score")
+    for name in result["precisions"]:
+        taken = sequence.count(name)
+        scores = [score for score in result["scores"].get(name, []) if score is not None]
+        table.add_row(
+            "full" if name == "fp" else name,
+            str(taken),
+            f"{taken / steps:.1%}",
+            str(sequence[:half].count(name)),
+            str(sequence[half:].count(name)),
+            str(sum(1 for p, a in zip(sequence, applied, strict=True) if p == name and not a)),
+            f"{scores[-1]:.3f}" if scores else "-",
+        )
+    console.out.print(table)

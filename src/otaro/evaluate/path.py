@@ -1,0 +1,85 @@
+"""The path of a tuning run: which precision each step was taken at, read back from the run's log.jsonl."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import OtaroError, PrecisionError
+from otaro.sefp.precision import Precision
+
+FULL = "fp"
+MOST_POINTS = 500  # of counts and scores over time; more cannot be told apart in a figure
+
+
+def analyze_path(run: Path) -> dict[str, Any]:
+    """The sequence of precisions, which steps were applied, and over time the counts and scores of each precision.
+
+    Counts are cumulative. Counts and scores stand for the steps in `at`: all of a short run, `MOST_POINTS` of a long one. A
+    score is what the search went by at that step: eq. 5 for the path search (None for a precision not tried yet), the
+    probability for random draws, nothing where there was no choice.
+    """
+    records = read_log(run / "log.jsonl")
+    sequence = [record["precision"] for record in records]
+    scored = {name for record in records for name in record["scores"]}
+    precisions = sorted({*sequence, *scored}, key=_bits, reverse=True)
+    points = min(len(records), MOST_POINTS)
+    shown = [(point + 1) * len(records) // points - 1 for point in range(points)]
+    counts = {name: list(accumulate(int(taken == name) for taken in sequence)) for name in precisions}
+    return {
+        "steps": len(records),
+        "precisions": precisions,
+        "sequence": sequence,
+        "applied": [record["applied"] for record in records],
+        "at": [index + 1 for index in shown],
+        "counts": {name: [counts[name][index] for index in shown] for name in precisions},
+        "scores": {name: [records[index]["scores"].get(name) for index in shown] for name in precisions if name in scored},
+    }
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """One record per optimizer step. The line about gradients left over at the end is no step and is left out."""
+    if not log.is_file():
+        raise OtaroError(f"{log.parent} holds no {log.name}; give the folder that `otaro tune --out` wrote")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(log.read_text().splitlines(), 1):
+        try:
+            record = _checked(json.loads(line), len(records) + 1)
+        except ValueError as error:  # that of json as well
+            raise OtaroError(f"{log} line {number} is not a step of a tuning run: {error}") from None
+        if "leftover" not in record:
+            records.append(record)
+    if not records:
+        raise OtaroError(f"{log} records no step yet")
+    return records
+
+
+def _checked(record: Any, step: int) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    if "leftover" in record:
+        return record
+    if missing := [key for key in ("step", "precision", "scores", "applied") if key not in record]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    if record["step"] != step:
+        raise ValueError(f"it is about step {record['step']!r}, and {step} is due")
+    if not isinstance(record["applied"], bool):
+        raise ValueError(f"applied is {record['applied']!r}, not true or false")
+    scores = record["scores"]
+    if not isinstance(scores, dict) or any(
+        score is not None and not isinstance(score, int | float) for score in scores.values()
+    ):
+        raise ValueError("scores are not numbers by precision")
+    for name in (record["precision"], *scores):
+        _bits(name)
+    return record
+
+
+def _bits(name: str) -> float:
+    """Mantissa bits, to sort by; full precision comes first."""
+    try:
+        return float("inf") if name == FULL else Precision(name).mantissa_bits
+    except PrecisionError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,171 @@
+"""What sharing an exponent does to the weights of a checkpoint: the outlier question, for several group sizes.
+
+One large weight raises the exponent of its whole group, and the others are shifted right to match: at m mantissa bits a
+weight that is shifted by s keeps m - s significant bits. How often that happens, and what it costs, is counted here.
+
+  shift       of a nonzero weight: its group's exponent less its own, both the smallest e with |w| < 2^e. Counted for all
+              but the (first) largest weight of each group; `shifts` are shares of these, the last one being of
+              `MOST_SHIFT` and more.
+  outlier     a group is dominated by an outlier if its largest weight is at least `OUTLIER_RATIO` times as large as the
+              second largest, which is two bits above it. A group of a single weight has nobody to dominate.
+  lost        a nonzero weight is lost at a precision if zero in its place would be at least as close: |value - w| >= |w|.
+              For `truncate` these are the weights below one step, whose value is zero. For `midpoint` at E5M3 likewise those
+              whose value is zero, below half a step. Its finer grids have no zero but +-step/2 in the middle, and lose what is
+              not above step/4.
+  clamped     the code of the weight was cut at 255 (`midpoint` only: w >= 15/16 * 2^e).
+  error       root of the summed squares of value - w, relative to that of the weights.
+
+By hand, one group of four, w = [0.5, 0.04, -0.01, 0]: e = 0 (0.5 < 2^0), the others' own exponents are -4 and -6, so the
+shifts are 4 and 6 and the group is dominated. At E5M4 the step is 1/16: `truncate` makes 0.04 and -0.01 zero, two of three
+lost; `midpoint` makes them +-1/32, and of these only -0.01 would be better off as zero.
+
+Tensors are read a few thousand rows at a time, as `otaro pack` reads them; no model is in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from otaro.file.checkpoint import Checkpoint
+from otaro.file.summary import module_type
+from otaro.sefp.codec import MAX_CODE, MIDPOINT_SHIFT, Reconstruction, encode, first_refused, power_of_two, refusal
+from otaro.sefp.precision import FINEST, PRECISIONS
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
+OUTLIER_RATIO = 4
+MOST_SHIFT = 16
+
+_CHUNK = 1 << 18  # weights at a time, as in pack
+
+
+def analyze_weights(
+    checkpoint: Checkpoint,
+    *,
+    reconstruction: Reconstruction = "midpoint",
+    group_sizes: tuple[int, ...] = GROUP_SIZES,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """All counts of every packed tensor and of the whole model, by group size; `progress` gets weights done and in total."""
+    total, done = sum(map(prod, checkpoint.packed.values())), 0
+    overall = {size: WeightTally(size, reconstruction) for size in group_sizes}
+    modules = []
+    for name, shape in checkpoint.packed.items():
+        tallies = {size: WeightTally(size, reconstruction) for size in group_sizes}
+        at = 0  # weights of this tensor done
+        for rows in checkpoint.rows(name, max(1, _CHUNK // shape[-1])):
+            progress(name, done, total)
+            if (bad := first_refused(rows)) is not None:
+                raise refusal(name, shape, at + bad, float(rows.flatten()[bad]))
+            for tally in tallies.values():
+                tally.add(rows)
+            at += rows.numel()
+            done += rows.numel()
+        for size, tally in tallies.items():
+            overall[size].merge(tally)
+        by_size = {str(size): tally.summary() for size, tally in tallies.items()}
+        modules.append({**place(name), "weights": prod(shape), "by_group_size": by_size})
+    return {
+        "reconstruction": reconstruction,
+        "group_sizes": list(group_sizes),
+        "precisions": [str(p) for p in PRECISIONS],
+        "weights": total,
+        "modules": modules,
+        "overall": {str(size): tally.summary() for size, tally in overall.items()},
+    }
+
+
+def place(name: str) -> dict[str, Any]:
+    """Where a tensor sits: `model.layers.3.self_attn.q_proj.weight` is self_attn.q_proj of layer 3."""
+    module = name.removesuffix(".weight")
+    layer = re.search(r"\.(\d+)\.", module)
+    return {
+        "module": module,
+        "layer": int(layer[1]) if layer else None,
+        "projection": module[layer.end() :] if layer else module_type(name),
+    }
+
+
+class WeightTally:
+    """Counts over matrices of weights at one group size."""
+
+    def __init__(self, group_size: int, reconstruction: Reconstruction) -> None:
+        self.group_size, self.reconstruction = group_size, reconstruction
+        counts = {"weights": 1, "zeros": 1, "clamped": 1, "groups": 1, "outliers": 1, "lost": len(PRECISIONS)}
+        self._counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in counts.items()}
+        self._shifts = torch.zeros(2, MOST_SHIFT + 1, dtype=torch.int64)  # in groups with an outlier, in the others
+        self._squares = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)  # of the weights, of the errors
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Count a matrix whose rows are whole, so that groups begin where they do in the tensor."""
+        encoded = encode(rows, self.group_size, self.reconstruction)
+        rows, length, groups = rows.float(), rows.shape[-1], encoded.exponents.shape[-1]
+
+        # [rows, groups, group_size]. What fills up a short group is zero, and zeros are in none of these counts.
+        grouped = pad(rows, (0, groups * self.group_size - length)).unflatten(-1, (groups, self.group_size))
+        exponents = encoded.exponents.int().unsqueeze(-1)
+        largest, at = grouped.abs().max(-1, keepdim=True)
+        others = grouped.abs().scatter_(-1, at, 0.0)
+        members = torch.full((groups, 1), self.group_size)
+        members[-1] = length - (groups - 1) * self.group_size
+        dominated = (largest >= OUTLIER_RATIO * others.amax(-1, keepdim=True)) & (largest > 0) & (members > 1)
+        shifts = (exponents - torch.frexp(others).exponent).clamp_(max=MOST_SHIFT)
+        for index, chosen in enumerate((dominated, ~dominated)):
+            self._shifts[index] += torch.bincount(shifts[(others > 0) & chosen], minlength=MOST_SHIFT + 1)
+        if self.reconstruction == "midpoint":
+            cut_from = (MAX_CODE + 1 - MIDPOINT_SHIFT) * power_of_two(exponents - FINEST)
+            self._counts["clamped"] += (grouped >= cut_from).sum()
+        self._counts["groups"] += largest.numel()
+        self._counts["outliers"] += dominated.sum()
+
+        size = rows.abs()
+        zeros = rows.numel() - torch.count_nonzero(rows)
+        self._counts["weights"] += rows.numel()
+        self._counts["zeros"] += zeros
+        self._squares[0] += size.square().sum(dtype=torch.float64)
+        for index, precision in enumerate(PRECISIONS):
+            error = encoded.decode(precision).sub_(rows).abs_()
+            self._counts["lost"][index] += (error >= size).sum() - zeros  # a zero meets the condition, but has nothing to lose
+            self._squares[1 + index] += error.square_().sum(dtype=torch.float64)
+
+    def merge(self, other: WeightTally) -> None:
+        """Add the counts of another tensor."""
+        for name, count in other._counts.items():
+            self._counts[name] += count
+        self._shifts += other._shifts
+        self._squares += other._squares
+
+    def summary(self) -> dict[str, Any]:
+        """The counts as shares; None where there is nothing to take a share of."""
+        weights, groups = int(self._counts["weights"]), int(self._counts["groups"])
+        zeros, shifted = int(self._counts["zeros"]), int(self._shifts.sum())
+        squares = self._squares.tolist()
+        return {
+            "shifts": {str(s): _share(count, shifted) for s, count in enumerate(self._shifts.sum(0).tolist())},
+            "mean_shift": {"outlier_groups": _mean(self._shifts[0]), "other_groups": _mean(self._shifts[1])},
+            "outlier_groups": _share(int(self._counts["outliers"]), groups),
+            "zeros": _share(zeros, weights),
+            "lost": {
+                str(p): _share(n, weights - zeros) for p, n in zip(PRECISIONS, self._counts["lost"].tolist(), strict=True)
+            },
+            "clamped": _share(int(self._counts["clamped"]), weights),
+            "error": {
+                str(p): (error / squares[0]) ** 0.5 if squares[0] else None
+                for p, error in zip(PRECISIONS, squares[1:], strict=True)
+            },
+        }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(counts: torch.Tensor) -> float | None:
+    """Mean shift, of counts per shift."""
+    total = int(counts.sum())
+    return int((counts * torch.arange(len(counts))).sum()) / total if total else None

@@ -1,0 +1,165 @@
+"""The counts of `otaro analyze weights` against a plain loop over groups and weights."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import otaro
+from otaro.errors import WeightError
+from otaro.evaluate.weights import MOST_SHIFT, WeightTally, analyze_weights, place
+from otaro.file.checkpoint import Checkpoint
+
+NAMES = [str(p) for p in otaro.PRECISIONS]
+
+
+def exponent(value):
+    """The smallest e with |value| < 2^e."""
+    return math.frexp(value)[1]
+
+
+def by_hand(rows, group_size, reconstruction):
+    """The definitions at the head of the module, one weight at a time."""
+    counted, shifts, kinds, lost = Counter(), Counter(), {True: [], False: []}, Counter()
+    squares, errors = 0.0, Counter()
+    for row in rows.tolist():
+        for start in range(0, len(row), group_size):
+            group = row[start : start + group_size]
+            sizes = [abs(w) for w in group]
+            first = sizes.index(max(sizes))
+            e = max(exponent(max(sizes)), -15) if max(sizes) else -15
+            ranked = sorted(sizes, reverse=True)
+            dominated = len(group) > 1 and ranked[0] > 0 and ranked[0] >= 4 * ranked[1]
+            counted["groups"] += 1
+            counted["dominated"] += dominated
+            for index, w in enumerate(group):
+                counted["weights"] += 1
+                counted["zeros"] += w == 0
+                squares += w * w
+                if index != first and w:
+                    shift = min(e - exponent(w), MOST_SHIFT)
+                    shifts[shift] += 1
+                    kinds[dominated].append(shift)
+                code = math.floor(w / 2.0 ** (e - 8)) + 16
+                counted["clamped"] += reconstruction == "midpoint" and code > 255
+                for m, name in zip(range(8, 2, -1), NAMES, strict=True):
+                    step = 2.0 ** (e - m)
+                    if reconstruction == "truncate":
+                        value = math.copysign(math.floor(abs(w) / step) * step, w)
+                    else:
+                        value = ((min(code, 255) >> (8 - m)) + 0.5) * step - 2.0 ** (e - 3) / 2
+                    lost[name] += bool(w) and abs(value - w) >= abs(w)
+                    errors[name] += (value - w) ** 2
+    total = sum(shifts.values())
+    mean = {kind: sum(found) / len(found) if found else None for kind, found in kinds.items()}
+    return {
+        "shifts": {str(s): shifts[s] / total if total else None for s in range(MOST_SHIFT + 1)},
+        "mean_shift": {"outlier_groups": mean[True], "other_groups": mean[False]},
+        "outlier_groups": counted["dominated"] / counted["groups"],
+        "zeros": counted["zeros"] / counted["weights"],
+        "lost": {name: lost[name] / (counted["weights"] - counted["zeros"]) for name in NAMES},
+        "clamped": counted["clamped"] / counted["weights"],
+        "error": {name: math.sqrt(errors[name] / squares) for name in NAMES},
+    }
+
+
+def assert_same(found, expected):
+    for key in ("shifts", "mean_shift", "outlier_groups", "zeros", "lost", "clamped"):
+        assert found[key] == expected[key], key
+    assert found["error"] == pytest.approx(expected["error"], rel=1e-6)
+
+
+def awkward(rows, length):
+    """Weights with outliers, zeros, ties, weights at the edges of steps, and a range of exponents beyond what 5 bits hold."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(rows, length, generator=generator) * 2.0 ** torch.randint(-20, 3, (rows, 1), generator=generator)
+    weights[:, ::7] *= 16  # outliers
+    weights[torch.rand(rows, length, generator=generator) < 0.1] = 0
+    weights[0] = 0
+    weights[1] = torch.tensor([1.0, -0.25, 0.125, 0.0625, -0.0625, 0.03125, 2**-9, -(2**-30)]).repeat(length)[:length]
+    weights[2, 1:] = 0
+    return weights
+
+
+@pytest.mark.parametrize("group_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("length", [33, 40])
+def test_counts_are_those_of_a_plain_loop(group_size, length, reconstruction):
+    weights = awkward(24, length)  # 33 ends in a group of one weight at group size 16, and in short groups at the others
+    tally = WeightTally(group_size, reconstruction)
+    tally.add(weights[:10])
+    tally.add(weights[10:])
+    expected = by_hand(weights, group_size, reconstruction)
+    assert_same(tally.summary(), expected)
+    assert sum(expected["lost"].values()) > 0
+    if group_size > 1:
+        assert 0 < expected["outlier_groups"] < 1
+
+
+def test_the_group_worked_by_hand():
+    weights = torch.tensor([[0.5, 0.04, -0.01, 0.0]])
+    shown = {}
+    for kind in ("truncate", "midpoint"):
+        tally = WeightTally(64, kind)
+        tally.add(weights)
+        shown[kind] = tally.summary()
+    assert shown["truncate"]["shifts"] | {"4": 0.5, "6": 0.5} == shown["truncate"]["shifts"]
+    assert shown["truncate"]["outlier_groups"] == 1
+    assert shown["truncate"]["lost"]["E5M4"] == pytest.approx(2 / 3)
+    assert shown["midpoint"]["lost"]["E5M4"] == pytest.approx(1 / 3)
+
+
+def test_a_checkpoint_is_counted_tensor_by_tensor(make_checkpoint):
+    directory = make_checkpoint("qwen3_moe")
+    checkpoint = Checkpoint(directory)
+    seen = []
+    result = analyze_weights(
+        checkpoint, group_sizes=(16, 64), progress=lambda name, done, total: seen.append((name, done, total))
+    )
+    assert [module["module"] for module in result["modules"]] == [name.removesuffix(".weight") for name in checkpoint.packed]
+    assert result["weights"] == sum(module["weights"] for module in result["modules"])
+    assert {name for name, _, _ in seen} == set(checkpoint.packed)
+    tensors = {name: checkpoint.read(name).flatten(0, -2).float() for name in checkpoint.packed}
+    name = "model.layers.1.mlp.experts.down_proj"
+    module = next(module for module in result["modules"] if module["module"] == name)
+    assert (module["layer"], module["projection"]) == (1, "mlp.experts.down_proj")
+    assert_same(module["by_group_size"]["16"], by_hand(tensors[name], 16, "midpoint"))
+    # Overall is not the mean of the modules' shares but the share in all their weights.
+    lost = sum(
+        m["by_group_size"]["64"]["lost"]["E5M3"] * torch.count_nonzero(tensors[key])
+        for m, key in zip(result["modules"], tensors, strict=True)
+    )
+    assert result["overall"]["64"]["lost"]["E5M3"] == pytest.approx(
+        float(lost / sum(map(torch.count_nonzero, tensors.values())))
+    )
+
+
+def test_rows_read_in_parts_give_the_same_counts(checkpoint_dir, monkeypatch):
+    whole = analyze_weights(Checkpoint(checkpoint_dir), group_sizes=(64,))
+    monkeypatch.setattr("otaro.evaluate.weights._CHUNK", 1000)
+    parts = analyze_weights(Checkpoint(checkpoint_dir), group_sizes=(64,))
+    assert_same(parts["overall"]["64"], whole["overall"]["64"])
+
+
+def test_a_weight_that_cannot_be_encoded_is_named(checkpoint_dir, copy_of, monkeypatch):
+    directory = copy_of(checkpoint_dir)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][70, 3] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("otaro.evaluate.weights._CHUNK", 1000)
+    with pytest.raises(WeightError, match=r"model\.layers\.1\.mlp\.up_proj\.weight\[70, 3\] is nan"):
+        analyze_weights(Checkpoint(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "projection"),
+    [
+        ("model.layers.12.self_attn.q_proj.weight", 12, "self_attn.q_proj"),
+        ("model.layers.0.mlp.experts.gate_up_proj", 0, "mlp.experts.gate_up_proj"),
+        ("model.embed_tokens.weight", None, "embed_tokens"),
+        ("lm_head.weight", None, "lm_head"),
+    ],
+)
+def test_places_are_read_from_names(name, layer, projection):
+    assert place(name) == {"module": name.removesuffix(".weight"), "layer": layer, "projection": projection}
