@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, chat, console, demo, generate, inspect, pack, tune, verify
+from otaro.cli import analyze, chat, console, demo, generate, inspect, pack, report, tune, verify
 from otaro.cli import eval as eval_command
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("chat")(chat.chat)
 app.command("tune")(tune.tune)
 app.command("eval")(eval_command.evaluate)
 app.add_typer(analyze.app, name="analyze")
+app.command("report")(report.report)
 app.command("demo")(demo.demo)
 
 

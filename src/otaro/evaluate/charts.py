@@ -1,0 +1,330 @@
+"""The figures of the report, as Vega-Lite specifications made with altair.
+
+Colours are names of CSS variables, such as var(--run-1): the page's style sheet says what they are in the light, in the dark
+and on paper, and a figure follows without being drawn again. A run has the same colour in every figure, and so has a precision.
+Only values in data come from files: field names, expressions and titles of axes are fixed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.evaluate.run_folder import FULL, NAMES, Step
+from otaro.sefp.precision import PRECISIONS, Precision
+
+BEFORE = "before tuning"
+RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
+_SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+_LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
+_BINS = 120  # of steps, along the path
+_MEANS, _STRETCH = 40, 10  # means of losses along the training, each over this many steps at least
+
+Spec = dict[str, Any]
+Row = dict[str, Any]
+
+
+def altair() -> Any:
+    """The package altair; refused with what to install where it is missing."""
+    try:
+        import altair
+    except ImportError:
+        raise OtaroError("a report needs the package altair; install it with: pip install 'otaro[report]'") from None
+    return altair
+
+
+def shown(precision: str) -> str:
+    """A precision as people read it."""
+    return "full" if precision == FULL else precision
+
+
+def by_precision(
+    rows: Sequence[Row],
+    runs: Sequence[str],
+    title: str,
+    *,
+    group_size: int | None = None,
+    height: int = 240,
+) -> Spec:
+    """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
+
+    The unquantised model stands apart, to the right. With a group size the axis tells bits per weight.
+    """
+    alt = altair()
+    data = [
+        {**row, "name": shown(row["precision"]), "at": _tick(row["precision"], group_size), "full": row["precision"] == FULL}
+        for row in rows
+        if math.isfinite(row["value"])
+    ]
+    values = [row["value"] for row in data]
+    wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
+    order = [_tick(name, group_size) for name in [*reversed(NAMES[1:]), FULL]]
+    axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if group_size else 10)
+    x = alt.X("at:N", sort=order, title="precision and bits per weight" if group_size else "precision", axis=axis)
+    scale = alt.Scale(type="log", nice=True) if wide else alt.Scale(zero=False, nice=True, padding=12)
+    y = alt.Y("value:Q", title=title, scale=scale)
+    names = [BEFORE, *runs]
+    present = [name for name in names if any(row["run"] == name for row in data)]
+    dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
+    legend = alt.Legend(title=None, orient="top", values=present, labelLimit=400, symbolOpacity=1)
+    colour = alt.Color("run:N", scale=alt.Scale(domain=names, range=_run_colours(len(runs))), legend=legend)
+    shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=legend)
+    stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
+    dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)
+    tooltip = [
+        alt.Tooltip("run:N"),
+        alt.Tooltip("name:N", title="precision"),
+        alt.Tooltip("value:Q", title=title, format=",.4~g"),
+    ]
+    if any("error" in row for row in data):
+        tooltip.append(alt.Tooltip("error:Q", title="standard error", format=".2~g"))
+    base = alt.Chart(alt.Data(values=data)).encode(x=x, y=y, color=colour, detail="stage:N")
+    layers = [
+        base.transform_filter("!datum.full").mark_line(strokeWidth=2.5).encode(strokeDash=dash).properties(name="lines"),
+        base.mark_point(filled=True, size=70, opacity=1).encode(shape=shape, tooltip=tooltip).properties(name="points"),
+    ]
+    if any("error" in row for row in data):
+        whiskers = base.transform_filter("isValid(datum.error)").transform_calculate(
+            low="datum.value - datum.error", high="datum.value + datum.error"
+        )
+        layers.insert(0, whiskers.mark_rule(opacity=0.5).encode(y=alt.Y("low:Q", title=title), y2="high:Q"))
+    return _finish(alt.layer(*layers), height)
+
+
+def sizes(rows: Sequence[Row]) -> Spec:
+    """Bytes at each precision beside 16-bit weights; `rows` have name, megabytes and text."""
+    alt = altair()
+    order = [row["name"] for row in rows]
+    base = alt.Chart(alt.Data(values=list(rows))).encode(
+        y=alt.Y("name:N", sort=order, title=None, axis=alt.Axis(domain=False, labelPadding=8)),
+        x=alt.X("megabytes:Q", title="megabytes", axis=alt.Axis(grid=True)),
+        tooltip=[alt.Tooltip("name:N", title="precision"), alt.Tooltip("text:N", title="size")],
+    )
+    bars = base.mark_bar(cornerRadiusEnd=2, height=18).properties(name="bars")
+    bars = bars.encode(color=alt.Color("name:N", scale=_precision_scale(alt, "FP16"), legend=None))
+    labels = base.mark_text(align="left", dx=6).encode(text="text:N")
+    return _finish(alt.layer(bars, labels), 32 * len(order))
+
+
+def training(log: Sequence[Step]) -> Spec:
+    """Loss by step in the colour of its precision: every step (thinned where there are very many), and means of stretches."""
+    alt = altair()
+    finite = [step for step in log if math.isfinite(step.loss)]
+    thinned = finite[:: max(1, len(finite) // 1500)]
+    points: list[Row] = [{"step": step.step, "precision": shown(step.precision), "loss": step.loss} for step in thinned]
+    stretch = max(_STRETCH, math.ceil(len(log) / _MEANS))
+    groups: dict[tuple[str, int], list[float]] = {}
+    for step in finite:
+        groups.setdefault((shown(step.precision), (step.step - 1) // stretch), []).append(step.loss)
+    means = [
+        {"step": number * stretch + (stretch + 1) / 2, "precision": name, "loss": sum(losses) / len(losses)}
+        for (name, number), losses in groups.items()
+    ]
+    encoding = {
+        "x": alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
+        "y": alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
+        "color": _precision_colour(alt, {row["precision"] for row in points}),
+    }
+    tooltip = [alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("loss:Q", format=".4f")]
+    steps = alt.Chart(alt.Data(values=points)).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
+    lines = alt.Chart(alt.Data(values=means)).mark_line(strokeWidth=2).encode(**encoding)
+    return _finish(alt.layer(lines.properties(name="lines"), steps.properties(name="points")), 240)
+
+
+def path(log: Sequence[Step]) -> Spec:
+    """Which precision each stretch of steps went to: the fuller the colour, the larger its share."""
+    alt = altair()
+    stretch = max(1, math.ceil(len(log) / _BINS))
+    counts: dict[tuple[int, str], list[int]] = {}
+    for step in log:
+        seen = counts.setdefault(((step.step - 1) // stretch, shown(step.precision)), [0, 0])
+        seen[0] += 1
+        seen[1] += not step.applied
+    rows: list[Row] = [
+        {"from": number * stretch + 0.5, "to": (number + 1) * stretch + 0.5, "precision": name, "count": count, "held": held,
+         "share": count / stretch, "steps": _span(number * stretch + 1, (number + 1) * stretch)}
+        for (number, name), (count, held) in counts.items()
+    ]  # fmt: skip
+    present = {row["precision"] for row in rows}
+    tooltip = [
+        alt.Tooltip("steps:N", title="step"),
+        alt.Tooltip("precision:N"),
+        alt.Tooltip("count:Q", title="steps at it"),
+        alt.Tooltip("held:Q", title="of these held back"),
+    ]
+    order = [shown(name) for name in NAMES if shown(name) in present]
+    chart = alt.Chart(alt.Data(values=rows)).mark_rect(stroke=None).encode(
+        x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis(alt)),
+        x2="to:Q",
+        y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
+        color=_precision_colour(alt, present, legend=False),
+        opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
+        tooltip=tooltip,
+    )  # fmt: skip
+    return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
+
+
+def scores(log: Sequence[Step]) -> Spec:
+    """The scores by which the path search chose."""
+    alt = altair()
+    thinned = log[:: max(1, len(log) // 300)]
+    rows: list[Row] = [
+        {"step": step.step, "precision": shown(name), "score": score}
+        for step in thinned
+        for name, score in step.scores.items()
+    ]  # fmt: skip
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5).encode(
+        x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
+        y=alt.Y("score:Q", title="score", scale=alt.Scale(zero=False)),
+        color=_precision_colour(alt, {row["precision"] for row in rows}),
+        tooltip=[alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("score:Q", format=".3f")],
+    )  # fmt: skip
+    return _finish(chart.properties(name="lines"), 200)
+
+
+def similarity(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Spec:
+    """Cosine similarity of gradients between precisions, as a matrix with its numbers."""
+    alt = altair()
+    rows = [
+        {"one": shown(one), "other": shown(other), "similarity": matrix[i][j]}
+        for i, one in enumerate(names)
+        for j, other in enumerate(names)
+        if math.isfinite(matrix[i][j])
+    ]
+    order = [shown(name) for name in names]
+    low = _low(row["similarity"] for row in rows)
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("one:N", sort=order, title=None, axis=alt.Axis(orient="top", labelAngle=0, domain=False)),
+        y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
+        tooltip=[alt.Tooltip("one:N"), alt.Tooltip("other:N"), alt.Tooltip("similarity:Q", format=".4f")],
+    )
+    cells = base.mark_rect().encode(color=_similarity_colour(alt, low, legend=False)).properties(name="cells")
+    dark_cell = f"datum.similarity < {(low + 1) / 2}"
+    numbers = base.mark_text(fontSize=12).encode(
+        text=alt.Text("similarity:Q", format=".2f"), color=alt.condition(dark_cell, alt.value("#fff"), alt.value("#111"))
+    )
+    return _finish(alt.layer(cells, numbers), 44 * len(order))
+
+
+def similarity_by_module(gradients: dict[str, Any]) -> Spec:
+    """The same for every layer and projection, between two precisions that the reader chooses."""
+    alt = altair()
+    names = [shown(name) for name in gradients["precisions"]]
+    pairs = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
+    rows = [
+        {"module": module["module"], "projection": module["projection"], "pair": f"{names[i]} and {names[j]}",
+         "layer": "–" if module.get("layer") is None else str(module["layer"]), "similarity": module["matrix"][i][j]}
+        for module in gradients["modules"]
+        for i, j in pairs
+        if math.isfinite(module["matrix"][i][j])
+    ]  # fmt: skip
+    layers = sorted({row["layer"] for row in rows}, key=lambda layer: (layer == "–", int(layer) if layer != "–" else 0))
+    widest = f"{names[0]} and {names[-1]}"
+    choice = alt.binding_select(options=[f"{names[i]} and {names[j]}" for i, j in pairs], name="Gradients at ")
+    pair = alt.param(name="pair", value=widest, bind=choice)
+    chart = alt.Chart(alt.Data(values=rows)).transform_filter("datum.pair === pair").mark_rect().encode(
+        x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
+        y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
+        color=_similarity_colour(alt, _low(row["similarity"] for row in rows), legend=True),
+        tooltip=[alt.Tooltip("module:N"), alt.Tooltip("pair:N"), alt.Tooltip("similarity:Q", format=".4f")],
+    )  # fmt: skip
+    height = 24 * len({row["projection"] for row in rows}) + 20
+    return _finish(chart.add_params(pair).properties(name="cells"), height)
+
+
+def norm_error(gradients: dict[str, Any]) -> Spec:
+    """Relative error of the gradient's norm, batch by batch."""
+    alt = altair()
+    rows = [
+        {"precision": shown(name), "batch": number, "error": error}
+        for name, errors in gradients["norm_error"].items()
+        for number, error in enumerate(errors, 1)
+        if math.isfinite(error)
+    ]
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
+        x=alt.X("batch:Q", title="batch", axis=_step_axis(alt)),
+        y=alt.Y("error:Q", title="relative error of the gradient norm"),
+        color=_precision_colour(alt, {row["precision"] for row in rows}),
+        tooltip=[alt.Tooltip("precision:N"), alt.Tooltip("batch:Q"), alt.Tooltip("error:Q", format=".4f")],
+    )  # fmt: skip
+    return _finish(chart.properties(name="lines"), 240)
+
+
+def noise(gradients: dict[str, Any]) -> Spec:
+    """How the noise of low precisions averages out over N batches, beside 1/sqrt(N)."""
+    alt = altair()
+    rows = [
+        {"precision": shown(name), "n": n, "ratio": ratio, "expected": expected}
+        for name, figures in gradients["noise"].items()
+        for n, ratio, expected in zip(figures["n"], figures["ratio"], figures["one_over_sqrt_n"], strict=True)
+        if n > 0 and ratio > 0 and expected > 0 and math.isfinite(ratio)
+    ]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
+    )
+    colour = _precision_colour(alt, {row["precision"] for row in rows})
+    tooltip = [alt.Tooltip("precision:N"), alt.Tooltip("n:Q", title="N"), alt.Tooltip("ratio:Q", format=".4f"),
+               alt.Tooltip("expected:Q", title="1/√N", format=".4f")]  # fmt: skip
+    y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log"))
+    lines = (
+        base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, color=colour, tooltip=tooltip).properties(name="lines")
+    )
+    expected = base.mark_line(strokeDash=[5, 4], color="var(--before)").encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
+    return _finish(alt.layer(expected, lines), 240)
+
+
+def _finish(chart: Any, height: int) -> Spec:
+    spec: Spec = chart.properties(width="container", height=height).to_dict()
+    del spec["config"]  # the page's script has the one that fits the style sheet
+    return spec
+
+
+def _tick(precision: str, group_size: int | None) -> str:
+    """`E5M4|5.08`: two lines under the axis."""
+    if precision == FULL:
+        return shown(precision)
+    return f"{precision}|{Precision(precision).bits_per_weight(group_size):.2f}" if group_size else precision
+
+
+def _step_axis(alt: Any) -> Any:
+    return alt.Axis(grid=False, tickMinStep=1, tickCount=10)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _low(values: Any) -> float:
+    """The lower end of a scale of similarities that ends at 1."""
+    lowest = math.floor(10 * min(values, default=0.0)) / 10
+    return lowest if lowest < 1 else 0.0
+
+
+def _cycle(values: Sequence[str], count: int) -> list[str]:
+    return [values[i % len(values)] for i in range(count)]
+
+
+def _run_colours(count: int) -> list[str]:
+    return ["var(--before)", *(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(count))]
+
+
+def _precision_scale(alt: Any, full: str = "full") -> Any:
+    names = [full, *map(str, PRECISIONS)]
+    return alt.Scale(domain=names, range=["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)])
+
+
+def _precision_colour(alt: Any, present: set[str], *, legend: bool = True) -> Any:
+    values = [shown(name) for name in NAMES if shown(name) in present]
+    shown_legend = (
+        alt.Legend(title=None, orient="top", values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1)
+        if legend
+        else None
+    )
+    return alt.Color("precision:N", scale=_precision_scale(alt), legend=shown_legend)
+
+
+def _similarity_colour(alt: Any, low: float, *, legend: bool) -> Any:
+    bar = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f") if legend else None
+    return alt.Color("similarity:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)

@@ -1,0 +1,521 @@
+"""`otaro report`: one HTML file that shows what runs gave at each precision.
+
+Every figure refers by number to the command that made it; the commands are listed at the end. What charts show is in tables
+as well. A section whose data is absent says in a line which command makes it. How the page is put together is in page.py.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.evaluate import charts
+from otaro.evaluate.charts import BEFORE, shown
+from otaro.evaluate.page import Cell, Page, escape, word
+from otaro.evaluate.run_folder import FULL, NAMES, Run
+from otaro.evaluate.samples import Samples, write_whole
+from otaro.file.summary import Summary
+from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+
+_WORDS = ("no", "one", "two", "three", "four", "five", "six")
+_MEAN = "mean of all tasks"
+
+Entry = Mapping[str, Any]
+Measured = dict[tuple[str, str], Entry]
+"""Entries of quality.json by run and precision."""
+
+
+def write_report(runs: Sequence[Run], samples: Mapping[str, Samples], out: Path) -> None:
+    """Write the page. `samples` are by name of the run."""
+    if out.is_dir():
+        raise OtaroError(f"{out} is a directory; name the file to write, such as {out / 'report.html'}")
+    write_whole(out, _Report(runs, samples).render())
+
+
+@dataclass(frozen=True)
+class Series:
+    """Perplexities of one model on one text."""
+
+    run: str
+    """As in the legend: the name of a run, or BEFORE."""
+    stage: str
+    """before or after tuning; a model that stands for itself is `after`."""
+    values: dict[str, float]
+    commands: list[str]
+
+    @property
+    def label(self) -> str:
+        """The heading of its column."""
+        return f"{self.run}, before" if self.stage == "before" and self.run != BEFORE else self.run
+
+
+def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
+    """What is comparable goes together: by text, and by the windows it was read in; held-out data of the tuning first."""
+    found: dict[str, list[Series]] = {}
+    for run in runs:
+        if run.tuning is not None:
+            training = run.tuning["training"]
+            told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
+            for stage, values in run.held_out.items():
+                series = Series(run.name, stage, values, [run.command])
+                found.setdefault(f"data held out of {run.tuning['data']} ({told})", []).append(series)
+    for text, several in found.items():
+        baselines = [one for one in several if one.stage == "before"]
+        if baselines and all(one.values == baselines[0].values for one in baselines):
+            shared = Series(BEFORE, "before", baselines[0].values, baselines[0].commands)
+            found[text] = [shared, *(one for one in several if one.stage == "after")]
+    for text, measured in _by_text(runs, "perplexity").items():
+        for run in runs:
+            entries = {name: entry for (there, name), entry in measured.items() if there == run.name}
+            if entries:
+                values = {name: entry["value"] for name, entry in entries.items()}
+                commands = [entry["command"] for entry in entries.values()]
+                found.setdefault(text, []).append(Series(run.name, "after", values, commands))
+    return found
+
+
+def _by_text(runs: Sequence[Run], kind: str) -> dict[str, Measured]:
+    """Entries of one kind, by the text and the windows they were measured on."""
+    found: dict[str, Measured] = {}
+    for run in runs:
+        for entry in run.quality:
+            if entry["kind"] == kind:
+                stride = f", stride {entry['stride']}" if "stride" in entry else ""
+                digest = str(entry.get("text_sha256", "unknown"))[:8]
+                text = f"{entry['text']} (windows of {entry['window']}{stride}, sha256 {digest})"
+                found.setdefault(text, {})[run.name, entry["precision"]] = entry
+    return found
+
+
+class _Report:
+    def __init__(self, runs: Sequence[Run], samples: Mapping[str, Samples]) -> None:
+        self.runs, self.samples, self.page = runs, samples, Page()
+        self.names = [run.name for run in runs]
+        self.perplexities = perplexities(runs)
+        sizes = {run.summary.group_size if run.summary else GROUP_SIZE for run in runs}
+        self.group_size = sizes.pop() if len(sizes) == 1 else None  # runs that differ have no bits per weight in common
+
+    def render(self) -> str:
+        opening = self._opening()
+        sections = [
+            ("quality", "Quality", self._quality()),
+            ("size", "Size and speed", self._size() + self._speed()),
+            ("training", "Training", self._training()),
+            ("gradients", "Gradients", self._gradients()),
+            ("weights", "Weights", self._weights()),
+            ("samples", "Samples", self._samples()),
+        ]
+        sections.append(("commands", "Commands", self._commands()))  # the last: all others add to it
+        return self.page.render(" and ".join(self.names), opening, sections)
+
+    # The opening: what came out, at a glance.
+
+    def _opening(self) -> str:
+        """The first run's result: a sentence, and a tile for each precision."""
+        run = self.runs[0]
+        about = ((t, s) for t, s in self.perplexities.items() if any(one.run == run.name for one in s))
+        text, series = next(about, ("", []))
+        after = next((one for one in series if one.run == run.name and one.stage == "after"), None)
+        before = next((one for one in series if one.stage == "before" and one.run in (BEFORE, run.name)), None)
+        sizes = _bytes(run.summary)
+        present = [name for name in NAMES[1:] if name in sizes or (after and name in after.values)]
+        if not present:
+            return f"<h1>{escape(run.name)}</h1><p class=lede>Nothing has been measured of it yet.</p>"
+        title = f"<h1>One model, {_WORDS[len(present)]} precision{'s' * (len(present) > 1)}</h1>"
+        tiles = "".join(_tile(name, run, after, before) for name in present)
+        commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
+        caption = (
+            f"Perplexity of {run.name} on {text}, lower is better; size; bits per weight."
+            if after
+            else "Size; bits per weight."
+        )
+        return (
+            f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl class=tiles>{tiles}</dl>"
+            f"<p class=caption>{escape(caption)} {self.page.made_by(commands)}</p>"
+        )
+
+    # Quality.
+
+    def _quality(self) -> str:
+        parts = [self._perplexity(text, series) for text, series in self.perplexities.items()]
+        if not parts:
+            parts.append(self._missing("perplexity", "otaro eval {model} --precision all --text FILE"))
+        return "".join([*parts, self._tasks(), self._divergence()])
+
+    def _perplexity(self, text: str, series: Sequence[Series]) -> str:
+        points = [
+            {"precision": name, "run": one.run, "stage": one.stage, "value": value}
+            for one in series
+            for name, value in one.values.items()
+        ]
+        commands = [command for one in series for command in one.commands]
+        height = 360 if not self.page.charts else 260
+        chart = charts.by_precision(points, self.names, "perplexity", group_size=self.group_size, height=height)
+        rows = [
+            [word(shown(name)), *(_perplexity_cell(one.values, name) for one in series)]
+            for name in NAMES
+            if any(name in one.values for one in series)
+        ]
+        headings = ["precision", *(one.label for one in series)]
+        note = "The small figure is the difference from the same weights unquantised."
+        hint = "Lower is better. Hover over a point for its value."
+        return self.page.figure(f"Perplexity on {text}", hint, commands, chart) + self.page.table(
+            "Perplexity by precision", headings, rows, commands, note
+        )
+
+    def _tasks(self) -> str:
+        by_task: dict[str, Measured] = {}
+        for run in self.runs:
+            for entry in run.quality:
+                if entry["kind"] == "task":
+                    limit = f", first {entry['limit']}" if entry.get("limit") else ""
+                    by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit})", {})[run.name, entry["precision"]] = entry
+        if not by_task:
+            return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")
+        if means := _means(by_task):
+            by_task = {_MEAN: means, **by_task}
+        figures = ""
+        for task, measured in by_task.items():
+            points = [
+                {**point, "error": measured[point["run"], point["precision"]]["stderr"]} for point in _points(measured, "value")
+            ]
+            chart = charts.by_precision(points, self.names, "score", height=170)
+            figures += self.page.figure(task, "", _commands(measured), chart)
+        names = [name for name in NAMES if any(name == there for measured in by_task.values() for _, there in measured)]
+        rows = [
+            [word(task), word(run), *(_score_cell(measured.get((run, name))) for name in names)]
+            for task, measured in by_task.items()
+            for run in self.names
+            if any(there == run for there, _ in measured)
+        ]
+        commands = [command for measured in by_task.values() for command in _commands(measured)]
+        note = "Higher is better. The small figure is the standard error."
+        headings = ["task", "run", *map(shown, names)]
+        return f"<div class=grid>{figures}</div>" + self.page.table("Accuracy by task", headings, rows, commands, note)
+
+    def _divergence(self) -> str:
+        parts = []
+        for text, measured in _by_text(self.runs, "divergence").items():
+            chart = charts.by_precision(
+                _points(measured, "kl"), self.names, "divergence (nats)", group_size=self.group_size
+            )  # fmt: skip
+            hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
+            commands = _commands(measured)
+            parts.append(self.page.figure(f"Divergence from the unquantised model on {text}", hint, commands, chart))
+            headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
+            note = "In nats. The small figure is how often the likeliest token is the same."
+            parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))
+        return "".join(parts) or self._missing(
+            "divergence from the unquantised model", "otaro eval {model} --precision all --text FILE --divergence"
+        )
+
+    # Size and speed.
+
+    def _size(self) -> str:
+        alike: dict[tuple[tuple[str, int], ...], list[Run]] = {}
+        for run in self.runs:
+            if run.summary is not None:
+                alike.setdefault(tuple(_bytes(run.summary).items()), []).append(run)
+        return "".join(map(self._size_of, alike.values())) or self._missing("sizes", "otaro pack {model} OUT")
+
+    def _size_of(self, runs: Sequence[Run]) -> str:
+        summary = runs[0].summary
+        assert summary is not None
+        sizes = _bytes(summary)
+        whole = 2 * (summary.packed_weights + summary.other_parameters)
+        bars = [
+            {"name": name, "megabytes": size / 1e6, "text": _size(size)} for name, size in [("FP16", whole), *sizes.items()]
+        ]
+        rows = [[word("FP16"), Cell(_size(whole), whole), Cell("16.00", 16), Cell("100.0%", 1), word("")]]
+        for row in summary.precisions:
+            if row.bytes is not None and row.ratio_to_fp16 is not None:
+                bits = Cell(f"{row.bits_per_weight:.2f}", row.bits_per_weight)
+                share = Cell(f"{row.ratio_to_fp16:.1%}", row.ratio_to_fp16)
+                shards = word(", ".join(name.removesuffix(".safetensors") for name in row.shards))
+                rows.append([word(row.precision), Cell(_size(row.bytes), row.bytes), bits, share, shards])
+        commands = [_inspect(run) for run in runs]
+        note = (
+            "Each precision is a prefix of the next finer one: "
+            f"all {_WORDS[len(sizes)]} together take {_size(max(sizes.values()))}, "
+            f"where separate files would take {_size(sum(sizes.values()))}. FP16 is two bytes for every weight."
+        )
+        headings = ["precision", "size", "bits per weight", "of FP16", "shards"]
+        return self.page.figure(f"Size of {', '.join(run.name for run in runs)}", note, commands, charts.sizes(bars)) + (
+            self.page.table("Size by precision", headings, rows, commands)
+        )
+
+    def _speed(self) -> str:
+        fastest: Measured = {}
+        for measured in _by_text(self.runs, "perplexity").values():
+            for place, entry in measured.items():
+                if (entry["tokens_per_second"] or 0) > (fastest[place]["tokens_per_second"] if place in fastest else 0):
+                    fastest[place] = entry
+        if not fastest:
+            return self._missing("speed", "otaro eval {model} --precision all --text FILE")
+        chart = charts.by_precision(
+            _points(fastest, "tokens_per_second"), self.names, "tokens per second", group_size=self.group_size
+        )  # fmt: skip
+        note = "Tokens read per second while perplexity was measured; of several measurements the fastest."
+        headings, rows = self._by_run(fastest, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
+        commands = _commands(fastest)
+        return self.page.figure("Speed", note, commands, chart) + (
+            self.page.table("Tokens per second by precision", headings, rows, commands)
+        )
+
+    # Training, and what the analyses found.
+
+    def _training(self) -> str:
+        logged = [run for run in self.runs if run.log]
+        if not logged:
+            return self._missing("log of a tuning run", "otaro tune MODEL --data FILE --out RUN")
+        headings = ["run", "method", *map(shown, NAMES)]
+        rows = []
+        for run in logged:
+            counts = [sum(step.precision == name for step in run.log) for name in NAMES]
+            method = str((run.tuning or {})["options"].get("method", "–"))
+            rows.append([word(run.name), word(method), *(Cell(f"{count:,}", count) for count in counts)])
+        table = self.page.table("Steps at each precision", headings, rows, [run.command for run in logged])
+        return "".join(map(self._training_of, logged)) + table
+
+    def _training_of(self, run: Run) -> str:
+        made = [run.command]
+        lost = sum(not math.isfinite(step.loss) for step in run.log)
+        note = "Dots are steps, lines are means over stretches of steps."
+        note += f" {lost:,} steps without a finite loss are left out." if lost else ""
+        figures = self.page.figure(f"Loss by step, {run.name}", note, made, charts.training(run.log))
+        if len({step.precision for step in run.log}) > 1:
+            held = sum(not step.applied for step in run.log)
+            note = f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its share."
+            note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
+            figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(run.log))
+        if any(step.scores != run.log[-1].scores for step in run.log if step.scores):
+            note = "The precision with the highest score is next."
+            figures += self.page.figure(f"Scores of the path search, {run.name}", note, made, charts.scores(run.log))
+        return f"<div class=pair>{figures}</div>"
+
+    def _gradients(self) -> str:
+        parts = []
+        for run in self.runs:
+            if (found := run.gradients) is None:
+                continue
+            made = [str(found.get("command", "otaro analyze gradients"))]
+            chart = charts.similarity(found["precisions"], found["overall"])
+            note = "Cosine between the gradients of all weights at two precisions; 1 is the same direction."
+            figures = self.page.figure(f"Similarity of gradients, {run.name}", note, made, chart)
+            if found.get("modules"):
+                chart = charts.similarity_by_module(found)
+                note = "The same in every layer, between two precisions to choose."
+                figures += self.page.figure(f"Similarity by layer and projection, {run.name}", note, made, chart)
+            if found.get("norm_error"):
+                note = "Relative to the gradient of the unquantised model, batch by batch."
+                figures += self.page.figure(f"Error of the gradient norm, {run.name}", note, made, charts.norm_error(found))
+            if found.get("noise"):
+                note = "Dashed: 1/√N, as independent noise would fall."
+                figures += self.page.figure(
+                    f"Noise left after adding up N batches, {run.name}", note, made, charts.noise(found)
+                )
+            parts.append(f"<div class=pair>{figures}</div>")
+        return "".join(parts) or self._missing("analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE")
+
+    def _weights(self) -> str:
+        parts = []
+        for run in self.runs:
+            if (found := run.weights) is None:
+                continue
+            overall: dict[str, Any] = found["overall"]
+            names = [name for name in NAMES if all(name in figures["error"] for figures in overall.values())]
+            rows = [
+                [
+                    Cell(size, int(size)),
+                    *(Cell(f"{figures[key]:.2%}", figures[key]) for key in ("outlier_groups", "clamped")),
+                    *(Cell(f"{figures['error'][name]:.4f}", figures["error"][name], _lost(figures, name)) for name in names),
+                ]
+                for size, figures in overall.items()
+            ]
+            headings = ["group size", "outlier groups", "clamped codes", *(f"error at {shown(name)}" for name in names)]
+            note = (
+                "Error is the root mean square relative to the weights'; the small figure is the share of weights lost to zero."
+            )
+            made = [str(found.get("command", "otaro analyze weights"))]
+            parts.append(self.page.table(f"Weights by group size, {run.name}", headings, rows, made, note))
+        return "".join(parts) or self._missing("analysis of weights", "otaro analyze weights {checkpoint}")
+
+    # Samples, and the commands.
+
+    def _samples(self) -> str:
+        if not self.samples:
+            return self._missing("samples", "otaro report {run}", " without --no-samples")
+        prompts = dict.fromkeys(prompt for one in self.samples.values() for prompt in one.texts)
+        note = "The likeliest token at each step. What follows the first difference from the finest precision is marked."
+        return f"<p>{note}</p>" + "".join(map(self._samples_of, prompts))
+
+    def _samples_of(self, prompt: str) -> str:
+        head = "".join(f"<th scope=col>{escape(run)}</th>" for run in self.samples)
+        rows = ""
+        for name in map(str, PRECISIONS):
+            cells = ""
+            for one in self.samples.values():
+                texts = one.texts.get(prompt, {})
+                finest = next(iter(texts.values()), "")
+                said = (
+                    f"{_compared(texts[name], finest)} {self.page.made_by([one.command(prompt, name)])}"
+                    if name in texts
+                    else "–"
+                )
+                cells += f"<td>{said}</td>"
+            rows += f"<tr><th scope=row>{name}</th>{cells}</tr>"
+        return (
+            f"<div class=scroll><table class=samples><caption><strong>{escape(prompt)} …</strong></caption>"
+            f"<thead><tr><th scope=col>precision</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        )
+
+    def _commands(self) -> str:
+        tuned = [(run.name, run.tuning["versions"]) for run in self.runs if run.tuning and run.tuning["versions"]]
+        told = [f"{name} with {', '.join(f'{k} {v}' for k, v in versions.items())}" for name, versions in tuned]
+        used = f"<p class=caption>Tuned: {escape('; '.join(told))}.</p>" if told else ""
+        intro = "<p>The numbers beside figures and tables refer to these commands, which made them.</p>"
+        return f"{intro}{self.page.list_of_commands()}{used}"
+
+    # What several sections share.
+
+    def _by_run(self, measured: Measured, cell: Any) -> tuple[list[str], list[list[Cell]]]:
+        """Headings and rows of a table with a row for each precision and a column for each run."""
+        runs = [run for run in self.names if any(there == run for there, _ in measured)]
+        names = [name for name in NAMES if any(there == name for _, there in measured)]
+        rows = [
+            [word(shown(name)), *(cell(measured[run, name]) if (run, name) in measured else Cell("–") for run in runs)]
+            for name in names
+        ]
+        return ["precision", *runs], rows
+
+    def _missing(self, what: str, command: str, more: str = "") -> str:
+        """A line in place of what is absent."""
+        run = self.runs[0]
+        places = {
+            "run": run.path,
+            "model": run.nested or run.path,
+            "checkpoint": run.path / "model" if run.tuning else run.path,
+        }
+        quoted = {name: shlex.quote(str(path)) for name, path in places.items()}
+        return f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code>{more} makes it.</p>"
+
+
+def _lede(run: Run, after: Series | None, before: Series | None, series: Sequence[Series], present: Sequence[str]) -> str:
+    """The result in a sentence or two."""
+    finest, coarsest = present[0], present[-1]
+    sizes = _bytes(run.summary)
+    sentences = []
+    if finest != coarsest and {finest, coarsest} <= sizes.keys():
+        sentences.append(
+            f"<strong>{escape(run.name)}</strong> takes {_size(sizes[finest])} at {finest}, and the first "
+            f"{_size(sizes[coarsest])} of it are the model at {coarsest}."
+        )
+    if after and (cost := _cost(after, finest, coarsest)) is not None:
+        others = [
+            f"{'before tuning' if other is before else escape(other.label)}: {there:+.1%}"
+            for other in series
+            if other is not after and (there := _cost(other, finest, coarsest)) is not None
+        ]
+        more = f" ({', '.join(others)})" if others else ""
+        sentences.append(f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+.1%}</strong>{more}.")
+    return " ".join(sentences)
+
+
+def _cost(series: Series, finest: str, coarsest: str) -> float | None:
+    values = series.values
+    if finest == coarsest or not {finest, coarsest} <= values.keys():
+        return None
+    cost = values[coarsest] / values[finest] - 1
+    return cost if math.isfinite(cost) else None
+
+
+def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> str:
+    sizes = _bytes(run.summary)
+    bits = Precision(name).bits_per_weight(run.summary.group_size if run.summary else GROUP_SIZE)
+    lines = [f"<dt>{name}</dt>"]
+    if after and name in after.values:
+        lines.append(f"<dd class=figure>{_number(after.values[name])}</dd>")
+    if name in sizes:
+        lines.append(f"<dd>{_size(sizes[name])}</dd>")
+    lines.append(f"<dd>{bits:.2f} bits</dd>")
+    if before and name in before.values:
+        lines.append(f"<dd>{_number(before.values[name])} before tuning</dd>")
+    return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'
+
+
+def _points(measured: Measured, key: str) -> list[charts.Row]:
+    return [{"precision": name, "run": run, "stage": "after", "value": entry[key]} for (run, name), entry in measured.items()]
+
+
+def _commands(measured: Measured) -> list[str]:
+    return [command for entry in measured.values() for command in entry.get("commands", [entry.get("command")])]
+
+
+def _perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
+    if name not in values:
+        return Cell("–")
+    value, full = values[name], values.get(FULL)
+    differs = name != FULL and full and math.isfinite(value / full)
+    return Cell(_number(value), value, f"{value / full - 1:+.1%}" if full and differs else "")
+
+
+def _score_cell(entry: Entry | None) -> Cell:
+    if entry is None:
+        return Cell("–")
+    return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
+
+
+def _means(by_task: Mapping[str, Measured]) -> Measured:
+    """The mean over tasks wherever every task was measured; standard errors add up as those of independent figures."""
+    if len(by_task) < 2:
+        return {}
+    means: Measured = {}
+    for place in set.intersection(*map(set, by_task.values())):
+        entries = [measured[place] for measured in by_task.values()]
+        errors = [entry["stderr"] for entry in entries if entry["stderr"] is not None]
+        means[place] = {
+            "value": sum(entry["value"] for entry in entries) / len(entries),
+            "stderr": math.hypot(*errors) / len(entries) if len(errors) == len(entries) else None,
+            "commands": [entry["command"] for entry in entries],
+        }
+    return means
+
+
+def _lost(figures: Entry, name: str) -> str:
+    return f"{figures['lost'][name]:.1%}" if name in figures["lost"] else ""
+
+
+def _compared(text: str, finest: str) -> str:
+    """The text, with what follows the first difference from the finest precision's marked."""
+    pairs = enumerate(zip(text, finest, strict=False))
+    same = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(finest)))
+    marked = f"<mark>{escape(text[same:])}</mark>" if text[same:] else ""
+    return escape(text[:same]) + marked
+
+
+def _inspect(run: Run) -> str:
+    return shlex.join(["otaro", "inspect", str(run.nested)])
+
+
+def _bytes(summary: Summary | None) -> dict[str, int]:
+    return {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
+
+
+def _number(value: float) -> str:
+    """A perplexity: as many digits as are worth reading."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e7 else f"{value:.1e}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,269 @@
+"""What `otaro report` is given, read and checked: the run folders of `otaro tune`, and models that carry their measurements.
+
+A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model, `nested` and
+`model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or ordinary, may be given in its
+own right: it then stands for itself, and serves as a baseline. Findings of `otaro analyze` lie in `analysis` folders.
+
+Whatever is absent stays empty here; whatever is present must make sense, or the file is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from otaro.errors import OtaroError
+from otaro.file.header import BASE, shard_name
+from otaro.file.io import NestedDirectory
+from otaro.file.summary import Summary, summarize
+from otaro.sefp.precision import PRECISIONS
+
+FULL = "fp"
+NAMES = (FULL, *map(str, PRECISIONS))
+"""Every precision a measurement may have, the unquantised weights first."""
+
+_REQUIRED = {
+    "perplexity": {"text": str, "window": int, "value": float},
+    "task": {"task": str, "metric": str, "value": float},
+    "divergence": {"text": str, "window": int, "kl": float, "agreement": float},
+}
+_FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of log.jsonl."""
+
+    step: int
+    precision: str
+    loss: float
+    applied: bool
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One argument of `otaro report`."""
+
+    name: str
+    path: Path
+    tuning: dict[str, Any] | None
+    """config.json of `otaro tune`."""
+    log: list[Step]
+    held_out: dict[Literal["before", "after"], dict[str, float]]
+    """Perplexity on data held out from the tuning, by precision."""
+    quality: list[dict[str, Any]]
+    """Entries of quality.json."""
+    gradients: dict[str, Any] | None
+    weights: dict[str, Any] | None
+    nested: Path | None
+    """The nested directory."""
+    summary: Summary | None
+    """Sizes of the nested directory."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Weights that share an exponent."""
+        return self.summary.group_size if self.summary else None
+
+    @property
+    def command(self) -> str:
+        """The `otaro tune` that made this run, with every option as it was resolved."""
+        assert self.tuning is not None
+        words = ["otaro", "tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
+        for name, value in {**self.tuning["options"], **self.tuning["training"]}.items():
+            if value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):
+                continue
+            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+            words += [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+        return shlex.join(words)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read every folder. A run is called after its folder, or by its whole path where two folders are called the same."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise OtaroError("the same run is given twice")
+    short = [path.resolve().name for path in paths]
+    return [
+        _read(path, name if short.count(name) == 1 else str(path))
+        for path, name in zip(paths, short, strict=True)
+    ]  # fmt: skip
+
+
+def _read(path: Path, name: str) -> Run:
+    if not path.is_dir():
+        raise OtaroError(f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory")
+    if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
+        tuning, models = _read_tuning(path / "config.json"), [path / "nested", path / "model"]
+    elif (path / "config.json").is_file():
+        tuning, models = None, [path]
+    else:
+        raise OtaroError(f"{path} is neither a run folder of `otaro tune` nor a model's directory: no config.json in it")
+    nested = next((model for model in models if (model / shard_name(BASE)).is_file()), None)
+    homes = dict.fromkeys([path, *models])
+    return Run(
+        name=name,
+        path=path,
+        tuning=tuning,
+        log=list(_read_log(path / "log.jsonl")),
+        held_out=_read_held_out(path / "perplexity.json"),
+        quality=_without_repeats(entry for model in models for entry in read_quality(model)),
+        gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
+        weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
+        nested=nested,
+        summary=summarize(NestedDirectory(nested)) if nested else None,
+    )
+
+
+def read_quality(directory: Path) -> list[dict[str, Any]]:
+    """The entries of quality.json in a model's directory, none if there is no such file."""
+    path = directory / "quality.json"
+    if (stored := read_json(path)) is None:
+        return []
+    _need(stored.get("schema") == 1, path, 'its "schema" is not 1; it was written by another version of otaro')
+    entries = stored.get("entries")
+    _need(isinstance(entries, list), path, '"entries" is not a list')
+    for number, entry in enumerate(entries, 1):
+        where = f"entry {number}"
+        _need(isinstance(entry, dict), path, f"{where} is not an object")
+        _need(entry.get("kind") in _REQUIRED, path, f'{where} has an unknown "kind"')
+        _need(entry.get("precision") in NAMES, path, f'{where} has an unknown "precision"')
+        _need(isinstance(entry.get("command"), str), path, f'{where} has no "command"')
+        for key, kind in _REQUIRED[entry["kind"]].items():
+            fits = _is_number(entry.get(key)) if kind is float else isinstance(entry.get(key), kind)
+            _need(fits, path, f'{where} has no proper "{key}"')
+        for key in ("stderr", "tokens_per_second"):
+            _need(entry.get(key) is None or _is_number(entry[key]), path, f'{where} has a strange "{key}"')
+    return [{"stderr": None, "tokens_per_second": None, **entry} for entry in entries]
+
+
+def read_json(path: Path) -> Any:
+    """The object in a JSON file, None if there is no file."""
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OtaroError(f"{path} is damaged: not JSON ({error}); make it again or remove it") from None
+    _need(isinstance(stored, dict), path, "not a JSON object")
+    return stored
+
+
+def _read_tuning(path: Path) -> dict[str, Any]:
+    stored = read_json(path)
+    if stored is None:
+        raise OtaroError(f"{path} is missing, though a log or perplexities of a run lie beside it")
+    for key, kind in {"model": str, "data": str, "options": dict, "training": dict}.items():
+        _need(isinstance(stored.get(key), kind), path, f'no proper "{key}"')
+    _need(isinstance(stored.setdefault("versions", {}), dict), path, 'no proper "versions"')
+    return dict(stored)
+
+
+def _read_held_out(path: Path) -> dict[Literal["before", "after"], dict[str, float]]:
+    stored = read_json(path) or {}
+    found: dict[Literal["before", "after"], dict[str, float]] = {}
+    stages: tuple[Literal["before", "after"], ...] = ("before", "after")
+    for stage in stages:
+        if stage in stored:
+            values = stored[stage]
+            sound = isinstance(values, dict) and values.keys() <= set(NAMES) and all(map(_is_number, values.values()))
+            _need(sound, path, f'"{stage}" does not map precisions to numbers')
+            found[stage] = values
+    return found
+
+
+def _read_log(path: Path) -> Iterator[Step]:
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise OtaroError(f"{path} is damaged: line {number} is not JSON; `otaro tune --resume` mends it") from None
+        _need(isinstance(record, dict) and isinstance(record.get("step"), int), path, f'line {number} has no "step"')
+        if "precision" not in record:  # the last line: what delayed accumulation had left over
+            continue
+        sound = record["precision"] in NAMES and _is_number(record.get("loss"))
+        _need(sound, path, f'line {number} has no proper "precision" and "loss"')
+        scores = record.get("scores") or {}
+        _need(isinstance(scores, dict) and scores.keys() <= set(NAMES), path, f'line {number} has strange "scores"')
+        finite = {name: float(score) for name, score in scores.items() if _is_number(score) and math.isfinite(score)}
+        yield Step(record["step"], record["precision"], record["loss"], record.get("applied") is not False, finite)
+
+
+def _read_gradients(path: Path) -> dict[str, Any] | None:
+    stored = read_json(path)
+    if stored is None:
+        return None
+    names: Any = stored.get("precisions")
+    _need(isinstance(names, list) and bool(names) and set(names) <= set(NAMES), path, 'no proper "precisions"')
+    _need(_is_matrix(stored.get("overall"), len(names)), path, '"overall" is not a matrix of the precisions')
+    modules = stored.get("modules", [])
+    _need(isinstance(modules, list), path, '"modules" is not a list')
+    for module in modules:
+        sound = isinstance(module, dict) and isinstance(module.get("projection"), str) and isinstance(module.get("module"), str)
+        sound = sound and isinstance(module.get("layer"), int | None) and _is_matrix(module.get("matrix"), len(names))
+        _need(sound, path, 'a part of "modules" lacks module, projection, layer or a matrix of the precisions')
+    for precision, noise in _mapping(stored, "noise", path).items():
+        lists: list[Any] = [noise.get(key) for key in ("n", "ratio", "one_over_sqrt_n")] if isinstance(noise, dict) else []
+        sound = len(lists) == 3 and all(isinstance(some, list) and all(map(_is_number, some)) for some in lists)
+        _need(
+            sound and len({len(some) for some in lists}) == 1, path, f'"noise" at {precision} is not three lists of one length'
+        )
+    for precision, errors in _mapping(stored, "norm_error", path).items():
+        sound = isinstance(errors, list) and all(map(_is_number, errors))
+        _need(sound, path, f'"norm_error" at {precision} is not a list of numbers')
+    return dict(stored)
+
+
+def _read_weights(path: Path) -> dict[str, Any] | None:
+    stored = read_json(path)
+    if stored is None:
+        return None
+    for size, figures in _mapping(stored, "overall", path, keys=None).items():
+        sound = size.isdecimal() and isinstance(figures, dict)
+        sound = sound and all(_is_number(figures.get(key)) for key in ("outlier_groups", "clamped"))
+        for key in ("lost", "error"):
+            sound = sound and isinstance(figures.get(key), dict) and figures[key].keys() <= set(NAMES)
+            sound = sound and all(map(_is_number, figures[key].values()))
+        _need(sound, path, f'"overall" at group size {size!r} lacks figures or has strange ones')
+    return dict(stored)
+
+
+def _mapping(stored: dict[str, Any], key: str, path: Path, keys: Sequence[str] | None = NAMES) -> dict[str, Any]:
+    found = stored.get(key, {})
+    sound = isinstance(found, dict) and (keys is None or found.keys() <= set(keys))
+    _need(sound, path, f'"{key}" is not an object' + (" by precision" if keys else ""))
+    return dict(found)
+
+
+def _without_repeats(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured of both the nested model and the checkpoint counts once, as measured of the nested model."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in entries:
+        told_by = ("kind", "precision", "text", "text_sha256", "window", "stride", "task", "metric", "limit")
+        kept.setdefault(tuple(entry.get(key) for key in told_by), entry)
+    return list(kept.values())
+
+
+def _first(found: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    return next((some for some in found if some is not None), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_matrix(value: Any, size: int) -> bool:
+    rows = value if isinstance(value, list) else []
+    return len(rows) == size and all(isinstance(row, list) and len(row) == size and all(map(_is_number, row)) for row in rows)
+
+
+def _need(condition: bool, path: Path, what: str) -> None:
+    if not condition:
+        raise OtaroError(f"{path} is damaged: {what}; make it again or remove it")

@@ -1,0 +1,111 @@
+"""The same prompts continued at every precision, kept beside the run as samples.json.
+
+The likeliest token is taken at each step, as `otaro generate` does by default, so its command says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.evaluate.run_folder import read_json
+from otaro.file.atomic import explained
+from otaro.file.io import NestedDirectory
+from otaro.sefp.precision import PRECISIONS
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Continuations by prompt and precision."""
+
+    nested: Path
+    max_new_tokens: int
+    texts: dict[str, dict[str, str]]
+    """By prompt, then by precision; without the prompt."""
+
+    def command(self, prompt: str, precision: str) -> str:
+        """The command that says the same."""
+        words = ["otaro", "generate", str(self.nested), "--prompt", prompt, "--precision", precision]
+        return shlex.join([*words, "--max-new-tokens", str(self.max_new_tokens)])
+
+
+def sample(
+    nested: Path,
+    keep: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Samples:
+    """Continue every prompt at every precision present; what the file `keep` already holds of them is not made again."""
+    directory = NestedDirectory(nested)
+    precisions = [str(p) for p in PRECISIONS if p <= directory.finest]
+    made_from = {"schema": 1, "model": directory.base.header.model, "max_new_tokens": max_new_tokens}
+    texts = _kept(keep, made_from)
+    wanted = [(prompt, name) for name in precisions for prompt in prompts if name not in texts.get(prompt, {})]
+    if wanted:
+        model, tokenizer = _open(nested)
+        for number, (prompt, name) in enumerate(wanted):
+            progress(name, number, len(wanted))
+            texts.setdefault(prompt, {})[name] = _continue(model, tokenizer, prompt, name, max_new_tokens)
+        write_whole(keep, json.dumps({**made_from, "texts": texts}, indent=1) + "\n")
+    return Samples(nested, max_new_tokens, {prompt: {name: texts[prompt][name] for name in precisions} for prompt in prompts})
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with explained(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _kept(path: Path, made_from: dict[str, Any]) -> dict[str, dict[str, str]]:
+    stored = read_json(path) or {}
+    if any(stored.get(key) != value for key, value in made_from.items()):
+        return {}  # of another model, or of another length
+    texts: Any = stored.get("texts")
+    by_prompt = texts.values() if isinstance(texts, dict) else [None]
+    if not all(isinstance(some, dict) and all(isinstance(text, str) for text in some.values()) for some in by_prompt):
+        raise OtaroError(f"{path} is damaged: its texts are not text by prompt and precision; remove it")
+    return dict(texts)
+
+
+def _open(nested: Path) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    from otaro.runtime.load import load
+
+    if not any((nested / name).is_file() for name in _TOKENIZERS):
+        raise OtaroError(
+            f"{nested} has no tokenizer to make samples with; copy it from the original model, or pass --no-samples"
+        )
+    return load(nested), AutoTokenizer.from_pretrained(nested, trust_remote_code=False)
+
+
+def _continue(model: Any, tokenizer: Any, prompt: str, precision: str, max_new_tokens: int) -> str:
+    from otaro.runtime.precision import set_precision
+    from otaro.runtime.session import padding_token
+
+    set_precision(model, precision)
+    ids = tokenizer(prompt, return_tensors="pt")
+    if not ids["input_ids"].numel():
+        raise OtaroError(f"the prompt {prompt!r} holds no token")
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    output = model.generate(**ids, max_new_tokens=max_new_tokens, pad_token_id=padding_token(tokenizer), **greedy)
+    text: str = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
