@@ -46,6 +46,7 @@ def by_precision(
     title: str,
     *,
     group_size: int | None = None,
+    from_zero: bool = False,
     height: int = 240,
 ) -> Spec:
     """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
@@ -59,11 +60,11 @@ def by_precision(
         if math.isfinite(row["value"])
     ]
     values = [row["value"] for row in data]
-    wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
+    wide = bool(values) and not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_FROM
     order = [_tick(name, group_size) for name in [*reversed(NAMES[1:]), FULL]]
     axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if group_size else 10)
     x = alt.X("at:N", sort=order, title="precision and bits per weight" if group_size else "precision", axis=axis)
-    scale = alt.Scale(type="log", nice=True) if wide else alt.Scale(zero=False, nice=True, padding=12)
+    scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     names = [BEFORE, *runs]
     present = [name for name in names if any(row["run"] == name for row in data)]
@@ -267,7 +268,7 @@ def noise(gradients: dict[str, Any]) -> Spec:
     colour = _precision_colour(alt, {row["precision"] for row in rows})
     tooltip = [alt.Tooltip("precision:N"), alt.Tooltip("n:Q", title="N"), alt.Tooltip("ratio:Q", format=".4f"),
                alt.Tooltip("expected:Q", title="1/√N", format=".4f")]  # fmt: skip
-    y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log"))
+    y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
     lines = (
         base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, color=colour, tooltip=tooltip).properties(name="lines")
     )

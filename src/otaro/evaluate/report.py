@@ -201,9 +201,8 @@ class _Report:
     def _divergence(self) -> str:
         parts = []
         for text, measured in _by_text(self.runs, "divergence").items():
-            chart = charts.by_precision(
-                _points(measured, "kl"), self.names, "divergence (nats)", group_size=self.group_size
-            )  # fmt: skip
+            points = _points(measured, "kl")
+            chart = charts.by_precision(points, self.names, "divergence (nats)", group_size=self.group_size)
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
             commands = _commands(measured)
             parts.append(self.page.figure(f"Divergence from the unquantised model on {text}", hint, commands, chart))
@@ -257,9 +256,8 @@ class _Report:
                     fastest[place] = entry
         if not fastest:
             return self._missing("speed", "otaro eval {model} --precision all --text FILE")
-        chart = charts.by_precision(
-            _points(fastest, "tokens_per_second"), self.names, "tokens per second", group_size=self.group_size
-        )  # fmt: skip
+        points = _points(fastest, "tokens_per_second")
+        chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
         note = "Tokens read per second while perplexity was measured; of several measurements the fastest."
         headings, rows = self._by_run(fastest, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
         commands = _commands(fastest)
@@ -475,7 +473,7 @@ def _means(by_task: Mapping[str, Measured]) -> Measured:
     if len(by_task) < 2:
         return {}
     means: Measured = {}
-    for place in set.intersection(*map(set, by_task.values())):
+    for place in sorted(set.intersection(*map(set, by_task.values()))):
         entries = [measured[place] for measured in by_task.values()]
         errors = [entry["stderr"] for entry in entries if entry["stderr"] is not None]
         means[place] = {

@@ -21,7 +21,7 @@
     axisX: { grid: false },
     axisQuantitative: { tickCount: 6 },
     axisY: { domain: false, ticks: false, labelPadding: 8 },
-    legend: { ...text, labelColor: "var(--ink)", labelFontSize: 13, symbolSize: 90, columnPadding: 18, offset: 14 },
+    legend: { ...text, labelColor: "var(--ink)", labelFontSize: 13, symbolSize: 90, columnPadding: 14, offset: 14 },
     text: { fill: "var(--ink)", fontSize: 12 },
   };
   const options = {

@@ -1,0 +1,531 @@
+"""The report page: what it says, what it refuses, and what a browser makes of it."""
+
+import base64
+import errno
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import otaro
+from otaro.builtin import MODEL_DIR
+from otaro.errors import OtaroError
+from otaro.evaluate.charts import BEFORE
+from otaro.evaluate.page import _library
+from otaro.evaluate.report import perplexities, write_report
+from otaro.evaluate.run_folder import NAMES, read_runs
+from otaro.evaluate.samples import Samples, sample
+
+PRECISIONS = NAMES[1:]
+BEFORE_TUNING = dict(zip(NAMES, (7.94, 7.95, 7.96, 7.99, 8.06, 8.35, 9.87), strict=True))
+TUNED = dict(zip(NAMES, (7.90, 7.91, 7.91, 7.92, 7.97, 8.10, 8.52), strict=True))
+STEPS = 90
+EVAL = "otaro eval run/nested --precision all"
+EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'&{{script}}"
+
+
+def quality_entries(scale: float) -> list[dict]:
+    made = {"command": f"{EVAL} --text wiki.txt", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}}
+    text = {"text": "wiki.txt", "text_sha256": "ab" * 32, "window": 512, "tokens": 9000}
+    entries = []
+    for number, name in enumerate(NAMES):
+        value = 20 * scale * 1.5 ** max(0, number - 3)
+        speed = 900.0 + 50 * number
+        entries.append(
+            {"kind": "perplexity", "precision": name, **text, "stride": 256, "value": value, "tokens_per_second": speed, **made}
+        )
+        for task in ("arc_easy", "piqa"):
+            score = {"metric": "acc_norm", "value": 0.6 / scale - 0.02 * number, "stderr": 0.01, "samples": 500, "limit": None}
+            entries.append(
+                {"kind": "task", "precision": name, "task": task, **score, **made, "command": f"{EVAL} --tasks {task}"}
+            )
+        if name != "fp":
+            figures = {"kl": 0.001 * 3**number, "agreement": 1 - 0.03 * number}
+            entries.append({"kind": "divergence", "precision": name, **text, **figures, **made})
+    return entries
+
+
+def gradients() -> dict:
+    def matrix(slope: float) -> list[list[float]]:
+        return [[1 - slope * abs(i - j) for j in range(6)] for i in range(6)]
+
+    projections = ("q_proj", "k_proj", "down_proj")
+    modules = [
+        {"module": f"model.layers.{i}.{p}", "layer": i, "projection": p, "matrix": matrix(0.02 * (i + 1) + 0.01 * len(p))}
+        for i in range(4)
+        for p in projections
+    ]
+    modules.append({"module": "lm_head", "layer": None, "projection": "lm_head", "matrix": matrix(0.05)})
+    counts = [1, 2, 4, 8, 16]
+    noise = {"n": counts, "ratio": [0.9 * n**-0.45 for n in counts], "one_over_sqrt_n": [n**-0.5 for n in counts]}
+    return {
+        "precisions": list(PRECISIONS),
+        "overall": matrix(0.06),
+        "modules": modules,
+        "norm_error": {name: [0.01 * i + 0.002 * b for b in range(8)] for i, name in enumerate(PRECISIONS)},
+        "noise": {"E5M4": noise, "E5M3": {**noise, "ratio": [1.2 * n**-0.4 for n in counts]}},
+        "command": "otaro analyze gradients run/model --text wiki.txt",
+    }
+
+
+def weights() -> dict:
+    figures = {
+        "outlier_groups": 0.04,
+        "clamped": 0.001,
+        "lost": {name: 0.02 * i for i, name in enumerate(PRECISIONS)},
+        "error": {name: 0.004 * 2**i for i, name in enumerate(PRECISIONS)},
+    }
+    return {"overall": {"32": figures, "64": figures}, "command": "otaro analyze weights run/model"}
+
+
+def make_run(directory: Path, tuned: dict, nested: Path | None = None, data: str = "builtin", method: str = "bps") -> Path:
+    """A run folder as `otaro tune` leaves it, written by hand."""
+    directory.mkdir(parents=True)
+    training = {"steps": STEPS, "epochs": 1.0, "sequence_length": 128, "seed": 0, "lora": None, "bf16": False}
+    options = {"method": method, "exploration": 5.0, "precisions": list(PRECISIONS)}
+    versions = {"otaro": "0.1.0", "torch": "2.13.0"}
+    config = {"model": "builtin", "data": data, "options": options, "training": training, "versions": versions}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": tuned}))
+    lines = []
+    for step in range(1, STEPS + 1):
+        name = "fp" if method == "fp" else PRECISIONS[(step * 5 + step // 7) % 6]
+        loss = 2 + math.exp(-step / 30) + 0.05 * math.sin(step) + 0.1 * (name == "E5M3")
+        scores = {} if method == "fp" else {p: 0.1 * i - loss / step for i, p in enumerate(PRECISIONS)}
+        record = {"step": step, "precision": name, "loss": loss, "scores": scores, "applied": name != "E5M3" or step % 2 == 0}
+        lines.append(json.dumps(record) + "\n")
+    lines.append(json.dumps({"step": STEPS, "leftover": 3, "applied": True}) + "\n")
+    (directory / "log.jsonl").write_text("".join(lines))
+    if nested:
+        shutil.copytree(nested, directory / "nested")
+    return directory
+
+
+def measure(run: Path, scale: float) -> None:
+    """Add what `otaro eval` and `otaro analyze` would."""
+    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": "x", "entries": quality_entries(scale)}))
+    (run / "analysis").mkdir()
+    (run / "analysis" / "gradients.json").write_text(json.dumps(gradients()))
+    (run / "analysis" / "weights.json").write_text(json.dumps(weights()))
+
+
+@pytest.fixture(scope="module")
+def builtin_nested(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "nested"
+    otaro.pack(MODEL_DIR, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def full_report(builtin_nested, tmp_path_factory) -> Path:
+    """A report of two runs with everything measured of the first."""
+    home = tmp_path_factory.mktemp("full")
+    best = make_run(home / "best", TUNED, builtin_nested)
+    measure(best, 1.0)
+    plain = make_run(home / "plain", {**BEFORE_TUNING, "E5M3": 9.6}, builtin_nested, method="fp")
+    measure(plain, 1.1)
+    runs = read_runs([best, plain])
+    texts = {name: f" returns a\nvalue{' of a kind' * (name < 'E5M5')}" for name in PRECISIONS}
+    samples = {run.name: Samples(Path("run/nested"), 40, {"The function": texts}) for run in runs}
+    write_report(runs, samples, home / "report.html")
+    return home / "report.html"
+
+
+class Reader(HTMLParser):
+    """What of a page a test asks about: its text, and every element with its attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.elements, self._raw = "", [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._raw = tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._raw = False
+
+    def handle_data(self, data):
+        self.text += "" if self._raw else data
+
+    def attributes(self, name):
+        return [attributes[name] for _, attributes in self.elements if name in attributes]
+
+
+def page_of(*runs: Path, samples: dict | None = None) -> str:
+    out = runs[0].parent / "page.html"
+    write_report(read_runs(runs), samples or {}, out)
+    return out.read_text()
+
+
+def charts_of(page: str) -> dict[str, dict]:
+    """Specifications by description."""
+    stored = json.loads(re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)[1])
+    return {spec["description"]: spec for spec in stored.values()}
+
+
+# What the page says.
+
+
+def test_the_opening_tells_the_result(full_report):
+    text = Reader(full_report.read_text()).text
+    assert "One model, six precisions" in text
+    assert "best takes 1.6 MB at E5M8, and the first 729.2 kB of it are the model at E5M3." in text
+    assert "perplexity changes by +7.7% (before tuning: +24.2%, plain: +20.8%)" in text
+    assert "8.52729.2 kB4.08 bits9.87 before tuning" in text
+
+
+def test_every_figure_and_table_refers_to_a_command_and_every_command_is_listed(full_report):
+    page = full_report.read_text()
+    blocks = re.findall(r'<figcaption>.*?</figcaption>|<table class="sortable.*?</caption>', page, re.DOTALL)
+    (samples,) = re.findall(r"<table class=samples>(.*?)</table>", page, re.DOTALL)
+    blocks += re.findall(r"<td>.*?</td>", samples, re.DOTALL)
+    assert len(blocks) == 20 + 9 + 2 * 6
+    assert all('href="#command-' in block for block in blocks)
+    commands = [html.unescape(one) for one in re.findall(r'<li id="command-\d+"><code>(.*?)</code>', page)]
+    assert f"{EVAL} --text wiki.txt" in commands
+    assert "otaro analyze gradients run/model --text wiki.txt" in commands
+    assert "otaro generate run/nested --prompt 'The function' --precision E5M4 --max-new-tokens 40" in commands
+    referred = {int(number) for number in re.findall(r'href="#command-(\d+)"', page)}
+    assert referred == set(range(1, len(commands) + 1))
+
+
+def test_the_command_of_a_run_names_every_option(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "a run", TUNED)])
+    options = "--method bps --lambda 5.0 --precisions E5M8,E5M7,E5M6,E5M5,E5M4,E5M3"
+    training = f"--steps {STEPS} --sequence-length 128 --seed 0"
+    assert run.command == f"otaro tune builtin --data builtin --out '{tmp_path}/a run' {options} {training}"
+
+
+def test_runs_on_the_same_data_share_their_baseline_and_others_do_not(tmp_path):
+    one, two = make_run(tmp_path / "one", TUNED), make_run(tmp_path / "two", TUNED)
+    other = make_run(tmp_path / "other", TUNED, data="mine.txt")
+    (two / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": TUNED}))
+    found = perplexities(read_runs([one, two, other]))
+    assert [[series.label for series in several] for several in found.values()] == [
+        [BEFORE, "one", "two"],
+        [BEFORE, "other"],
+    ]
+    (two / "perplexity.json").write_text(json.dumps({"before": {"E5M8": 9.0}, "after": TUNED}))
+    labels = [series.label for series in next(iter(perplexities(read_runs([one, two])).values()))]
+    assert labels == ["one, before", "one", "two, before", "two"]
+
+
+def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builtin_nested):
+    run = make_run(tmp_path / "run", TUNED, builtin_nested)
+    entries = quality_entries(1.0)
+    for form, value in (("nested", 20.0), ("model", 30.0)):
+        changed = [{**entry, "value": value} if entry["kind"] == "perplexity" else entry for entry in entries]
+        (run / form).mkdir(exist_ok=True)
+        (run / form / "quality.json").write_text(json.dumps({"schema": 1, "entries": changed}))
+    (read,) = read_runs([run])
+    assert len(read.quality) == len(entries)
+    assert {entry["value"] for entry in read.quality if entry["kind"] == "perplexity"} == {20.0}
+
+
+def test_a_model_stands_for_itself(tmp_path, builtin_nested):
+    nested = Path(shutil.copytree(builtin_nested, tmp_path / "nested"))
+    (nested / "quality.json").write_text(json.dumps({"schema": 1, "entries": quality_entries(1.0)}))
+    page = page_of(nested)
+    assert "nested takes 1.6 MB at E5M8" in Reader(page).text
+    assert "Loss by step" not in page
+
+
+def test_a_wide_range_of_perplexities_is_logarithmic(tmp_path):
+    narrow = charts_of(page_of(make_run(tmp_path / "narrow", TUNED)))
+    wide = charts_of(page_of(make_run(tmp_path / "wide", {**TUNED, "E5M3": 605.0})))
+    kinds = [next(iter(spec.values()))["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for spec in (narrow, wide)]
+    assert kinds == ["linear", "log"]
+
+
+def test_what_is_absent_is_one_line_with_the_command_that_makes_it(tmp_path):
+    run = make_run(tmp_path / "run", TUNED)
+    (run / "log.jsonl").unlink()
+    page = page_of(run)
+    missing = [html.unescape(one) for one in re.findall(r"<p class=missing>No [^<]*<code>(.*?)</code>", page)]
+    assert missing == [
+        f"otaro eval {run} --precision all --tasks zeroshot8",
+        f"otaro eval {run} --precision all --text FILE --divergence",
+        f"otaro pack {run} OUT",
+        f"otaro eval {run} --precision all --text FILE",
+        "otaro tune MODEL --data FILE --out RUN",
+        f"otaro analyze gradients {run / 'model'} --text FILE",
+        f"otaro analyze weights {run / 'model'}",
+        f"otaro report {run}",
+    ]
+
+
+def test_figures_that_are_not_finite_are_told_and_not_drawn(tmp_path):
+    run = make_run(tmp_path / "run", {**TUNED, "E5M3": math.inf})
+    log = (run / "log.jsonl").read_text().splitlines()
+    (run / "log.jsonl").write_text("\n".join([*log[:5], json.dumps({**json.loads(log[5]), "loss": math.nan}), *log[6:]]))
+    page = page_of(run)
+    assert "not finite" in Reader(page).text
+    assert "1 steps without a finite loss are left out" in page
+    charts_of(page)  # its JSON has neither NaN nor Infinity, or this would not be sound JSON
+    assert not re.search(r"\b(NaN|Infinity)\b", re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)[1])
+
+
+# What comes from files is hostile.
+
+
+@pytest.fixture(scope="module")
+def hostile_report(builtin_nested, tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("hostile")
+    run = make_run(home / '<img src=x onerror=alert(1)>"&', TUNED, builtin_nested, data=EVIL)
+    entries = [{**entry, "command": EVIL} for entry in quality_entries(1.0)]
+    for entry in entries:
+        entry.update({key: EVIL for key in ("text", "task", "metric", "text_sha256") if key in entry})
+    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "entries": entries}))
+    stored = gradients()
+    stored["command"] = EVIL
+    stored["modules"][0].update(module=EVIL, projection=EVIL)
+    (run / "analysis").mkdir()
+    (run / "analysis" / "gradients.json").write_text(json.dumps(stored))
+    (run / "analysis" / "weights.json").write_text(json.dumps({**weights(), "command": EVIL}))
+    config = json.loads((run / "config.json").read_text())
+    config["options"]["method"] = EVIL
+    config["versions"] = {EVIL: EVIL}
+    (run / "config.json").write_text(json.dumps(config))
+    runs = read_runs([run])
+    samples = {runs[0].name: Samples(Path(EVIL), 40, {EVIL: {"E5M8": EVIL, "E5M3": f"x{EVIL}"}})}
+    write_report(runs, samples, home / "report.html")
+    return home / "report.html"
+
+
+def test_hostile_text_stays_text(hostile_report, full_report):
+    hostile, plain = Reader(hostile_report.read_text()), Reader(full_report.read_text())
+    assert EVIL in hostile.text
+    assert {tag for tag, _ in hostile.elements} <= {tag for tag, _ in plain.elements}
+    assert sum(tag == "script" for tag, _ in hostile.elements) == 3
+    assert not [name for _, attributes in hostile.elements for name in attributes if name.startswith("on")]
+    assert EVIL in json.dumps(charts_of(hostile_report.read_text()), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
+    page = full_report.read_text()
+    reader = Reader(page)
+    assert not reader.attributes("src")
+    assert all(link.startswith("#") for link in reader.attributes("href"))
+    assert not re.search(r"@import|url\(", re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1])
+    (policy,) = (a["content"] for tag, a in reader.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert [f"'sha256-{digest}'" for digest in digests] == re.search(r"script-src (.*?);", policy)[1].split()
+
+
+# What is wrong is refused by name.
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", "{", "not JSON"),
+        ("config.json", "[1]", "not a JSON object"),
+        ("config.json", '{"model": "x", "data": 3}', 'no proper "data"'),
+        ("config.json", None, "is missing"),
+        ("perplexity.json", "\xff", "not JSON"),
+        ("perplexity.json", '{"before": {"E5M9": 1}}', '"before" does not map precisions to numbers'),
+        ("perplexity.json", '{"after": {"E5M8": "low"}}', '"after" does not map precisions to numbers'),
+        ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1}\n{"step": 2, "pre', "line 2 is not JSON"),
+        ("log.jsonl", '{"precision": "E5M8"}', 'line 1 has no "step"'),
+        ("log.jsonl", '{"step": 1, "precision": "E5M9", "loss": 1}', "line 1"),
+        ("nested/quality.json", '{"schema": 2, "entries": []}', '"schema" is not 1'),
+        ("nested/quality.json", '{"schema": 1, "entries": {}}', '"entries" is not a list'),
+        ("nested/quality.json", '{"schema": 1, "entries": [{"kind": "guess"}]}', 'entry 1 has an unknown "kind"'),
+        (
+            "model/quality.json",
+            '{"schema": 1, "entries": [{"kind": "task", "precision": "fp", "command": "c", "task": "t", "metric": "m"}]}',
+            'entry 1 has no proper "value"',
+        ),
+        ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1, 2]]}', '"overall" is not a matrix'),
+        ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "modules": [{}]}', '"modules" lacks'),
+        ("model/analysis/weights.json", '{"overall": {"64": {}}}', "group size '64'"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path, file, content, words):
+    run = make_run(tmp_path / "run", TUNED)
+    path = run / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(OtaroError) as refusal:
+        read_runs([run])
+    assert str(path) in str(refusal.value)
+    assert words in str(refusal.value)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(OtaroError, match="is not a directory; give a run folder"):
+        read_runs([tmp_path / "nowhere"])
+    with pytest.raises(OtaroError, match=r"neither a run folder of `otaro tune` nor a model's directory: no config.json"):
+        read_runs([tmp_path])
+    run = make_run(tmp_path / "run", TUNED)
+    with pytest.raises(OtaroError, match="the same run is given twice"):
+        read_runs([run, tmp_path / "run" / ".." / "run"])
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    paths = [make_run(tmp_path / place / "run", TUNED) for place in ("a", "b")]
+    assert [run.name for run in read_runs(paths)] == list(map(str, paths))
+
+
+def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", TUNED)
+    page_of(run)
+    before = (tmp_path / "page.html").read_text()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OtaroError, match="the disk is full"):
+        page_of(run)
+    assert (tmp_path / "page.html").read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    _library.cache_clear()
+    with pytest.raises(OtaroError, match=r"pip install 'otaro\[report\]'"):
+        page_of(make_run(tmp_path / "run", TUNED))
+
+
+# Samples.
+
+
+def test_samples_are_made_once_at_every_precision(builtin_nested, tmp_path, monkeypatch):
+    keep = tmp_path / "samples.json"
+    made = sample(builtin_nested, keep, ["The statement"], 4)
+    assert list(made.texts["The statement"]) == list(PRECISIONS)
+    assert all(made.texts["The statement"].values())
+    monkeypatch.setattr("otaro.evaluate.samples._open", lambda _: pytest.fail("made again"))
+    assert sample(builtin_nested, keep, ["The statement"], 4) == made
+    for prompts, length in ((["Another"], 4), (["The statement"], 5)):
+        with pytest.raises(pytest.fail.Exception, match="made again"):
+            sample(builtin_nested, keep, prompts, length)
+
+
+def test_samples_need_a_tokenizer_and_sound_files(nested_dir, builtin_nested, tmp_path):
+    with pytest.raises(OtaroError, match="has no tokenizer to make samples with"):
+        sample(nested_dir, tmp_path / "samples.json", ["The"], 4)
+    model = otaro.load(builtin_nested, "E5M3").sefp.nested.base.header.model
+    kept = {"schema": 1, "model": model, "max_new_tokens": 4, "texts": {"The": [1]}}
+    (tmp_path / "samples.json").write_text(json.dumps(kept))
+    with pytest.raises(OtaroError, match=r"samples.json is damaged"):
+        sample(builtin_nested, tmp_path / "samples.json", ["The"], 4)
+
+
+# A browser.
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """browser(page) is the page's content once its scripts have run, and what they wrote to the console."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no browser on this machine: none of chromium, chromium-browser, google-chrome is found")
+    profile = tmp_path_factory.mktemp("profile")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
+
+    def load(page: Path) -> tuple[str, list[str]]:
+        command = [program, *flags, "--window-size=1200,900", "--virtual-time-budget=20000", "--dump-dom", page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return load
+
+
+def drawn(content: str) -> dict[str, Counter]:
+    """How many marks of each kind every figure has, by description."""
+    figures = re.findall(r'<div class="chart[^>]*aria-label="([^"]*)"(.*?)</figure>', content, re.DOTALL)
+    kind = re.compile(r'role="graphics-symbol" aria-roledescription="([^"]*)"')
+    return {html.unescape(label): Counter(kind.findall(inside)) for label, inside in figures}
+
+
+def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
+    content, console = browser(full_report)
+    assert console == []
+    opening = re.search(r"<html[^>]*>", content)[0]
+    assert "data-failed" not in opening
+    figures = drawn(content)
+    assert f'data-drawn="{len(figures)}"' in opening
+    assert set(figures) == set(charts_of(full_report.read_text()))
+    held_out = figures["Perplexity on data held out of builtin (sequences of 128, seed 0)"]
+    assert (held_out["point"], held_out["line mark"]) == (3 * 7, 3)
+    assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
+    assert figures["Divergence from the unquantised model on wiki.txt (windows of 512, sha256 abababab)"]["point"] == 2 * 6
+    assert figures["Size of best, plain"]["bar"] == 7
+    assert figures["Speed"]["point"] == 2 * 7
+    assert figures["Loss by step, best"]["circle"] == STEPS
+    assert figures["Loss by step, plain"]["line mark"] == 1
+    assert figures["Search path, best"]["rect mark"] == STEPS
+    assert "Search path, plain" not in figures
+    assert figures["Similarity of gradients, best"]["rect mark"] == 36
+    assert figures["Similarity by layer and projection, best"]["rect mark"] == 13
+    assert figures["Noise left after adding up N batches, best"]["line mark"] == 3
+
+
+ACTIONS = """
+const wait = setInterval(() => { if (document.documentElement.dataset.drawn) { clearInterval(wait); act(); } }, 50);
+function act() {
+const told = {};
+const table = document.querySelector("table.sortable");
+const heading = (n) => table.tHead.rows[0].cells[n];
+const column = (n) => [...table.tBodies[0].rows].map((row) => row.cells[n].firstChild.textContent.trim());
+heading(2).querySelector("button").click();
+told.ascending = [heading(2).getAttribute("aria-sort"), column(2)];
+heading(2).querySelector("button").click();
+told.descending = [heading(2).getAttribute("aria-sort"), column(2)];
+heading(0).querySelector("button").click();
+told.words = [heading(2).getAttribute("aria-sort"), column(0)];
+const ink = () => getComputedStyle(document.querySelector("svg .role-axis-label text")).fill;
+const light = ink();
+document.getElementById("theme").click();
+told.theme = [document.documentElement.dataset.theme, light !== ink()];
+const point = document.querySelector("path[aria-roledescription=point]");
+const box = point.getBoundingClientRect();
+const at = { bubbles: true, clientX: box.x + 3, clientY: box.y + 3 };
+point.dispatchEvent(new PointerEvent("pointermove", at));
+point.dispatchEvent(new MouseEvent("mousemove", at));
+told.tooltip = document.getElementById("vg-tooltip-element")?.innerText;
+document.documentElement.dataset.told = JSON.stringify(told);
+}
+"""
+
+
+def test_tables_sort_the_theme_switches_and_hovering_shows_values(full_report, browser, tmp_path):
+    page = re.sub(r"<meta http-equiv[^>]*>", "", full_report.read_text())  # or its policy would stop this script
+    before, _, after = page.rpartition("</body>")
+    (tmp_path / "acting.html").write_text(f"{before}<script>{ACTIONS}</script></body>{after}")
+    content, console = browser(tmp_path / "acting.html")
+    assert console == []
+    told = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', content)[1]))
+    values = [f"{value:.2f}" for value in sorted(TUNED.values())]
+    assert told["ascending"] == ["ascending", values]
+    assert told["descending"] == ["descending", values[::-1]]
+    assert told["words"] == ["none", [*sorted(NAMES[1:]), "full"]]
+    assert told["theme"] == ["dark", True]
+    assert "perplexity" in told["tooltip"]
+    assert "before tuning" in told["tooltip"]
+
+
+def test_a_browser_runs_nothing_of_hostile_text(hostile_report, browser):
+    content, console = browser(hostile_report)
+    assert console == []
+    assert "<title>OTARo report: " in content
+    assert "data-failed" not in re.search(r"<html[^>]*>", content)[0]
+    assert not re.search(r"<img\b", re.sub(r"<script.*?</script>", "", content, flags=re.DOTALL))
+    assert len(drawn(content)) == len(charts_of(hostile_report.read_text()))
