@@ -29,6 +29,7 @@ PRECISIONS = NAMES[1:]
 BEFORE_TUNING = dict(zip(NAMES, (7.94, 7.95, 7.96, 7.99, 8.06, 8.35, 9.87), strict=True))
 TUNED = dict(zip(NAMES, (7.90, 7.91, 7.91, 7.92, 7.97, 8.10, 8.52), strict=True))
 STEPS = 90
+MODEL = "0" * 64
 EVAL = "otaro eval run/nested --precision all"
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'&{{script}}"
 
@@ -112,7 +113,7 @@ def make_run(directory: Path, tuned: dict, nested: Path | None = None, data: str
 
 def measure(run: Path, scale: float) -> None:
     """Add what `otaro eval` and `otaro analyze` would."""
-    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": "x", "entries": quality_entries(scale)}))
+    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": quality_entries(scale)}))
     (run / "analysis").mkdir()
     (run / "analysis" / "gradients.json").write_text(json.dumps(gradients()))
     (run / "analysis" / "weights.json").write_text(json.dumps(weights()))
@@ -227,7 +228,7 @@ def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builti
     for form, value in (("nested", 20.0), ("model", 30.0)):
         changed = [{**entry, "value": value} if entry["kind"] == "perplexity" else entry for entry in entries]
         (run / form).mkdir(exist_ok=True)
-        (run / form / "quality.json").write_text(json.dumps({"schema": 1, "entries": changed}))
+        (run / form / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": changed}))
     (read,) = read_runs([run])
     assert len(read.quality) == len(entries)
     assert {entry["value"] for entry in read.quality if entry["kind"] == "perplexity"} == {20.0}
@@ -235,7 +236,7 @@ def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builti
 
 def test_a_model_stands_for_itself(tmp_path, builtin_nested):
     nested = Path(shutil.copytree(builtin_nested, tmp_path / "nested"))
-    (nested / "quality.json").write_text(json.dumps({"schema": 1, "entries": quality_entries(1.0)}))
+    (nested / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": quality_entries(1.0)}))
     page = page_of(nested)
     assert "nested takes 1.6 MB at E5M8" in Reader(page).text
     assert "Loss by step" not in page
@@ -285,8 +286,8 @@ def hostile_report(builtin_nested, tmp_path_factory) -> Path:
     run = make_run(home / '<img src=x onerror=alert(1)>"&', TUNED, builtin_nested, data=EVIL)
     entries = [{**entry, "command": EVIL} for entry in quality_entries(1.0)]
     for entry in entries:
-        entry.update({key: EVIL for key in ("text", "task", "metric", "text_sha256") if key in entry})
-    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "entries": entries}))
+        entry.update({key: EVIL for key in ("text", "task", "metric") if key in entry})
+    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": entries}))
     stored = gradients()
     stored["command"] = EVIL
     stored["modules"][0].update(module=EVIL, projection=EVIL)
@@ -466,7 +467,7 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     held_out = figures["Perplexity on data held out of builtin (sequences of 128, seed 0)"]
     assert (held_out["point"], held_out["line mark"]) == (3 * 7, 3)
     assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
-    assert figures["Divergence from the unquantised model on wiki.txt (windows of 512, sha256 abababab)"]["point"] == 2 * 6
+    assert figures["Divergence from full precision on wiki.txt (windows of 512, sha256 abababab)"]["point"] == 2 * 6
     assert figures["Size of best, plain"]["bar"] == 7
     assert figures["Speed"]["point"] == 2 * 7
     assert figures["Loss by step, best"]["circle"] == STEPS

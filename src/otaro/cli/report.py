@@ -37,8 +37,8 @@ def report(
     from otaro.evaluate.samples import sample
 
     console.quiet_transformers()
-    with console.err.status("reading ..."):
-        read = read_runs(runs)
+    with console.progress_bar("reading (million weights)", 1_000_000) as progress:
+        read = read_runs(runs, lambda name, done, total: progress(console.escape(name), done, total))
     samples = {}
     if not no_samples:
         prompts = list(dict.fromkeys(prompt or [PROMPT]))

@@ -18,7 +18,8 @@ from otaro.evaluate import charts
 from otaro.evaluate.charts import BEFORE, shown
 from otaro.evaluate.page import Cell, Page, escape, word
 from otaro.evaluate.run_folder import FULL, NAMES, Run
-from otaro.evaluate.samples import Samples, write_whole
+from otaro.evaluate.samples import Samples
+from otaro.file.atomic import write_text
 from otaro.file.summary import Summary
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
@@ -34,7 +35,7 @@ def write_report(runs: Sequence[Run], samples: Mapping[str, Samples], out: Path)
     """Write the page. `samples` are by name of the run."""
     if out.is_dir():
         raise OtaroError(f"{out} is a directory; name the file to write, such as {out / 'report.html'}")
-    write_whole(out, _Report(runs, samples).render())
+    write_text(out, _Report(runs, samples).render())
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def _by_text(runs: Sequence[Run], kind: str) -> dict[str, Measured]:
                 stride = f", stride {entry['stride']}" if "stride" in entry else ""
                 digest = str(entry.get("text_sha256", "unknown"))[:8]
                 text = f"{entry['text']} (windows of {entry['window']}{stride}, sha256 {digest})"
+                if kind == "divergence":
+                    text = f"{shown(entry['reference'])} precision on {text}"
                 found.setdefault(text, {})[run.name, entry["precision"]] = entry
     return found
 
@@ -106,8 +109,7 @@ class _Report:
             ("quality", "Quality", self._quality()),
             ("size", "Size and speed", self._size() + self._speed()),
             ("training", "Training", self._training()),
-            ("gradients", "Gradients", self._gradients()),
-            ("weights", "Weights", self._weights()),
+            ("analyses", "Analyses", self._gradients() + self._weights()),
             ("samples", "Samples", self._samples()),
         ]
         sections.append(("commands", "Commands", self._commands()))  # the last: all others add to it
@@ -205,7 +207,7 @@ class _Report:
             chart = charts.by_precision(points, self.names, "divergence (nats)", group_size=self.group_size)
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
             commands = _commands(measured)
-            parts.append(self.page.figure(f"Divergence from the unquantised model on {text}", hint, commands, chart))
+            parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart))
             headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))

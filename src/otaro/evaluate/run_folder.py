@@ -2,7 +2,8 @@
 
 A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model, `nested` and
 `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or ordinary, may be given in its
-own right: it then stands for itself, and serves as a baseline. Findings of `otaro analyze` lie in `analysis` folders.
+own right: it then stands for itself, and serves as a baseline. Findings of `otaro analyze` lie in `analysis` folders; its
+path.json is not needed, as log.jsonl says the same.
 
 Whatever is absent stays empty here; whatever is present must make sense, or the file is refused by name.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,8 @@ from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import Summary, summarize
 from otaro.sefp.precision import PRECISIONS
+
+Progress = Callable[[str, int, int], None]
 
 FULL = "fp"
 NAMES = (FULL, *map(str, PRECISIONS))
@@ -32,6 +36,7 @@ _REQUIRED = {
     "task": {"task": str, "metric": str, "value": float},
     "divergence": {"text": str, "window": int, "kl": float, "agreement": float},
 }
+_IDENTITY = ("kind", "precision", "text", "text_sha256", "window", "stride", "reference", "task", "metric", "limit")
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 
 
@@ -84,18 +89,21 @@ class Run:
         return shlex.join(words)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every folder. A run is called after its folder, or by its whole path where two folders are called the same."""
+def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, total: None) -> list[Run]:
+    """Read every folder. A run is called after its folder, or by its whole path where two folders are called the same.
+
+    `progress` gets a run's name, and the weights looked at and in total.
+    """
     if len({path.resolve() for path in paths}) < len(paths):
         raise OtaroError("the same run is given twice")
     short = [path.resolve().name for path in paths]
     return [
-        _read(path, name if short.count(name) == 1 else str(path))
+        _read(path, name if short.count(name) == 1 else str(path), progress)
         for path, name in zip(paths, short, strict=True)
     ]  # fmt: skip
 
 
-def _read(path: Path, name: str) -> Run:
+def _read(path: Path, name: str, progress: Progress) -> Run:
     if not path.is_dir():
         raise OtaroError(f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory")
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
@@ -116,7 +124,7 @@ def _read(path: Path, name: str) -> Run:
         gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
         weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
         nested=nested,
-        summary=summarize(NestedDirectory(nested)) if nested else None,
+        summary=summarize(NestedDirectory(nested), partial(progress, name)) if nested else None,
     )
 
 
@@ -137,9 +145,10 @@ def read_quality(directory: Path) -> list[dict[str, Any]]:
         for key, kind in _REQUIRED[entry["kind"]].items():
             fits = _is_number(entry.get(key)) if kind is float else isinstance(entry.get(key), kind)
             _need(fits, path, f'{where} has no proper "{key}"')
+        _need(entry.get("reference", FULL) in NAMES, path, f'{where} has an unknown "reference"')
         for key in ("stderr", "tokens_per_second"):
             _need(entry.get(key) is None or _is_number(entry[key]), path, f'{where} has a strange "{key}"')
-    return [{"stderr": None, "tokens_per_second": None, **entry} for entry in entries]
+    return [{"stderr": None, "tokens_per_second": None, "reference": FULL, **entry} for entry in entries]
 
 
 def read_json(path: Path) -> Any:
@@ -246,8 +255,7 @@ def _without_repeats(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured of both the nested model and the checkpoint counts once, as measured of the nested model."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
-        told_by = ("kind", "precision", "text", "text_sha256", "window", "stride", "task", "metric", "limit")
-        kept.setdefault(tuple(entry.get(key) for key in told_by), entry)
+        kept.setdefault(tuple(entry.get(key) for key in _IDENTITY), entry)
     return list(kept.values())
 
 

@@ -6,7 +6,6 @@ The likeliest token is taken at each step, as `otaro generate` does by default, 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate.run_folder import read_json
-from otaro.file.atomic import explained
+from otaro.file.atomic import write_text
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import PRECISIONS
 
@@ -55,23 +54,8 @@ def sample(
         for number, (prompt, name) in enumerate(wanted):
             progress(name, number, len(wanted))
             texts.setdefault(prompt, {})[name] = _continue(model, tokenizer, prompt, name, max_new_tokens)
-        write_whole(keep, json.dumps({**made_from, "texts": texts}, indent=1) + "\n")
+        write_text(keep, json.dumps({**made_from, "texts": texts}, indent=1) + "\n")
     return Samples(nested, max_new_tokens, {prompt: {name: texts[prompt][name] for name in precisions} for prompt in prompts})
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with explained(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _kept(path: Path, made_from: dict[str, Any]) -> dict[str, dict[str, str]]:
