@@ -19,10 +19,9 @@ import pytest
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.errors import OtaroError
-from otaro.evaluate.charts import BEFORE
 from otaro.evaluate.page import _library
 from otaro.evaluate.report import perplexities, write_report
-from otaro.evaluate.run_folder import NAMES, read_runs
+from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.evaluate.samples import Samples, sample
 
 PRECISIONS = NAMES[1:]
@@ -182,7 +181,7 @@ def test_the_opening_tells_the_result(full_report):
     text = Reader(full_report.read_text()).text
     assert "One model, six precisions" in text
     assert "best takes 1.6 MB at E5M8, and the first 729.2 kB of it are the model at E5M3." in text
-    assert "perplexity changes by +7.7% (before tuning: +24.2%, plain: +20.8%)" in text
+    assert "perplexity changes by +7.7% (before tuning: +24.2%; plain: +20.8%)" in text
     assert "8.52729.2 kB4.08 bits9.87 before tuning" in text
 
 
@@ -338,10 +337,10 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ("config.json", '{"model": "x", "data": 3}', 'no proper "data"'),
         ("config.json", None, "is missing"),
         ("perplexity.json", "\xff", "not JSON"),
-        ("perplexity.json", '{"before": {"E5M9": 1}}', '"before" does not map precisions to numbers'),
-        ("perplexity.json", '{"after": {"E5M8": "low"}}', '"after" does not map precisions to numbers'),
+        ("perplexity.json", '{"before": {"E5M9": 1}}', '"before" does not map precisions to perplexities'),
+        ("perplexity.json", '{"after": {"E5M8": "low"}}', '"after" does not map precisions to perplexities'),
         ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1}\n{"step": 2, "pre', "line 2 is not JSON"),
-        ("log.jsonl", '{"precision": "E5M8"}', 'line 1 has no "step"'),
+        ("log.jsonl", '{"precision": "E5M8"}', 'line 1 has no proper "step"'),
         ("log.jsonl", '{"step": 1, "precision": "E5M9", "loss": 1}', "line 1"),
         ("nested/quality.json", '{"schema": 2, "entries": []}', '"schema" is not 1'),
         ("nested/quality.json", '{"schema": 1, "entries": {}}', '"entries" is not a list'),

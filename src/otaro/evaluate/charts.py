@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.run_folder import FULL, NAMES, Step
+from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Step
 from otaro.sefp.precision import PRECISIONS, Precision
 
-BEFORE = "before tuning"
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
@@ -79,6 +78,8 @@ def by_precision(
         alt.Tooltip("name:N", title="precision"),
         alt.Tooltip("value:Q", title=title, format=",.4~g"),
     ]
+    if dashed:
+        tooltip.append(alt.Tooltip("stage:N", title="tuning"))
     if any("error" in row for row in data):
         tooltip.append(alt.Tooltip("error:Q", title="standard error", format=".2~g"))
     base = alt.Chart(alt.Data(values=data)).encode(x=x, y=y, color=colour, detail="stage:N")

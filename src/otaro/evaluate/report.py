@@ -15,9 +15,9 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
-from otaro.evaluate.charts import BEFORE, shown
+from otaro.evaluate.charts import shown
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.run_folder import FULL, NAMES, Run
+from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
 from otaro.file.summary import Summary
@@ -165,7 +165,7 @@ class _Report:
         ]
         headings = ["precision", *(one.label for one in series)]
         note = "The small figure is the difference from the same weights unquantised."
-        hint = "Lower is better. Hover over a point for its value."
+        hint = "Lower is better."
         return self.page.figure(f"Perplexity on {text}", hint, commands, chart) + self.page.table(
             "Perplexity by precision", headings, rows, commands, note
         )
@@ -417,12 +417,12 @@ def _lede(run: Run, after: Series | None, before: Series | None, series: Sequenc
         )
     if after and (cost := _cost(after, finest, coarsest)) is not None:
         others = [
-            f"{'before tuning' if other is before else escape(other.label)}: {there:+.1%}"
+            f"{'before tuning' if other is before else escape(other.label)}: {there:+,.1%}"
             for other in series
             if other is not after and (there := _cost(other, finest, coarsest)) is not None
         ]
-        more = f" ({', '.join(others)})" if others else ""
-        sentences.append(f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+.1%}</strong>{more}.")
+        more = f" ({'; '.join(others)})" if others else ""
+        sentences.append(f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+,.1%}</strong>{more}.")
     return " ".join(sentences)
 
 

@@ -28,6 +28,8 @@ from otaro.sefp.precision import PRECISIONS
 Progress = Callable[[str, int, int], None]
 
 FULL = "fp"
+BEFORE = "before tuning"
+"""What the baseline is called that runs share; a folder of that name is called by its path."""
 NAMES = (FULL, *map(str, PRECISIONS))
 """Every precision a measurement may have, the unquantised weights first."""
 
@@ -37,6 +39,7 @@ _REQUIRED = {
     "divergence": {"text": str, "window": int, "kl": float, "agreement": float},
 }
 _IDENTITY = ("kind", "precision", "text", "text_sha256", "window", "stride", "reference", "task", "metric", "limit")
+_LARGEST = 1 << 53  # integers beyond are not exact in a browser
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 
 
@@ -72,11 +75,6 @@ class Run:
     """Sizes of the nested directory."""
 
     @property
-    def group_size(self) -> int | None:
-        """Weights that share an exponent."""
-        return self.summary.group_size if self.summary else None
-
-    @property
     def command(self) -> str:
         """The `otaro tune` that made this run, with every option as it was resolved."""
         assert self.tuning is not None
@@ -96,10 +94,10 @@ def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, tot
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise OtaroError("the same run is given twice")
-    short = [path.resolve().name for path in paths]
+    short = [BEFORE, *(path.resolve().name for path in paths)]
     return [
         _read(path, name if short.count(name) == 1 else str(path), progress)
-        for path, name in zip(paths, short, strict=True)
+        for path, name in zip(paths, short[1:], strict=True)
     ]  # fmt: skip
 
 
@@ -139,13 +137,14 @@ def read_quality(directory: Path) -> list[dict[str, Any]]:
     for number, entry in enumerate(entries, 1):
         where = f"entry {number}"
         _need(isinstance(entry, dict), path, f"{where} is not an object")
-        _need(entry.get("kind") in _REQUIRED, path, f'{where} has an unknown "kind"')
+        _need(entry.get("kind") in list(_REQUIRED), path, f'{where} has an unknown "kind"')
         _need(entry.get("precision") in NAMES, path, f'{where} has an unknown "precision"')
         _need(isinstance(entry.get("command"), str), path, f'{where} has no "command"')
         for key, kind in _REQUIRED[entry["kind"]].items():
             fits = _is_number(entry.get(key)) if kind is float else isinstance(entry.get(key), kind)
             _need(fits, path, f'{where} has no proper "{key}"')
         _need(entry.get("reference", FULL) in NAMES, path, f'{where} has an unknown "reference"')
+        _need(entry["kind"] != "perplexity" or _is_perplexity(entry["value"]), path, f"{where} is no perplexity")
         for key in ("stderr", "tokens_per_second"):
             _need(entry.get(key) is None or _is_number(entry[key]), path, f'{where} has a strange "{key}"')
     return [{"stderr": None, "tokens_per_second": None, "reference": FULL, **entry} for entry in entries]
@@ -180,8 +179,8 @@ def _read_held_out(path: Path) -> dict[Literal["before", "after"], dict[str, flo
     for stage in stages:
         if stage in stored:
             values = stored[stage]
-            sound = isinstance(values, dict) and values.keys() <= set(NAMES) and all(map(_is_number, values.values()))
-            _need(sound, path, f'"{stage}" does not map precisions to numbers')
+            sound = isinstance(values, dict) and values.keys() <= set(NAMES) and all(map(_is_perplexity, values.values()))
+            _need(sound, path, f'"{stage}" does not map precisions to perplexities')
             found[stage] = values
     return found
 
@@ -194,7 +193,8 @@ def _read_log(path: Path) -> Iterator[Step]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             raise OtaroError(f"{path} is damaged: line {number} is not JSON; `otaro tune --resume` mends it") from None
-        _need(isinstance(record, dict) and isinstance(record.get("step"), int), path, f'line {number} has no "step"')
+        sound = isinstance(record, dict) and type(record.get("step")) is int and 0 < record["step"] < _LARGEST
+        _need(sound, path, f'line {number} has no proper "step"')
         if "precision" not in record:  # the last line: what delayed accumulation had left over
             continue
         sound = record["precision"] in NAMES and _is_number(record.get("loss"))
@@ -210,7 +210,7 @@ def _read_gradients(path: Path) -> dict[str, Any] | None:
     if stored is None:
         return None
     names: Any = stored.get("precisions")
-    _need(isinstance(names, list) and bool(names) and set(names) <= set(NAMES), path, 'no proper "precisions"')
+    _need(isinstance(names, list) and bool(names) and all(name in NAMES for name in names), path, 'no proper "precisions"')
     _need(_is_matrix(stored.get("overall"), len(names)), path, '"overall" is not a matrix of the precisions')
     modules = stored.get("modules", [])
     _need(isinstance(modules, list), path, '"modules" is not a list')
@@ -234,6 +234,7 @@ def _read_weights(path: Path) -> dict[str, Any] | None:
     stored = read_json(path)
     if stored is None:
         return None
+    _need(bool(stored.get("overall")), path, 'no "overall"')
     for size, figures in _mapping(stored, "overall", path, keys=None).items():
         sound = size.isdecimal() and isinstance(figures, dict)
         sound = sound and all(_is_number(figures.get(key)) for key in ("outlier_groups", "clamped"))
@@ -253,9 +254,9 @@ def _mapping(stored: dict[str, Any], key: str, path: Path, keys: Sequence[str] |
 
 def _without_repeats(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured of both the nested model and the checkpoint counts once, as measured of the nested model."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    kept: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in entries:
-        kept.setdefault(tuple(entry.get(key) for key in _IDENTITY), entry)
+        kept.setdefault(tuple(repr(entry.get(key)) for key in _IDENTITY), entry)
     return list(kept.values())
 
 
@@ -264,7 +265,11 @@ def _first(found: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _is_perplexity(value: Any) -> bool:
+    return _is_number(value) and not value <= 0  # a run that diverged may have left NaN or infinity
 
 
 def _is_matrix(value: Any, size: int) -> bool:
