@@ -65,6 +65,7 @@ def gradients() -> dict:
         for p in projections
     ]
     modules.append({"module": "lm_head", "layer": None, "projection": "lm_head", "matrix": matrix(0.05)})
+    modules.append({"module": "idle", "layer": None, "projection": "idle", "matrix": [[None] * 6] * 6})  # without a gradient
     counts = [1, 2, 4, 8, 16]
     noise = {"n": counts, "ratio": [0.9 * n**-0.45 for n in counts], "one_over_sqrt_n": [n**-0.5 for n in counts]}
     return {
@@ -80,7 +81,7 @@ def gradients() -> dict:
 def weights() -> dict:
     figures = {
         "outlier_groups": 0.04,
-        "clamped": 0.001,
+        "clamped": None,
         "lost": {name: 0.02 * i for i, name in enumerate(PRECISIONS)},
         "error": {name: 0.004 * 2**i for i, name in enumerate(PRECISIONS)},
     }
@@ -196,7 +197,9 @@ def test_every_figure_and_table_refers_to_a_command_and_every_command_is_listed(
     assert f"{EVAL} --text wiki.txt" in commands
     assert "otaro analyze gradients run/model --text wiki.txt" in commands
     assert "otaro generate run/nested --prompt 'The function' --precision E5M4 --max-new-tokens 40" in commands
-    referred = {int(number) for number in re.findall(r'href="#command-(\d+)"', page)}
+    spans = re.findall(r'<a href="#command-(\d+)"[^>]*>(\d+)(?:–(\d+))?</a>', page)
+    assert all(first == link for link, first, _ in spans)
+    referred = {number for _, first, last in spans for number in range(int(first), int(last or first) + 1)}
     assert referred == set(range(1, len(commands) + 1))
 
 
@@ -254,10 +257,10 @@ def test_what_is_absent_is_one_line_with_the_command_that_makes_it(tmp_path):
     page = page_of(run)
     missing = [html.unescape(one) for one in re.findall(r"<p class=missing>No [^<]*<code>(.*?)</code>", page)]
     assert missing == [
-        f"otaro eval {run} --precision all --tasks zeroshot8",
-        f"otaro eval {run} --precision all --text FILE --divergence",
-        f"otaro pack {run} OUT",
-        f"otaro eval {run} --precision all --text FILE",
+        f"otaro eval {run / 'model'} --precision all --tasks zeroshot8",
+        f"otaro eval {run / 'model'} --precision all --text FILE --divergence",
+        f"otaro pack {run / 'model'} OUT",
+        f"otaro eval {run / 'model'} --precision all --text FILE",
         "otaro tune MODEL --data FILE --out RUN",
         f"otaro analyze gradients {run / 'model'} --text FILE",
         f"otaro analyze weights {run / 'model'}",
@@ -475,7 +478,7 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     assert "Search path, plain" not in figures
     assert figures["Similarity of gradients, best"]["rect mark"] == 36
     assert figures["Similarity by layer and projection, best"]["rect mark"] == 13
-    assert figures["Noise left after adding up N batches, best"]["line mark"] == 3
+    assert figures["Noise left after adding up N batches, best"]["line mark"] == 2 * 2
 
 
 ACTIONS = """

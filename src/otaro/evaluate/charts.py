@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Step
+from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS, Precision
 
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
@@ -186,14 +186,14 @@ def scores(log: Sequence[Step]) -> Spec:
     return _finish(chart.properties(name="lines"), 200)
 
 
-def similarity(names: Sequence[str], matrix: Sequence[Sequence[float]]) -> Spec:
+def similarity(names: Sequence[str], matrix: Sequence[Sequence[float | None]]) -> Spec:
     """Cosine similarity of gradients between precisions, as a matrix with its numbers."""
     alt = altair()
     rows = [
         {"one": shown(one), "other": shown(other), "similarity": matrix[i][j]}
         for i, one in enumerate(names)
         for j, other in enumerate(names)
-        if math.isfinite(matrix[i][j])
+        if is_finite(matrix[i][j])
     ]
     order = [shown(name) for name in names]
     low = _low(row["similarity"] for row in rows)
@@ -220,7 +220,7 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
          "layer": "–" if module.get("layer") is None else str(module["layer"]), "similarity": module["matrix"][i][j]}
         for module in gradients["modules"]
         for i, j in pairs
-        if math.isfinite(module["matrix"][i][j])
+        if is_finite(module["matrix"][i][j])
     ]  # fmt: skip
     layers = sorted({row["layer"] for row in rows}, key=lambda layer: (layer == "–", int(layer) if layer != "–" else 0))
     widest = f"{names[0]} and {names[-1]}"
@@ -255,7 +255,7 @@ def norm_error(gradients: dict[str, Any]) -> Spec:
 
 
 def noise(gradients: dict[str, Any]) -> Spec:
-    """How the noise of low precisions averages out over N batches, beside 1/sqrt(N)."""
+    """How the noise of low precisions averages out over N batches, beside a fall as 1/sqrt(N)."""
     alt = altair()
     rows = [
         {"precision": shown(name), "n": n, "ratio": ratio, "expected": expected}
@@ -268,12 +268,11 @@ def noise(gradients: dict[str, Any]) -> Spec:
     )
     colour = _precision_colour(alt, {row["precision"] for row in rows})
     tooltip = [alt.Tooltip("precision:N"), alt.Tooltip("n:Q", title="N"), alt.Tooltip("ratio:Q", format=".4f"),
-               alt.Tooltip("expected:Q", title="1/√N", format=".4f")]  # fmt: skip
+               alt.Tooltip("expected:Q", title="as 1/√N", format=".4f")]  # fmt: skip
     y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
-    lines = (
-        base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, color=colour, tooltip=tooltip).properties(name="lines")
-    )
-    expected = base.mark_line(strokeDash=[5, 4], color="var(--before)").encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
+    base = base.encode(color=colour)
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, tooltip=tooltip).properties(name="lines")
+    expected = base.mark_line(strokeDash=[5, 4], opacity=0.6).encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
     return _finish(alt.layer(expected, lines), 240)
 
 

@@ -54,16 +54,24 @@ class Page:
     commands: list[str] = field(default_factory=list)
 
     def made_by(self, commands: Iterable[str]) -> str:
-        """References to commands, by their numbers in the list at the end."""
-        links = []
-        for command in dict.fromkeys(commands):
-            if command not in self.commands:
-                self.commands.append(command)
-            number = self.commands.index(command) + 1
-            links.append(
-                f'<a href="#command-{number}" title="{escape(command)}" aria-label="made by command {number}">{number}</a>'
-            )
-        return f"<span class=made>{' '.join(links)}</span>" if links else ""
+        """References to commands, by their numbers in the list at the end; neighbours together, `4–9`."""
+        wanted = dict.fromkeys(commands)
+        self.commands += [command for command in wanted if command not in self.commands]
+        spans: list[list[int]] = []
+        for number in sorted(self.commands.index(command) + 1 for command in wanted):
+            if spans and spans[-1][-1] == number - 1:
+                spans[-1].append(number)
+            else:
+                spans.append([number])
+        return f"<span class=made>{' '.join(map(self._reference, spans))}</span>" if spans else ""
+
+    def _reference(self, span: Sequence[int]) -> str:
+        first, last = span[0], span[-1]
+        several = first != last
+        told = "\n".join(self.commands[number - 1] for number in span)
+        spoken = f"made by commands {first} to {last}" if several else f"made by command {first}"
+        text = f"{first}–{last}" if several else str(first)
+        return f'<a href="#command-{first}" title="{escape(told)}" aria-label="{spoken}">{text}</a>'
 
     def figure(self, title: str, note: str, commands: Iterable[str], chart: dict[str, Any]) -> str:
         """A chart with its caption; the title also describes it to those who do not see it."""

@@ -17,7 +17,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import shown
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Run
+from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
 from otaro.file.summary import Summary
@@ -164,7 +164,7 @@ class _Report:
             if any(name in one.values for one in series)
         ]
         headings = ["precision", *(one.label for one in series)]
-        note = "The small figure is the difference from the same weights unquantised."
+        note = "The small figure is the difference from the finest measured."
         hint = "Lower is better."
         return self.page.figure(f"Perplexity on {text}", hint, commands, chart) + self.page.table(
             "Perplexity by precision", headings, rows, commands, note
@@ -315,7 +315,7 @@ class _Report:
                 note = "Relative to the gradient of the unquantised model, batch by batch."
                 figures += self.page.figure(f"Error of the gradient norm, {run.name}", note, made, charts.norm_error(found))
             if found.get("noise"):
-                note = "Dashed: 1/√N, as independent noise would fall."
+                note = "Dashed: a fall as 1/√N, as that of independent noise."
                 figures += self.page.figure(
                     f"Noise left after adding up N batches, {run.name}", note, made, charts.noise(found)
                 )
@@ -332,15 +332,13 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(Cell(f"{figures[key]:.2%}", figures[key]) for key in ("outlier_groups", "clamped")),
-                    *(Cell(f"{figures['error'][name]:.4f}", figures["error"][name], _lost(figures, name)) for name in names),
+                    *(_share_cell(figures[key]) for key in ("outlier_groups", "clamped")),
+                    *(_error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
             headings = ["group size", "outlier groups", "clamped codes", *(f"error at {shown(name)}" for name in names)]
-            note = (
-                "Error is the root mean square relative to the weights'; the small figure is the share of weights lost to zero."
-            )
+            note = "Error is the root mean square relative to the weights'; the small figure is the share of weights lost."
             made = [str(found.get("command", "otaro analyze weights"))]
             parts.append(self.page.table(f"Weights by group size, {run.name}", headings, rows, made, note))
         return "".join(parts) or self._missing("analysis of weights", "otaro analyze weights {checkpoint}")
@@ -396,11 +394,8 @@ class _Report:
     def _missing(self, what: str, command: str, more: str = "") -> str:
         """A line in place of what is absent."""
         run = self.runs[0]
-        places = {
-            "run": run.path,
-            "model": run.nested or run.path,
-            "checkpoint": run.path / "model" if run.tuning else run.path,
-        }
+        checkpoint = run.path / "model" if run.tuning else run.path
+        places = {"run": run.path, "model": run.nested or checkpoint, "checkpoint": checkpoint}
         quoted = {name: shlex.quote(str(path)) for name, path in places.items()}
         return f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code>{more} makes it.</p>"
 
@@ -457,11 +452,12 @@ def _commands(measured: Measured) -> list[str]:
 
 
 def _perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
+    """With the difference from the finest measured; unquantised weights are the finest."""
     if name not in values:
         return Cell("–")
-    value, full = values[name], values.get(FULL)
-    differs = name != FULL and full and math.isfinite(value / full)
-    return Cell(_number(value), value, f"{value / full - 1:+.1%}" if full and differs else "")
+    finest = next(one for one in NAMES if one in values)
+    change = values[name] / values[finest] - 1
+    return Cell(_number(values[name]), values[name], f"{change:+,.1%}" if name != finest and math.isfinite(change) else "")
 
 
 def _score_cell(entry: Entry | None) -> Cell:
@@ -486,8 +482,13 @@ def _means(by_task: Mapping[str, Measured]) -> Measured:
     return means
 
 
-def _lost(figures: Entry, name: str) -> str:
-    return f"{figures['lost'][name]:.1%}" if name in figures["lost"] else ""
+def _share_cell(share: float | None) -> Cell:
+    return Cell("–") if share is None else Cell(f"{share:.2%}", share)
+
+
+def _error_cell(error: float | None, lost: float | None) -> Cell:
+    note = "" if lost is None else f"{lost:.1%}"
+    return Cell("–" if error is None else f"{error:.4f}", error, note)
 
 
 def _compared(text: str, finest: str) -> str:

@@ -237,10 +237,10 @@ def _read_weights(path: Path) -> dict[str, Any] | None:
     _need(bool(stored.get("overall")), path, 'no "overall"')
     for size, figures in _mapping(stored, "overall", path, keys=None).items():
         sound = size.isdecimal() and isinstance(figures, dict)
-        sound = sound and all(_is_number(figures.get(key)) for key in ("outlier_groups", "clamped"))
+        sound = sound and all(_is_number_or_null(figures.get(key)) for key in ("outlier_groups", "clamped"))
         for key in ("lost", "error"):
             sound = sound and isinstance(figures.get(key), dict) and figures[key].keys() <= set(NAMES)
-            sound = sound and all(map(_is_number, figures[key].values()))
+            sound = sound and all(map(_is_number_or_null, figures[key].values()))
         _need(sound, path, f'"overall" at group size {size!r} lacks figures or has strange ones')
     return dict(stored)
 
@@ -260,6 +260,11 @@ def _without_repeats(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
+def is_finite(value: float | None) -> bool:
+    """Whether there is a figure to show; null in a file means that there was nothing to compare."""
+    return value is not None and math.isfinite(value)
+
+
 def _first(found: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
     return next((some for some in found if some is not None), None)
 
@@ -272,9 +277,14 @@ def _is_perplexity(value: Any) -> bool:
     return _is_number(value) and not value <= 0  # a run that diverged may have left NaN or infinity
 
 
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
 def _is_matrix(value: Any, size: int) -> bool:
     rows = value if isinstance(value, list) else []
-    return len(rows) == size and all(isinstance(row, list) and len(row) == size and all(map(_is_number, row)) for row in rows)
+    sound = (isinstance(row, list) and len(row) == size and all(map(_is_number_or_null, row)) for row in rows)
+    return len(rows) == size and all(sound)
 
 
 def _need(condition: bool, path: Path, what: str) -> None:
