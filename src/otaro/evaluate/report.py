@@ -337,8 +337,10 @@ class _Report:
                 ]
                 for size, figures in overall.items()
             ]
-            headings = ["group size", "outlier groups", "clamped codes", *(f"error at {shown(name)}" for name in names)]
-            note = "Error is the root mean square relative to the weights'; the small figure is the share of weights lost."
+            headings = ["group size", "outlier groups", "clamped codes", *map(shown, names)]
+            note = (
+                "At each precision the root mean square error relative to the weights', and below it the share of weights lost."
+            )
             made = [str(found.get("command", "otaro analyze weights"))]
             parts.append(self.page.table(f"Weights by group size, {run.name}", headings, rows, made, note))
         return "".join(parts) or self._missing("analysis of weights", "otaro analyze weights {checkpoint}")
