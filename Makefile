@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
 .PHONY: help setup demo test check format clean
@@ -10,15 +11,20 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with everything the project needs, developer tools included
 
-$(READY): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("otaro needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch, then the project and its tools (a few minutes the first time)"
+	@echo "installing torch, then the project (a minute or two the first time)"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]'
+	@touch $@
+
+$(READY): $(RUNS)
+	@echo "installing the developer's tools"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup ## pack the built-in model and run it at all six precisions
+demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
 	@$(BIN)/otaro demo
 
 test: setup ## run the tests

@@ -23,12 +23,12 @@ from otaro.evaluate.page import _library
 from otaro.evaluate.report import perplexities, write_report
 from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.evaluate.samples import Samples, sample
+from otaro.file.io import NestedDirectory
 
 PRECISIONS = NAMES[1:]
 BEFORE_TUNING = dict(zip(NAMES, (7.94, 7.95, 7.96, 7.99, 8.06, 8.35, 9.87), strict=True))
 TUNED = dict(zip(NAMES, (7.90, 7.91, 7.91, 7.92, 7.97, 8.10, 8.52), strict=True))
 STEPS = 90
-MODEL = "0" * 64
 EVAL = "otaro eval run/nested --precision all"
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'&{{script}}"
 
@@ -52,6 +52,12 @@ def quality_entries(scale: float) -> list[dict]:
             figures = {"kl": 0.001 * 3**number, "agreement": 1 - 0.03 * number}
             entries.append({"kind": "divergence", "precision": name, **text, **figures, **made})
     return entries
+
+
+def write_entries(directory: Path, entries: list[dict]) -> None:
+    nested = (directory / "model-m3.safetensors").is_file()
+    model = NestedDirectory(directory).base.header.model if nested else "0" * 64
+    (directory / "quality.json").write_text(json.dumps({"schema": 1, "model": model, "entries": entries}))
 
 
 def gradients() -> dict:
@@ -113,7 +119,7 @@ def make_run(directory: Path, tuned: dict, nested: Path | None = None, data: str
 
 def measure(run: Path, scale: float) -> None:
     """Add what `otaro eval` and `otaro analyze` would."""
-    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": quality_entries(scale)}))
+    write_entries(run / "nested", quality_entries(scale))
     (run / "analysis").mkdir()
     (run / "analysis" / "gradients.json").write_text(json.dumps(gradients()))
     (run / "analysis" / "weights.json").write_text(json.dumps(weights()))
@@ -230,7 +236,7 @@ def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builti
     for form, value in (("nested", 20.0), ("model", 30.0)):
         changed = [{**entry, "value": value} if entry["kind"] == "perplexity" else entry for entry in entries]
         (run / form).mkdir(exist_ok=True)
-        (run / form / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": changed}))
+        write_entries(run / form, changed)
     (read,) = read_runs([run])
     assert len(read.quality) == len(entries)
     assert {entry["value"] for entry in read.quality if entry["kind"] == "perplexity"} == {20.0}
@@ -238,7 +244,7 @@ def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builti
 
 def test_a_model_stands_for_itself(tmp_path, builtin_nested):
     nested = Path(shutil.copytree(builtin_nested, tmp_path / "nested"))
-    (nested / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": quality_entries(1.0)}))
+    write_entries(nested, quality_entries(1.0))
     page = page_of(nested)
     assert "nested takes 1.6 MB at E5M8" in Reader(page).text
     assert "Loss by step" not in page
@@ -286,10 +292,10 @@ def test_figures_that_are_not_finite_are_told_and_not_drawn(tmp_path):
 def hostile_report(builtin_nested, tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("hostile")
     run = make_run(home / '<img src=x onerror=alert(1)>"&', TUNED, builtin_nested, data=EVIL)
-    entries = [{**entry, "command": EVIL} for entry in quality_entries(1.0)]
+    entries = [{**entry, "command": EVIL} for entry in quality_entries(1.0) if entry.get("task") != "piqa"]
     for entry in entries:
         entry.update({key: EVIL for key in ("text", "task", "metric") if key in entry})
-    (run / "nested" / "quality.json").write_text(json.dumps({"schema": 1, "model": MODEL, "entries": entries}))
+    write_entries(run / "nested", entries)
     stored = gradients()
     stored["command"] = EVIL
     stored["modules"][0].update(module=EVIL, projection=EVIL)
@@ -345,14 +351,8 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1}\n{"step": 2, "pre', "line 2 is not JSON"),
         ("log.jsonl", '{"precision": "E5M8"}', 'line 1 has no proper "step"'),
         ("log.jsonl", '{"step": 1, "precision": "E5M9", "loss": 1}', "line 1"),
-        ("nested/quality.json", '{"schema": 2, "entries": []}', '"schema" is not 1'),
-        ("nested/quality.json", '{"schema": 1, "entries": {}}', '"entries" is not a list'),
-        ("nested/quality.json", '{"schema": 1, "entries": [{"kind": "guess"}]}', 'entry 1 has an unknown "kind"'),
-        (
-            "model/quality.json",
-            '{"schema": 1, "entries": [{"kind": "task", "precision": "fp", "command": "c", "task": "t", "metric": "m"}]}',
-            'entry 1 has no proper "value"',
-        ),
+        ("nested/quality.json", '{"schema": 2, "model": "", "entries": []}', "its schema is '2'"),
+        ("model/quality.json", f'{{"schema": 1, "model": "{"0" * 64}", "entries": [{{}}]}}', "entry 0 is of no known kind"),
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1, 2]]}', '"overall" is not a matrix'),
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "modules": [{}]}', '"modules" lacks'),
         ("model/analysis/weights.json", '{"overall": {"64": {}}}', "group size '64'"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from otaro.builtin import MODEL_DIR, topics_training_text
+from otaro.builtin import MODEL_DIR
+from otaro.builtin.documentation import documentation_text
 from otaro.errors import OtaroError
 from otaro.tune.data import PROMPT, PROMPT_WITH_INPUT, DataError, collate, load_data, padding_id, split
 
@@ -140,7 +141,7 @@ def test_a_tokenizer_that_marks_both_ends_itself_is_left_to_it(tokenizer, write)
 def test_builtin_is_the_training_text_of_the_topics(tokenizer):
     data = load_data("builtin", tokenizer, 512, max_positions=512)
     assert data.kind == "text"
-    assert topics_training_text().startswith(tokenizer.decode(data[0]["input_ids"]))
+    assert documentation_text("tuning").startswith(tokenizer.decode(data[0]["input_ids"]))
     assert data.tokens == 512 * len(data) > 50_000
 
 

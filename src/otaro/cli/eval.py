@@ -69,7 +69,7 @@ def evaluate(
     with console.err.status("looking at model, text and tasks ..."):
         subject = Subject(model, precision, device=device, with_reference=divergence)
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
-        wanted = Wanted(_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
+        wanted = Wanted(open_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None
         record = Record(subject.identity if place is not None else "0" * 64, place)
@@ -88,11 +88,12 @@ def evaluate(
         console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False, soft_wrap=True)
 
 
-def _text(source: str) -> Text:
-    from otaro.builtin import heldout_text
+def open_text(source: str) -> Text:
+    """A text by the name that --text gives it."""
+    from otaro.builtin.documentation import documentation_text
     from otaro.evaluate.text import Text, read_text
 
-    return Text(source, heldout_text(), source) if source == "builtin" else read_text(source)
+    return Text(source, documentation_text("heldout"), source) if source == "builtin" else read_text(source)
 
 
 def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from otaro.tune.config import Options, Training
     from otaro.tune.data import TokenDataset
 
-EVALUATED_TOKENS = 32_768
+EVALUATED_TOKENS = 16_384
+BATCH_TOKENS = 4_096  # in a batch of an evaluation
 METHOD_HELP = "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp."
 
 
@@ -62,6 +63,7 @@ def tune(
     gradient_checkpointing: Annotated[bool | None, _option("Trade time for memory.", "--gradient-checkpointing")] = None,
     compile: Annotated[bool | None, _option("Compile the steps: faster on a GPU, after a minute.", "--compile")] = None,
     seed: Annotated[int | None, _option("Of data order and draws (0).")] = None,
+    eval_tokens: Annotated[int, typer.Option(help="Held-out tokens to measure perplexity on.", min=2)] = EVALUATED_TOKENS,
     save_every: Annotated[int, typer.Option(help="Optimizer steps between checkpoints.", min=1)] = 100,
     skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint in --out.")] = False,
@@ -95,15 +97,15 @@ def tune(
         "seed": seed,
     }  # fmt: skip
     training = replace(training, **{name: value for name, value in settings.items() if value is not None})
-    result = _Run(model, data, out, options, training, save_every, skip_bad_rows, resume).go()
+    result = TuningRun(model, data, out, options, training, eval_tokens, save_every, skip_bad_rows, resume).go()
     if json:
         console.print_json(result)
     else:
         _show(result)
 
 
-class _Run:
-    """One tuning run, from its options to its folder."""
+class TuningRun:
+    """One tuning run, from its options to its folder; `otaro demo` makes two."""
 
     def __init__(
         self,
@@ -112,14 +114,15 @@ class _Run:
         out: Path,
         options: Options,
         training: Training,
-        save_every: int,
-        skip_bad_rows: bool,
-        resume: bool,
+        eval_tokens: int = EVALUATED_TOKENS,
+        save_every: int = 100,
+        skip_bad_rows: bool = False,
+        resume: bool = False,
     ) -> None:
         from otaro.tune.config import ConfigError
 
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
-        self.save_every, self.skip_bad_rows, self.resume = save_every, skip_bad_rows, resume
+        self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
         stated = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
         stated = json_module.loads(json_module.dumps(stated))
         config_path = out / "config.json"
@@ -263,11 +266,11 @@ class _Run:
         examples: list[dict[str, list[int]]] = []
         tokens = 0
         for example in (held_out[i] for i in range(len(held_out))):
-            if examples and tokens + len(example["input_ids"]) > EVALUATED_TOKENS:
+            if examples and tokens + len(example["input_ids"]) > self.eval_tokens:
                 break
             examples.append(example)
             tokens += len(example["input_ids"])
-        size = self.training.batch_size
+        size = max(1, BATCH_TOKENS // self.training.sequence_length)
         batches = [trainer.data_collator(examples[i : i + size]) for i in range(0, len(examples), size)]
         measured: list[Precision | None] = [None, *PRECISIONS]
         perplexities = {}

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.run_folder import BEFORE, FULL, NAMES, Step, is_finite
+from otaro.evaluate.quality import FULL
+from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS, Precision
 
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again

@@ -20,25 +20,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from otaro.errors import OtaroError
+from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, identity, read_quality
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import Summary, summarize
-from otaro.sefp.precision import PRECISIONS
 
 Progress = Callable[[str, int, int], None]
 
-FULL = "fp"
 BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that name is called by its path."""
-NAMES = (FULL, *map(str, PRECISIONS))
-"""Every precision a measurement may have, the unquantised weights first."""
+NAMES = PRECISION_NAMES
 
-_REQUIRED = {
-    "perplexity": {"text": str, "window": int, "value": float},
-    "task": {"task": str, "metric": str, "value": float},
-    "divergence": {"text": str, "window": int, "kl": float, "agreement": float},
-}
-_IDENTITY = ("kind", "precision", "text", "text_sha256", "window", "stride", "reference", "task", "metric", "limit")
 _LARGEST = 1 << 53  # integers beyond are not exact in a browser
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 
@@ -65,7 +57,7 @@ class Run:
     log: list[Step]
     held_out: dict[Literal["before", "after"], dict[str, float]]
     """Perplexity on data held out from the tuning, by precision."""
-    quality: list[dict[str, Any]]
+    quality: list[Entry]
     """Entries of quality.json."""
     gradients: dict[str, Any] | None
     weights: dict[str, Any] | None
@@ -111,6 +103,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     else:
         raise OtaroError(f"{path} is neither a run folder of `otaro tune` nor a model's directory: no config.json in it")
     nested = next((model for model in models if (model / shard_name(BASE)).is_file()), None)
+    directory = NestedDirectory(nested) if nested else None
+    identities = {nested: directory.base.header.model} if directory else {}
     homes = dict.fromkeys([path, *models])
     return Run(
         name=name,
@@ -118,36 +112,19 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         tuning=tuning,
         log=list(_read_log(path / "log.jsonl")),
         held_out=_read_held_out(path / "perplexity.json"),
-        quality=_without_repeats(entry for model in models for entry in read_quality(model)),
+        quality=_without_repeats(entry for model in models for entry in _quality_of(model, identities.get(model))),
         gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
         weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
         nested=nested,
-        summary=summarize(NestedDirectory(nested), partial(progress, name)) if nested else None,
+        summary=summarize(directory, partial(progress, name)) if directory else None,
     )
 
 
-def read_quality(directory: Path) -> list[dict[str, Any]]:
-    """The entries of quality.json in a model's directory, none if there is no such file."""
-    path = directory / "quality.json"
-    if (stored := read_json(path)) is None:
-        return []
-    _need(stored.get("schema") == 1, path, 'its "schema" is not 1; it was written by another version of otaro')
-    entries = stored.get("entries")
-    _need(isinstance(entries, list), path, '"entries" is not a list')
-    for number, entry in enumerate(entries, 1):
-        where = f"entry {number}"
-        _need(isinstance(entry, dict), path, f"{where} is not an object")
-        _need(entry.get("kind") in list(_REQUIRED), path, f'{where} has an unknown "kind"')
-        _need(entry.get("precision") in NAMES, path, f'{where} has an unknown "precision"')
-        _need(isinstance(entry.get("command"), str), path, f'{where} has no "command"')
-        for key, kind in _REQUIRED[entry["kind"]].items():
-            fits = _is_number(entry.get(key)) if kind is float else isinstance(entry.get(key), kind)
-            _need(fits, path, f'{where} has no proper "{key}"')
-        _need(entry.get("reference", FULL) in NAMES, path, f'{where} has an unknown "reference"')
-        _need(entry["kind"] != "perplexity" or _is_perplexity(entry["value"]), path, f"{where} is no perplexity")
-        for key in ("stderr", "tokens_per_second"):
-            _need(entry.get(key) is None or _is_number(entry[key]), path, f'{where} has a strange "{key}"')
-    return [{"stderr": None, "tokens_per_second": None, "reference": FULL, **entry} for entry in entries]
+def _quality_of(directory: Path, model: str | None) -> list[Entry]:
+    """What was measured of a model, in quality.json in its directory; `model` identifies a nested one."""
+    quality = read_quality(directory, model)
+    blank = {"stderr": None, "tokens_per_second": None, "reference": FULL}
+    return [{**blank, **entry} for entry in quality.entries] if quality else []
 
 
 def read_json(path: Path) -> Any:
@@ -252,11 +229,11 @@ def _mapping(stored: dict[str, Any], key: str, path: Path, keys: Sequence[str] |
     return dict(found)
 
 
-def _without_repeats(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_repeats(entries: Iterable[Entry]) -> list[Entry]:
     """What was measured of both the nested model and the checkpoint counts once, as measured of the nested model."""
-    kept: dict[tuple[str, ...], dict[str, Any]] = {}
+    kept: dict[tuple[Any, ...], Entry] = {}
     for entry in entries:
-        kept.setdefault(tuple(repr(entry.get(key)) for key in _IDENTITY), entry)
+        kept.setdefault(identity(entry), entry)
     return list(kept.values())
 
 

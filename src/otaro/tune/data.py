@@ -43,7 +43,7 @@ import jinja2
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from otaro.builtin import topics_training_text
+from otaro.builtin.documentation import documentation_text
 from otaro.errors import OtaroError
 
 FILES = (".txt", ".json", ".jsonl", ".parquet")
@@ -158,7 +158,7 @@ def padding_id(tokenizer: Any) -> int:
 def _open(name: str) -> Rows:
     """The rows of a source; a plain text is one row."""
     if name == "builtin":
-        return [("text", {"text": topics_training_text()})]
+        return [("text", {"text": documentation_text("tuning")})]
     path, kind = Path(name), Path(name.lower().removesuffix(".gz")).suffix
     if not path.exists():
         hub = re.fullmatch(r"([\w-][\w.-]*/[\w.-]+)(?::(.+))?", name)

@@ -1,0 +1,59 @@
+"""Seen working, on the built-in model: tuned for all precisions it is better at the low ones than tuned as usual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from otaro.builtin import MODEL_DIR, heldout_text, topics_training_text
+from otaro.sefp.precision import Precision
+from otaro.tune.config import Options
+from otaro.tune.data import collate, load_data, padding_id
+from otaro.tune.trainer import OtaroTrainer, losses_by_precision
+
+METHODS = {
+    "fp": Options(method="fp"),
+    # A hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten.
+    "otaro": Options(method="otaro", delay=4, distill=0.0, weights=None),
+    "best": Options(),
+}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """losses["otaro"]["E5M3"] on topics nobody was tuned on, after 100 steps of 4 x 128 tokens."""
+    directory = tmp_path_factory.mktemp("proof")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    (directory / "topics.txt").write_text(topics_training_text())
+    dataset = load_data(str(directory / "topics.txt"), tokenizer, 128)
+    ids = torch.tensor(tokenizer(heldout_text(), verbose=False)["input_ids"][: 8 * 512]).view(2, 4, 512)
+    batches = [{"input_ids": batch, "labels": batch} for batch in ids]
+    arguments = TrainingArguments(
+        directory, use_cpu=True, max_steps=100, learning_rate=5e-5, per_device_train_batch_size=4, optim="adamw_torch_fused",
+        lr_scheduler_type="cosine", save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    measured = {}
+    for name, options in METHODS.items():
+        model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+        trainer = OtaroTrainer(
+            model, arguments, train_dataset=dataset, data_collator=collate(padding_id(tokenizer)), otaro=options
+        )
+        trainer.train()
+        names = ("E5M8", "E5M4", "E5M3")
+        found = losses_by_precision(model, trainer.precisely, [Precision(name) for name in names], batches)
+        measured[name] = dict(zip(names, found, strict=True))
+    return measured
+
+
+@pytest.mark.parametrize("method", ["otaro", "best"])
+@pytest.mark.parametrize("precision", ["E5M4", "E5M3"])
+def test_ultra_low_precisions_come_out_better_than_tuned_as_usual(losses, method, precision):
+    assert losses[method][precision] < losses["fp"][precision]
+
+
+@pytest.mark.parametrize("method", ["otaro", "best"])
+def test_the_finest_precision_stays_within_two_percent_of_tuned_as_usual(losses, method):
+    ratio = torch.tensor(losses[method]["E5M8"] - losses["fp"]["E5M8"]).exp()
+    assert abs(ratio - 1) <= 0.02
