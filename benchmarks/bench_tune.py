@@ -14,6 +14,7 @@ import argparse
 import gc
 import itertools
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -30,6 +31,7 @@ from transformers import (
     logging,
 )
 
+from otaro.sefp.precision import PRECISIONS
 from otaro.tune.config import Options
 from otaro.tune.trainer import OtaroTrainer
 
@@ -38,7 +40,7 @@ METHODS: dict[str, Options | None] = {
     "fp": Options(method="fp", distill=0.0),
     "otaro": Options(method="otaro", distill=0.0, weights=None),
     "otaro, host": Options(method="otaro", distill=0.0, weights=None, accumulator="host"),
-    "distill": Options(),
+    "distill": Options(distill_at=PRECISIONS),  # a teacher at every step; the recipe has one at the lower precisions alone
 }
 
 
@@ -124,6 +126,7 @@ def main() -> None:
     for round_number in range(a.rounds + any(compiled for _, compiled in modes)):
         for name, (options, compiled) in contenders.items():
             seconds, peak = turn(a, weights, options, compiled)
+            print(f"round {round_number}: {name}, {1000 * statistics.fmean(seconds):.1f} ms", file=sys.stderr, flush=True)
             if round_number or not compiled:  # compiling takes place in the first round
                 times[name].append(statistics.fmean(seconds))
                 peaks[name] = max(peaks.get(name, 0.0), peak)
