@@ -36,7 +36,7 @@ ROWS: dict[str, Options | None] = {  # None: not tuned
     "otaro": Options(method="otaro", **PLAIN),
     "otaro, mean": Options(method="otaro", accumulate="mean", **PLAIN),
     "uniform": Options(method="uniform", **PLAIN),
-    "uniform, distill 0.5": Options(method="uniform", weights=None, distill=0.5),
+    "uniform, distill 0.5": Options(method="uniform", weights=None, distill_at=otaro.PRECISIONS),
     "best": Options(),
     "none, truncate": None,
     "fp, truncate": Options(method="fp", reconstruction="truncate", **PLAIN),
@@ -90,9 +90,10 @@ def main() -> None:
     names = ["full", *map(str, otaro.PRECISIONS)]
 
     done = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
-    settings = {"lr": a.lr, "steps": a.steps, "seed": a.seed}
     print(f"{'':24}" + "".join(f"{name:>9}" for name in names))
     for row in a.rows:
+        stated = {"model": a.model.name, "test_tokens": a.test_tokens, "lr": a.lr, "steps": a.steps, "seed": a.seed}
+        settings = {**stated, "options": chosen.to_dict() if (chosen := ROWS[row]) else None}
         found = next((line for line in done if line["row"] == row and line["settings"] == settings), None)
         if found is None:
             started = time.perf_counter()

@@ -21,6 +21,7 @@ def workplace(tmp_path_factory):
 
 def run(command: str, workplace: Path, timeout: int = 120) -> str:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other crawl where other tests use the cores too
     done = subprocess.run(
         ["bash", "-c", command], cwd=workplace, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

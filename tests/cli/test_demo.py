@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from otaro.builtin.documentation import documentation_text
+from otaro.cli.demo import MARK
 from otaro.cli.main import app
 
 SMALL = ("--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--prompt", "The result")
@@ -19,7 +20,7 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     (folder / "short.txt").write_text(documentation_text("heldout")[:1500])
     (folder / "out" / "usual").mkdir(parents=True)
-    (folder / "out" / "usual" / "config.json").write_text("{}")  # all that an earlier demo left, as it was killed early
+    (folder / "out" / "usual" / MARK).touch()  # all that an earlier demo left, as it was killed early
     words = ["demo", "--text", str(folder / "short.txt"), "--out", str(folder / "out"), *SMALL, "--json"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
@@ -38,16 +39,28 @@ def test_both_ways_of_tuning_are_measured_at_all_precisions_from_the_packed_file
     assert set(result["samples"]) == {"E5M8", "E5M3"}
 
 
-def test_the_page_shows_both_runs(told):
+def test_the_page_shows_what_the_table_says(told):
     folder, result = told
     assert result["report"] == str(folder / "out" / "report.html")
     page = (folder / "out" / "report.html").read_text()
-    assert all(name in page for name in ("otaro", "usual", "before tuning"))
+    for values in result["perplexity"].values():
+        assert all(f"{values[precision]:.2f}" in page for precision in ("E5M8", "E5M3"))
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
-    (tmp_path / "usual").mkdir()
-    (tmp_path / "usual" / "thesis.txt").write_text("years of work")
+@pytest.mark.parametrize("folder", ["before", "usual", "otaro"])
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / folder / name).write_text("{}")
     refused = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL])
-    assert "not from an earlier demo" in str(refused.exception)
-    assert (tmp_path / "usual" / "thesis.txt").is_file()
+    assert f"{tmp_path / folder} is there and was not made by a demo" in str(refused.exception)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([folder, "config.json", "model.safetensors"])
+
+
+def test_a_wrong_name_costs_nothing(tmp_path):
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / MARK).touch()
+    (tmp_path / "usual" / "result").touch()
+    for flag in ("--model", "--text"):
+        assert CliRunner().invoke(app, ["demo", flag, str(tmp_path / "typo.txt"), "--out", str(tmp_path), *SMALL]).exit_code
+        assert (tmp_path / "usual" / "result").exists()

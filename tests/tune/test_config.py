@@ -120,7 +120,7 @@ def test_the_recipe_paper_is_what_the_paper_states():
         "ultra_low": ["E5M4", "E5M3"],
         "accumulate": "sum",
         "accumulator": "device",
-        "weights": None,
+        "weights": [1.0] * 6,  # idle: nothing is drawn
         "distill": 0.0,
         "distill_at": ["E5M5", "E5M4", "E5M3"],  # idle: nothing is distilled
         "reconstruction": "truncate",
@@ -158,6 +158,7 @@ def test_the_recipe_best_is_the_default():
         ({"lora": 0}, "--lora 0"),
         ({"sequence_length": 1}, "--sequence-length 1: must be at least 2"),
         ({"seed": -1}, "--seed -1"),
+        ({"compile": True, "lora": 4}, "--compile cannot be combined with --lora"),
         ({"optimizer": "lion"}, "--optimizer lion: choose from adamw, sgd"),
         ({"schedule": "step"}, "--schedule step: choose from cosine, linear, constant"),
     ],

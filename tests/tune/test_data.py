@@ -138,7 +138,7 @@ def test_a_tokenizer_that_marks_both_ends_itself_is_left_to_it(tokenizer, write)
     assert learnt(tokenizer, rows[0]) == "It is 49.</s>"
 
 
-def test_builtin_is_the_training_text_of_the_topics(tokenizer):
+def test_builtin_is_the_documentation_to_tune_on(tokenizer):
     data = load_data("builtin", tokenizer, 512, max_positions=512)
     assert data.kind == "text"
     assert documentation_text("tuning").startswith(tokenizer.decode(data[0]["input_ids"]))

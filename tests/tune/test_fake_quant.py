@@ -325,3 +325,13 @@ def test_under_autocast_gradients_are_those_of_the_decoded_weights(make_plain):
         expected = gradients(decoded(make_plain(), M4))
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
     assert_same_gradients(found, expected)
+
+
+def test_a_weight_that_is_only_a_part_of_itself_is_left_to_the_forward(make_plain):
+    model, precisely = prepared(make_plain())
+    linear = model.model.layers[0].mlp.up_proj
+    whole, linear.weight.data = linear.weight.data, linear.weight.data.flatten()[:100]  # as FSDP and ZeRO leave it in between
+    with precisely.at(M3):
+        assert linear.held is None
+        linear.weight.data = whole  # gathered
+        assert torch.equal(linear(torch.eye(whole.shape[1])).T, encode(whole).decode(M3))

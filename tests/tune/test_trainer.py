@@ -295,6 +295,7 @@ def test_lora_trains_the_adapters_through_the_merged_weight(train, fresh):
 
 def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fresh):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     chosen = options(method="uniform", distill=0.5, distill_at=PRECISIONS)
 
     class Compiled(OtaroTrainer):
@@ -308,7 +309,7 @@ def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fre
     assert [line["precision"] for line in log] == [line["precision"] for line in compiled_log]
     assert_close(weights_of(compiled.model), weights_of(plain.model))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs <= 5  # the layer as student and as teacher, and the losses: no graph per precision
+    assert 3 <= graphs <= 5  # the layer as student and as teacher, and the losses: no graph per precision
 
 
 def test_a_checkpoint_without_its_optimizer_is_not_called_complete(train):

@@ -40,10 +40,12 @@ def _docstrings() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         module = importlib.import_module(f"torch{package}")
         for name in sorted(vars(module)):
+            found = vars(module)[name]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # deprecated names warn when they are looked at
-                text = getattr(vars(module)[name], "__doc__", None)
-            if not name.startswith("_") and isinstance(text, str):
+                text = getattr(found, "__doc__", None)
+            documented = inspect.isroutine(found) or inspect.isclass(found)  # not modules, which may be Python's or numpy's
+            if documented and not name.startswith("_") and isinstance(text, str):
                 yield f"torch{package}.{name}", text
 
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from otaro.cli import console
 
 if TYPE_CHECKING:
+    from otaro.evaluate.subject import Subject
+    from otaro.evaluate.text import Text
     from otaro.file.summary import Summary
-    from otaro.tune.config import Training
+    from otaro.tune.config import Options, Training
 
-USUAL, OURS = "usual", "otaro"
+BEFORE, USUAL, OURS = "before", "usual", "otaro"
 TITLES = {USUAL: "tuned as usual", OURS: "tuned once for all"}
 PROMPT = "Returns a new tensor"
 SAMPLE_TOKENS = 30
+MARK = "made_by_otaro_demo"  # a file in every folder that a later demo may replace
 
 Measured = dict[str, float]
 """Perplexity by precision."""
@@ -41,89 +44,96 @@ def demo(
     lr: Annotated[
         float | None, typer.Option(help="Learning rate: 2e-4 for the built-in model, else 5e-5.", show_default=False)
     ] = None,
-    prompt: Annotated[str, typer.Option(help="What to continue at the finest and the coarsest precision.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="What to continue at each precision.")] = PROMPT,
     json: console.JsonOption = False,
 ) -> None:
     """Tune a model as usual and once for all precisions, pack it, and show what each precision then costs."""
+    import torch
+
+    from otaro.cli.eval import open_text
+    from otaro.evaluate.charts import altair
     from otaro.evaluate.report import write_report
     from otaro.evaluate.run_folder import read_runs
     from otaro.evaluate.samples import sample
+    from otaro.evaluate.subject import Subject
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
     from otaro.tune.config import Options, recipe
 
+    altair()  # is refused now if it is missing, not after all the work
     console.quiet_transformers()
     ours, training = recipe("best")
     rate = lr if lr is not None else (2e-4 if model == "builtin" else 5e-5)
     training = replace(training, steps=steps, batch_size=batch_size, sequence_length=sequence_length, lr=rate)
-    folders = {USUAL: out / USUAL, OURS: out / OURS}
-    for folder in folders.values():
-        _clear(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as the trainer chooses
+    original, unseen = Subject(model, device=device), open_text(text)
+    folders = {name: out / name for name in (BEFORE, USUAL, OURS)}
+    _make_room(list(folders.values()))
 
     _say("1. before tuning, at every precision")
-    measured = {"before": _measure(model, text, keep=False)}
+    measured = {BEFORE: _measure(original, unseen, folders[BEFORE])}
     for number, (name, options) in enumerate({USUAL: Options(method="fp", distill=0.0), OURS: ours}.items(), 2):
         _say(f"{number}. {TITLES[name]}, packed, and measured again")
         _tune(model, data, folders[name], options, training)
-        measured[name] = _measure(str(folders[name] / "nested"), text, keep=True)
+        nested = folders[name] / "nested"
+        measured[name] = _measure(Subject(str(nested), device=device), unseen, nested)
     _say("4. samples and report")
-    with console.progress_bar("reading and sampling") as progress:
-        ours_at = folders[OURS]
-        samples = {OURS: sample(ours_at / "nested", ours_at / "samples.json", [prompt], SAMPLE_TOKENS, progress)}
-        runs = read_runs([folders[OURS], folders[USUAL]])
-        summary = summarize(NestedDirectory(folders[OURS] / "nested"))
-    report = out / "report.html"
-    write_report(runs, samples, report)
-
+    with console.progress_bar("samples") as progress:
+        tuned = {name: folders[name] for name in (OURS, USUAL)}
+        samples = {n: sample(f / "nested", f / "samples.json", [prompt], SAMPLE_TOKENS, progress) for n, f in tuned.items()}
+    summary = summarize(NestedDirectory(folders[OURS] / "nested"))
     said = samples[OURS].texts[prompt]
-    ends = {name: said[name] for name in (min(said), max(said))}
+    ends = {name: said[name] for name in (max(said), min(said))}
+    if not json:
+        _show(summary, measured)
+        for name, continuation in ends.items():
+            console.out.print(f"\n[bold]{name}[/] continues [italic]{console.escape(prompt)}[/]", highlight=False)
+            console.out.print(console.escape(continuation.strip()), highlight=False)
+    report = out / "report.html"
+    write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), samples, report)
     if json:
         sizes = {row.precision: row.bytes for row in summary.precisions}
         shown = {"out": str(out), "report": str(report), "bytes": sizes, "perplexity": measured, "samples": ends}
         console.print_json(shown)
     else:
-        _show(summary, measured)
-        for name, continuation in sorted(ends.items(), reverse=True):
-            console.out.print(f"\n[bold]{name}[/] continues [italic]{console.escape(prompt)}[/]", highlight=False)
-            console.out.print(console.escape(continuation.strip()), highlight=False)
-        console.out.print(
-            f"\nThe whole story with figures: {report}, to be opened in a browser", highlight=False, soft_wrap=True
-        )
-        console.out.print(f"The model, all precisions in one: {folders[OURS] / 'nested'}", highlight=False, soft_wrap=True)
+        where = f"\nThe story with figures: {report} (open it in a browser)\nThe model, all precisions in one: {nested}"
+        console.out.print(where, highlight=False, soft_wrap=True)
 
 
 def _say(what: str) -> None:
     console.err.print(f"[bold]{what}[/]", highlight=False)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what an earlier demo left, and nothing else."""
+def _make_room(folders: list[Path]) -> None:
+    """Make the folders, in place of those of an earlier demo; whatever else is there is left alone."""
     from otaro.errors import OtaroError
 
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / "perplexity.json").is_file() and not (folder / "config.json").is_file():
-            raise OtaroError(f"{folder} is there and not from an earlier demo; choose another folder with --out")
-        shutil.rmtree(folder)
+    for folder in folders:
+        if (folder.is_symlink() or folder.exists()) and not (folder / MARK).is_file():
+            raise OtaroError(f"{folder} is there and was not made by a demo; choose another folder with --out")
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / MARK).touch()
 
 
-def _tune(model: str, data: str, folder: Path, options: Any, training: Training) -> None:
+def _tune(model: str, data: str, folder: Path, options: Options, training: Training) -> None:
     from otaro.cli.tune import TuningRun
 
-    # Both forms of the tuned model are measured on --text by and by; of held-out data a glance will do.
-    TuningRun(model, data, folder, options, training, eval_tokens=4096, save_every=training.steps or 1).go()
+    # The tuned model is measured from its file afterwards; of held-out data a glance will do.
+    run = TuningRun(model, data, folder, options, training, eval_tokens=4096, save_every=training.steps or 1, allowed={MARK})
+    run.go()
 
 
-def _measure(model: str, text: str, *, keep: bool) -> Measured:
+def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
     """Perplexity at each precision, as `otaro eval` measures and keeps it."""
-    from otaro.cli.eval import open_text
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
-    from otaro.evaluate.subject import Subject
 
-    subject = Subject(model)
-    record = Record(subject.identity, subject.path if keep else None)
     with console.progress_bar("measuring") as progress:
-        entries = Evaluation(subject, Wanted(open_text(text))).run(record, console.versions(), progress=progress)
+        evaluation = Evaluation(subject, Wanted(text))
+        entries = evaluation.run(Record(subject.identity, keep), console.versions(), progress=progress)
     return {entry["precision"]: entry["value"] for entry in entries}
 
 

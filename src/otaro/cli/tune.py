@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import platform
 import time
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from math import exp
 from pathlib import Path
@@ -118,12 +119,15 @@ class TuningRun:
         save_every: int = 100,
         skip_bad_rows: bool = False,
         resume: bool = False,
+        allowed: Collection[str] = (),
     ) -> None:
+        """`allowed` are names that --out may hold before the run."""
         from otaro.tune.config import ConfigError
 
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
-        stated = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
+        stated: dict[str, Any] = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
+        stated["training"] |= {"eval_tokens": eval_tokens, "skip_bad_rows": skip_bad_rows}
         stated = json_module.loads(json_module.dumps(stated))
         config_path = out / "config.json"
         if resume:
@@ -132,7 +136,7 @@ class TuningRun:
             before = json_module.loads(config_path.read_text())
             if changed := [key for key in stated if stated[key] != before.get(key)]:
                 raise ConfigError(f"--resume: {' and '.join(changed)} differ from those the run in {out} was started with")
-        elif out.exists() and any(out.iterdir()):
+        elif out.exists() and any(path.name not in allowed for path in out.iterdir()):
             raise ConfigError(f"--out {out} exists and is not empty; choose another folder, or go on with --resume")
         self.stated = stated
 
@@ -158,7 +162,11 @@ class TuningRun:
         forget_steps_after(self.out / "log.jsonl", int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0)
         trainer = self._trainer(model, tokenizer, training)
         before = self._perplexities(trainer, held_out, "before") if checkpoint is None else self._stored("before")
-        (self.out / "perplexity.json").write_text(json_module.dumps({"before": before}) + "\n")
+        measured: dict[str, Any] = {
+            "tokens": sum(len(example["input_ids"]) for example in self._measured(held_out)),
+            "before": before,
+        }
+        (self.out / "perplexity.json").write_text(json_module.dumps(measured) + "\n")
         started = time.perf_counter()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         seconds = time.perf_counter() - started
@@ -178,7 +186,7 @@ class TuningRun:
             "before": before,
             "after": after,
         }
-        (self.out / "perplexity.json").write_text(json_module.dumps({"before": before, "after": after}) + "\n")
+        (self.out / "perplexity.json").write_text(json_module.dumps({**measured, "after": after}) + "\n")
         return result
 
     def _load_model(self) -> tuple[Any, Any, Any]:
@@ -263,13 +271,7 @@ class TuningRun:
         from otaro.sefp.precision import PRECISIONS
         from otaro.tune.trainer import losses_by_precision
 
-        examples: list[dict[str, list[int]]] = []
-        tokens = 0
-        for example in (held_out[i] for i in range(len(held_out))):
-            if examples and tokens + len(example["input_ids"]) > self.eval_tokens:
-                break
-            examples.append(example)
-            tokens += len(example["input_ids"])
+        examples = self._measured(held_out)
         size = max(1, BATCH_TOKENS // self.training.sequence_length)
         batches = [trainer.data_collator(examples[i : i + size]) for i in range(0, len(examples), size)]
         measured: list[Precision | None] = [None, *PRECISIONS]
@@ -280,6 +282,17 @@ class TuningRun:
                 loss = losses_by_precision(trainer.model, trainer.precisely, [precision], batches)[0]
                 perplexities[str(precision) if precision else "fp"] = exp(loss)
         return perplexities
+
+    def _measured(self, held_out: TokenDataset) -> list[dict[str, list[int]]]:
+        """The first examples, as many as --eval-tokens allows, one at least."""
+        examples: list[dict[str, list[int]]] = []
+        tokens = 0
+        for example in (held_out[i] for i in range(len(held_out))):
+            tokens += len(example["input_ids"])
+            if examples and tokens > self.eval_tokens:
+                break
+            examples.append(example)
+        return examples
 
     def _stored(self, when: str) -> dict[str, float]:
         stored: dict[str, float] = json_module.loads((self.out / "perplexity.json").read_text())[when]

@@ -95,7 +95,7 @@ class Options:
         stated["precisions"] = [str(p) for p in self.precisions]
         stated["ultra_low"] = [str(p) for p in self.ultra_low]
         stated["distill_at"] = [str(p) for p in self.distill_at]
-        stated["weights"] = list(self.weights) if self.weights is not None else None
+        stated["weights"] = list(self.weights or [1.0] * len(self.precisions))
         return stated
 
     def _fixed_precision(self) -> Precision | None:
@@ -142,6 +142,8 @@ class Training:
                 raise ConfigError(f"--{name} {count}: must be at least 1")
         if self.sequence_length < 2:
             raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 2")
+        if self.compile and self.lora:
+            raise ConfigError("--compile cannot be combined with --lora: every precision would need its own graph")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: must not be negative")
 

@@ -68,7 +68,8 @@ class Precisely:
         together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, linear in enumerate(self.linears):
             weight = linear.weight
-            if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+            whole = type(weight.data) is torch.Tensor and weight.shape == (linear.out_features, linear.in_features)
+            if not whole:
                 continue  # sharded: there is nothing to quantise before it is gathered
             if _fused(weight, self.group_size):
                 together.setdefault((weight.device, weight.dtype), []).append(i)

@@ -67,10 +67,12 @@ class OtaroMixin:
     def compile_steps(self: Any, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
 
-        Quantised weights are held outside the layers and come in like any weight, so the same graph serves every
-        precision. Small models are bound by the launching of kernels, and this leaves fewer to launch.
+        The quantised weights of linears are held outside the layers and come in like any weight, so the same graph serves
+        every precision; expert stacks and LoRA are quantised inside, and need a graph each. Small models are bound by the
+        launching of kernels, and this leaves fewer to launch.
         """
         model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
         layers = set(model._no_split_modules or ())
         for module in model.modules():
             if type(module).__name__ in layers:
@@ -121,10 +123,10 @@ class OtaroMixin:
         record, self._record = self._record, None
         precision: Precision | None = record["precision"]
         parameters = {name: p for name, p in self._named_parameters().items() if p.grad is not None}
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()], foreach=True)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         shared_loss = self.accelerator.reduce(record["loss"], "mean")  # all ranks see the same, so choose alike
-        loss, gradient_norm = torch.stack([shared_loss.double(), norm.to(shared_loss.device).double()]).tolist()
+        loss, gradient_norm = torch.stack([shared_loss.float(), norm.to(shared_loss.device, torch.float32)]).tolist()
         if not math.isfinite(loss):
             last = last_complete_checkpoint(Path(self.args.output_dir))
             raise TrainingError(
@@ -195,7 +197,6 @@ class OtaroMixin:
         if self.delayed is not None and self.delayed.count and (self.is_fsdp_enabled or self.is_world_process_zero()):
             tensors = {name: tensor.contiguous() for name, tensor in self.delayed.tensors().items()}
             save_file(tensors, self._accumulator_file(output_dir))
-        self.accelerator.wait_for_everyone()  # the first process will mark the checkpoint as complete
 
     def _accumulator_file(self: Any, checkpoint: str) -> Path:
         """Under FSDP each process keeps its own part; else all have the same, and one file serves them."""
@@ -229,6 +230,7 @@ class OtaroMixin:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
             self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each writes a part of it
         if self.is_world_process_zero():
             if not self.args.save_only_model:  # without its optimizer a run cannot go on
                 mark.touch()
@@ -288,13 +290,16 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tens
 def losses_by_precision(
     model: Any, precisely: Precisely, precisions: list[Precision | None], batches: list[dict[str, torch.Tensor]]
 ) -> list[float]:
-    """Mean loss per token at each precision, of a prepared model; batches as the collator makes them."""
+    """Mean loss per token at each precision, of a prepared model; batches as the collator makes them.
+
+    Not compiled, even if the steps are: other shapes would crowd out their graphs.
+    """
     was_training = model.training
     model.eval()
     means = []
     for precision in precisions:
         total, tokens = 0.0, 0
-        with precisely.at(precision):
+        with precisely.at(precision), torch.compiler.set_stance("force_eager"):
             for batch in batches:
                 inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
                 labels = inputs.pop("labels")[..., 1:]
