@@ -359,6 +359,7 @@ def test_a_killed_process_leaves_the_old_or_the_new_and_the_next_one_cleans_up(
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     write_text(tmp_path / "new" / "file.json", "first")
+    (tmp_path / "new" / ".file.json.partial").write_text("of a writer that was killed")
     write_text(tmp_path / "new" / "file.json", "second")
     assert (tmp_path / "new" / "file.json").read_text() == "second"
 

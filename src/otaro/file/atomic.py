@@ -2,7 +2,8 @@
 
 `new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every file to disk and
 renames the sibling into place in one step; leaving it by an exception removes it. A process that is killed leaves only the
-sibling, which nothing loads and which the next writer to the same target sweeps away. `write_text` does the same for one file.
+sibling, which nothing loads and which the next writer to the same target sweeps away. `write_text` does the same for one file,
+and `update_text` for one whose new text depends on the old.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,22 +81,33 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 def write_text(target: Path, text: str) -> None:
     """Put a file in place in one step, its directory too if there is none; whatever was there stays until that moment."""
-    partial = target.parent / f".{target.name}.{os.getpid()}.partial"  # two processes may write at the same time
-    with explained(target, partial):
+    update_text(target, lambda: text)
+
+
+def update_text(target: Path, make: Callable[[], str]) -> None:
+    """Like `write_text`, with a text that is made, from the old one perhaps, while no other process writes the target.
+
+    Who comes second waits.
+    """
+    partial = _partial(target)
+    with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with _alone(target, wait=True):
+            text = make()
+            partial.unlink(missing_ok=True)  # what a killed writer left
+            try:
+                with partial.open("x", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Hold the lock beside `target`; refused while a live process holds it. The lock of a killed process is nobody's."""
+def _alone(target: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock beside `target`; while a live process holds it, wait or be refused. That of a killed one is nobody's."""
     if fcntl is None:
         yield
         return
@@ -103,7 +115,7 @@ def _alone(target: Path) -> Iterator[None]:
     while True:
         lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
                 break
         except BlockingIOError:
