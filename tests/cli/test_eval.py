@@ -72,6 +72,17 @@ def test_a_narrow_terminal_gets_the_tasks_in_a_table_of_their_own(model, task_fi
     assert max(len(line) for line in shown.splitlines() if line[0] in "┏┃┡│└") <= 80
 
 
+def test_devices_are_told_apart_where_there_is_more_than_one(model, text, monkeypatch):
+    monkeypatch.setattr(console.out, "_width", 200)
+    words = ("eval", model, "--text", text, "--window", 64, "--precision", "E5M3")
+    assert " cpu" not in run(*words).stdout
+    record = json.loads((model / "quality.json").read_text())
+    elsewhere = {**record["entries"][0], "device": "abacus", "tokens_per_second": 2.0}
+    (model / "quality.json").write_text(json.dumps({**record, "entries": [*record["entries"], elsewhere]}))
+    shown = run("inspect", model).stdout
+    assert shown.count("on cpu") == shown.count("on abacus") == 2  # of perplexity and of tokens/s
+
+
 def test_a_folder_with_a_record_is_as_good_as_before(model, text, tmp_path):
     before = otaro.load(model, "E5M4").lm_head.weight
     run("eval", model, "--text", text, "--window", 64, "--precision", "E5M3")

@@ -72,6 +72,9 @@ def test_a_long_run_is_thinned_out_but_ends_where_it_ends(tmp_path, monkeypatch)
         (record(2, "E5M9"), "line 2 .* unknown precision 'E5M9'"),
         (record(2, None), "line 2 .* unknown precision None"),
         (record(2, "E5M8", {"E5M8": "high"}), "line 2 .* scores are not numbers"),
+        (record(2, "E5M8", {"E5M8": float("nan")}), "line 2 .* scores are not numbers"),
+        (record(2, "E5M8", {"E5M8": 10**400}), "line 2 .* scores are not numbers"),
+        ("[" * 100_000, "line 2 .* it is nested too deeply"),
         (record(2, "E5M8", {"best": 1.0}), "line 2 .* unknown precision 'best'"),
         (record(2, "E5M8", applied="yes"), "line 2 .* applied is 'yes'"),
     ],
@@ -79,6 +82,12 @@ def test_a_long_run_is_thinned_out_but_ends_where_it_ends(tmp_path, monkeypatch)
 def test_a_bad_line_is_named(tmp_path, line, words):
     write(tmp_path, record(1, "E5M8"), line, record(3, "E5M8"))
     with pytest.raises(OtaroError, match=words):
+        analyze_path(tmp_path)
+
+
+def test_a_log_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(OtaroError, match=r"log\.jsonl is not the log of a tuning run: it is no UTF-8"):
         analyze_path(tmp_path)
 
 

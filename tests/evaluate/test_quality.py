@@ -1,11 +1,21 @@
 """The quality record: it survives, it replaces, and it believes nothing."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from otaro.errors import TargetError
-from otaro.evaluate.quality import Quality, QualityError, Record, read_quality, task_averages, write_quality
+from otaro.evaluate.harness import PAPER_TASKS
+from otaro.evaluate.quality import (
+    Quality,
+    QualityError,
+    Record,
+    comparable_tasks,
+    read_quality,
+    task_averages,
+    write_quality,
+)
 
 MODEL, OTHER = "a" * 64, "b" * 64
 MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
@@ -44,16 +54,18 @@ def test_no_record_is_none(tmp_path):
 def test_measuring_again_replaces_and_anything_else_adds():
     quality = Quality(MODEL, (PERPLEXITY, TASK)).including({**PERPLEXITY, "value": 18.0, "date": "2026-11-16"})
     assert [entry["value"] for entry in quality.entries] == [18.0, 0.5]
-    for asked in ({"stride": 512}, {"precision": "E5M3"}, {"text_sha256": "d" * 64}, {"tokens": 999}):
+    for asked in ({"stride": 512}, {"precision": "E5M3"}, {"text_sha256": "d" * 64}, {"tokens": 999}, {"device": "a GPU"}):
         assert len(quality.including({**PERPLEXITY, **asked}).entries) == 3
     assert len(quality.including({**TASK, "limit": 10}).entries) == 3
     assert quality.find({**TASK, "limit": 10}) is None
-    assert quality.find({key: TASK[key] for key in ("kind", "precision", "task", "limit", "data_sha256")}) == TASK
+    assert quality.find({key: TASK[key] for key in ("kind", "precision", "device", "task", "limit", "data_sha256")}) == TASK
 
 
 def test_fields_that_only_we_write_may_be_absent(tmp_path):
     entries = [{key: value for key, value in TASK.items() if key not in ("data_sha256", "truncated", "device")}]
-    assert read_quality(stored(tmp_path, entries=entries)).find(TASK) == entries[0]
+    quality = read_quality(stored(tmp_path, entries=entries))
+    assert quality.find({**TASK, "device": None}) == entries[0]
+    assert quality.find(TASK) is None  # nobody knows what the other was measured on
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,22 @@ def test_two_evaluations_of_one_model_keep_each_others_results(tmp_path):
     assert read_quality(tmp_path).entries == (PERPLEXITY, TASK)
 
 
+def test_what_is_added_at_the_same_time_all_stays(tmp_path):
+    def add(window):
+        Record(MODEL, tmp_path).add({**PERPLEXITY, "window": window})
+
+    with ThreadPoolExecutor(8) as pool:  # locks tell threads apart as they do processes
+        list(pool.map(add, range(1, 41)))
+    assert len(read_quality(tmp_path).entries) == 40
+    assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path):
+    with pytest.raises(QualityError, match="cannot be kept in a quality record: entry 0: command"):
+        Record(MODEL, tmp_path).add({**PERPLEXITY, "command": "x" * 5000})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_record_without_a_place_is_kept_in_memory():
     record = Record(MODEL, None)
     record.add(PERPLEXITY)
@@ -146,5 +174,25 @@ def test_averages_are_of_precisions_that_have_all_tasks():
     assert averages["fp"].value == pytest.approx(0.6)
     assert averages["fp"].stderr == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
     assert task_averages([{**tasks[0], "stderr": None}, tasks[1]])["fp"].stderr is None
+    assert averages["fp"].name == "average of 2"
     assert task_averages(tasks[:1]) == {}
     assert task_averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == {}
+
+
+def test_the_average_of_the_papers_eight_stays_whatever_else_was_measured():
+    eight = [{**TASK, "task": task, "value": 0.1 * number} for number, task in enumerate(PAPER_TASKS)]
+    other = {**TASK, "task": "lambada", "metric": "perplexity", "value": 90.0}
+    for entries in (eight, [other, *eight], [*eight, {**other, "precision": "E5M3"}]):
+        average = task_averages(entries)["fp"]
+        assert (average.name, average.tasks) == ("zeroshot8", tuple(PAPER_TASKS))
+        assert average.value == pytest.approx(0.35)
+    assert task_averages([other, *eight[1:]]) == {}
+
+
+def test_tasks_are_comparable_at_one_limit_on_one_device():
+    entries = [TASK, {**TASK, "limit": 5}, {**TASK, "device": "a GPU"}, {**TASK, "task": "piqa"}, PERPLEXITY]
+    assert comparable_tasks(entries) == {
+        (None, "cpu"): [entries[0], entries[3]],
+        (5, "cpu"): [entries[1]],
+        (None, "a GPU"): [entries[2]],
+    }

@@ -422,8 +422,12 @@ def test_samples_are_made_once_at_every_precision(builtin_nested, tmp_path, monk
 
 
 def test_samples_need_a_tokenizer_and_sound_files(nested_dir, builtin_nested, tmp_path):
-    with pytest.raises(OtaroError, match="has no tokenizer to make samples with"):
+    with pytest.raises(OtaroError, match="has no tokenizer; .* --no-samples leaves samples out"):
         sample(nested_dir, tmp_path / "samples.json", ["The"], 4)
+    strange = Path(shutil.copytree(builtin_nested, tmp_path / "strange"))
+    (strange / "tokenizer.json").write_text("{")
+    with pytest.raises(OtaroError, match="transformers cannot open its tokenizer"):
+        sample(strange, tmp_path / "samples.json", ["The"], 4)
     model = otaro.load(builtin_nested, "E5M3").sefp.nested.base.header.model
     kept = {"schema": 1, "model": model, "max_new_tokens": 4, "texts": {"The": [1]}}
     (tmp_path / "samples.json").write_text(json.dumps(kept))

@@ -155,9 +155,38 @@ def test_a_window_is_as_long_as_the_model_allows_up_to_2048():
 
 def test_outputs_that_overflow_are_not_recorded(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "perplexity", lambda *_, **__: float("nan"))
-    with pytest.raises(otaro.OtaroError, match="E5M8 perplexity, 1 of 2: comes out as nan"):
+    with pytest.raises(otaro.OtaroError, match=r"E5M8 perplexity, 1 of 2: comes out as nan; E5M3 .* out as nan\)"):
         evaluation(tiny).run(Record("a" * 64, tmp_path), VERSIONS)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_that_overflows_does_not_keep_others_from_being_measured(tiny, tmp_path, monkeypatch):
+    outcomes = iter([9.0, float("inf"), 11.0])
+    monkeypatch.setattr(run, "perplexity", lambda *_, **__: next(outcomes))
+    with pytest.raises(otaro.OtaroError, match=r"overflow \(E5M5 perplexity, 2 of 3: comes out as inf\)"):
+        evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path), VERSIONS)
+    kept = read_quality(tmp_path).entries
+    assert [(entry["precision"], entry["value"]) for entry in kept] == [("E5M8", 9.0), ("E5M3", 11.0)]
+
+
+def test_another_device_is_another_measurement_and_in_the_command(tiny, tmp_path, monkeypatch):
+    record = Record("a" * 64, tmp_path)
+    evaluation(tiny, "E5M3").run(record, VERSIONS)
+    elsewhere = evaluation(tiny, "E5M3")
+    monkeypatch.setattr(Subject, "device_name", "a GPU")
+    elsewhere = Evaluation(elsewhere.subject, elsewhere.wanted)
+    elsewhere.subject.device = "cpu:0"
+    (entry,) = elsewhere.run(record, VERSIONS)
+    assert entry["device"] == "a GPU"
+    assert entry["command"].endswith(" --stride 64 --device cpu:0")
+    assert [entry["device"] for entry in read_quality(tmp_path).entries] == ["cpu", "a GPU"]
+
+
+def test_a_command_that_is_too_long_is_cut_and_the_measurement_kept(tiny, tmp_path):
+    text = Text("held", TEXT.content, "x" * 5000)
+    (entry,) = evaluation(tiny, "E5M3", text=text).run(Record("a" * 64, tmp_path), VERSIONS)
+    assert (len(entry["command"]), entry["command"][-1]) == (4096, "…")
+    assert read_quality(tmp_path).entries == (entry,)
 
 
 def test_progress_tells_what_is_measured(tiny):

@@ -265,6 +265,8 @@ def _show_weights(result: dict[str, Any]) -> None:
 
 
 def _show_path(result: dict[str, Any]) -> None:
+    from otaro.evaluate.quality import FULL
+
     sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
     half = steps // 2
     table = _table(f"{steps} steps", "precision", "steps", "share", "first half", "second half", "held back", "last score")
@@ -272,7 +274,7 @@ def _show_path(result: dict[str, Any]) -> None:
         taken = sequence.count(name)
         scores = [score for score in result["scores"].get(name, []) if score is not None]
         table.add_row(
-            "full" if name == "fp" else name,
+            "full" if name == FULL else name,
             str(taken),
             f"{taken / steps:.1%}",
             str(sequence[:half].count(name)),

@@ -57,7 +57,7 @@ def _turned(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
     for precision in precisions:
         table.add_column(precision, justify="right")
     for column in columns:
-        heading = console.escape(column.heading.replace("\nfirst", ", first"))
+        heading = console.escape(column.heading.replace("\nfirst", ", first").replace("\non ", ", on "))
         table.add_row(heading, *(column.cells.get(precision, "-").replace(" ±", "\n±") for precision in precisions))
     return table
 
@@ -91,40 +91,48 @@ def _cells(group: dict[str, Entry], write: Callable[[Entry], str]) -> dict[str, 
     return {precision: write(entry) for precision, entry in group.items()}
 
 
+def _device(entries: list[Entry], device: str | None) -> str:
+    """The line of a heading that names the device, where there is more than one."""
+    return f"\non {device or 'an unnamed device'}" if len({entry.get("device") for entry in entries}) > 1 else ""
+
+
 def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
+    from otaro.evaluate.quality import FULL
+
     for group in _grouped(entries, "perplexity"):
         best, first = next(iter(group.items()))
         full = first["value"]
-        settings = f"{first['text']}\n{first['window']}/{first['stride']}"
+        settings = f"{first['text']}\n{first['window']}/{first['stride']}" + _device(entries, first.get("device"))
         yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
         if len(group) > 1:
             costs = {precision: f"{entry['value'] / full - 1:+.1%}" for precision, entry in group.items()}
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
-        reference = next(iter(group.values())).get("reference", "fp")
-        yield _Column(f"KL\nvs {reference}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
-        yield _Column(f"same token\nas {reference}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
+        first = next(iter(group.values()))
+        reference, on = first.get("reference", FULL), _device(entries, first.get("device"))
+        yield _Column(f"KL\nvs {reference}{on}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
+        yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
 
 
 def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
     for group in _grouped(entries, "perplexity"):
-        yield _Column("tokens/s", _cells(group, lambda entry: f"{entry['tokens_per_second']:,.0f}"))
+        on = _device(entries, next(iter(group.values())).get("device"))
+        yield _Column(f"tokens/s{on}", _cells(group, lambda entry: f"{entry['tokens_per_second']:,.0f}"))
 
 
 def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
-    from otaro.evaluate.quality import task_averages
+    from otaro.evaluate.quality import comparable_tasks, task_averages
 
-    tasks = [entry for entry in entries if entry["kind"] == "task"]
-    for limit in dict.fromkeys(entry["limit"] for entry in tasks):
-        alike = [entry for entry in tasks if entry["limit"] == limit]
-        some = f"\nfirst {limit}" if limit is not None else ""
+    for (limit, device), alike in comparable_tasks(entries).items():
+        some = (f"\nfirst {limit}" if limit is not None else "") + _device(entries, device)
         for group in _grouped(alike, "task"):
             first = next(iter(group.values()))
             scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
             yield _Column(f"{first['task']}\n{first['metric']}{some}", scores)
         if averages := task_averages(alike):
             cells = {precision: _score(average.value, average.stderr) for precision, average in averages.items()}
-            yield _Column(f"average\nof {next(iter(averages.values())).tasks}{some}", cells)
+            name = next(iter(averages.values())).name.replace(" ", "\n", 1)
+            yield _Column(f"{name}{some}", cells)
 
 
 def _legend(entries: list[Entry]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Count
 
 _AT_ONCE = 256  # positions compared together: a vocabulary is large
 
@@ -37,7 +38,7 @@ def divergence(
     ids: torch.Tensor,
     *,
     window: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Count = lambda done, total: None,
 ) -> Divergence:
     """Divergence of `logits` from `reference` on the token ids [tokens]."""
     tokens = len(ids)

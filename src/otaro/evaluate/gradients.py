@@ -38,11 +38,12 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Progress
+from otaro.evaluate.quality import FULL
 from otaro.evaluate.weights import place
 from otaro.sefp.codec import Reconstruction, encode
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
-FULL = "fp"
 ROWS: tuple[Precision | None, ...] = (None, *PRECISIONS)  # of Gram matrices: full precision, then the finest to the coarsest
 SAMPLED_ENTRIES = 4096  # of all gradients, for the histogram of Y
 SHOWN_ENTRIES = 30  # as many as Fig. 6 shows
@@ -58,7 +59,7 @@ def analyze_gradients(
     group_size: int = GROUP_SIZE,
     reconstruction: Reconstruction = "midpoint",
     modules: str = "*",
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Compare the gradients of all precisions over `batches`, which hold input_ids and labels.
 

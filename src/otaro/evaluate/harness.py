@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Count
 from otaro.file.checkpoint import brief
 
 ZEROSHOT8 = "zeroshot8"
@@ -47,8 +48,6 @@ PAPER_TASKS = {  # and the folders of the harness that describe them
 _METRICS = ("acc_norm", "acc")  # the first of them that a task has
 _FILES = (".jsonl.gz", ".jsonl", ".json")
 _SEED = 1234  # the harness's own
-
-Progress = Callable[[int, int], None]
 
 
 class TaskError(OtaroError, ValueError):
@@ -76,7 +75,7 @@ def evaluate_tasks(
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
-    progress: Progress = lambda done, total: None,
+    progress: Count = lambda done, total: None,
 ) -> dict[str, TaskResult]:
     """Run tasks at the precision the model is at; `limit` keeps the first so many samples of each.
 
@@ -123,7 +122,7 @@ class Tasks:
         *,
         limit: int | None = None,
         batch_size: int = 8,
-        progress: Progress = lambda done, total: None,
+        progress: Count = lambda done, total: None,
     ) -> TaskResult:
         """Run one task; `progress` gets the requests done and in total."""
         loaded = self.prepare(name)
@@ -252,7 +251,7 @@ class _Noted(logging.Handler):
 class _Bar:
     """What the harness gets for tqdm."""
 
-    def __init__(self, report: Progress, items: Any = None, total: int | None = None, **_: Any) -> None:
+    def __init__(self, report: Count, items: Any = None, total: int | None = None, **_: Any) -> None:
         self._report, self._items, self._done = report, items, 0
         self._total = len(items) if total is None else total
 
@@ -270,7 +269,7 @@ class _Bar:
 
 
 @contextmanager
-def _quiet(progress: Progress = lambda done, total: None) -> Iterator[_Noted]:
+def _quiet(progress: Count = lambda done, total: None) -> Iterator[_Noted]:
     """Let the harness report to `progress` and to nobody else."""
     datasets = import_module("datasets")
     logger, noted = logging.getLogger("lm_eval"), _Noted()

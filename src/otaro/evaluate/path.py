@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError, PrecisionError
+from otaro.evaluate.quality import FULL
 from otaro.sefp.precision import Precision
 
-FULL = "fp"
 MOST_POINTS = 500  # of counts and scores over time; more cannot be told apart in a figure
 
 
@@ -44,9 +45,15 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         raise OtaroError(f"{log.parent} holds no {log.name}; give the folder that `otaro tune --out` wrote")
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(log.read_text().splitlines(), 1):
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise OtaroError(f"{log} is not the log of a tuning run: it is no UTF-8 ({error.reason})") from None
+    for number, line in enumerate(lines, 1):
         try:
             record = _checked(json.loads(line), len(records) + 1)
+        except RecursionError:
+            raise OtaroError(f"{log} line {number} is not a step of a tuning run: it is nested too deeply") from None
         except ValueError as error:  # that of json as well
             raise OtaroError(f"{log} line {number} is not a step of a tuning run: {error}") from None
         if "leftover" not in record:
@@ -68,13 +75,15 @@ def _checked(record: Any, step: int) -> dict[str, Any]:
     if not isinstance(record["applied"], bool):
         raise ValueError(f"applied is {record['applied']!r}, not true or false")
     scores = record["scores"]
-    if not isinstance(scores, dict) or any(
-        score is not None and not isinstance(score, int | float) for score in scores.values()
-    ):
+    if not isinstance(scores, dict) or not all(score is None or _is_score(score) for score in scores.values()):
         raise ValueError("scores are not numbers by precision")
     for name in (record["precision"], *scores):
         _bits(name)
     return record
+
+
+def _is_score(value: Any) -> bool:
+    return (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and isfinite(value))
 
 
 def _bits(name: str) -> float:

@@ -9,12 +9,12 @@ labels, less the one that the shift by one leaves without a prediction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Count
 
 LONGEST_WINDOW = 2048  # unless asked for more
 
@@ -36,7 +36,7 @@ def perplexity(
     *,
     window: int,
     stride: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Count = lambda done, total: None,
 ) -> float:
     """Perplexity on the token ids [tokens]; `stride` defaults to `window`, which is fastest and a little pessimistic."""
     stride = stride or window

@@ -6,9 +6,9 @@ A record names the model it is about and lists measurements, `entries`, of three
     divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
     task         accuracy on a task of lm-evaluation-harness
 
-An entry is *identified* by its kind, its precision and what was asked (`IDENTITY`); measuring the same again replaces it.
-The rest is the outcome, and under which circumstances it came about: command, date, versions, device. The file is written
-whole after every measurement, so an evaluation that dies loses only what it was at.
+An entry is *identified* by its kind, its precision, the device and what was asked (`IDENTITY`); measuring the same again
+replaces it. The rest is the outcome, and under which circumstances it came about: command, date, versions. The file is
+written whole after every measurement, so an evaluation that dies loses only what it was at.
 
 A record travels with its model and so comes from strangers: nothing in it is believed before it has been checked, and names are
 free of control characters, which could otherwise speak to the terminal that shows them.
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.file.atomic import write_text
+from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
+from otaro.file.atomic import update_text, write_text
 from otaro.file.checkpoint import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
@@ -34,7 +35,7 @@ SCHEMA = 1
 FULL = "fp"  # the precision that an unquantised checkpoint has
 PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
 _LARGEST = 1 << 24  # bytes of a file; thousands of entries
-_LONGEST = 4096  # characters of a string
+LONGEST = 4096  # characters of a string
 _HUGE = 1e300
 
 Entry = dict[str, Any]
@@ -66,7 +67,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
+    return isinstance(value, str) and 0 < len(value) <= LONGEST and value.isprintable()
 
 
 def _is_digest(value: object) -> bool:
@@ -92,11 +93,12 @@ def _or_null(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+_AT: dict[str, Check] = {"precision": _is_precision, "device": _is_name}
 _ON_TEXT: dict[str, Check] = {"text": _is_name, "text_sha256": _is_digest, "window": _is_count, "tokens": _is_count}
 IDENTITY: dict[str, dict[str, Check]] = {
-    "perplexity": {"precision": _is_precision, **_ON_TEXT, "stride": _is_count},
-    "divergence": {"precision": _is_precision, **_ON_TEXT, "reference": _is_precision},
-    "task": {"precision": _is_precision, "task": _is_name, "limit": _or_null(_is_count), "data_sha256": _or_null(_is_digest)},
+    "perplexity": {**_AT, **_ON_TEXT, "stride": _is_count},
+    "divergence": {**_AT, **_ON_TEXT, "reference": _is_precision},
+    "task": {**_AT, "task": _is_name, "limit": _or_null(_is_count), "data_sha256": _or_null(_is_digest)},
 }
 OUTCOME: dict[str, dict[str, Check]] = {
     "perplexity": {"value": _is_positive, "tokens_per_second": _is_positive},
@@ -109,7 +111,7 @@ OUTCOME: dict[str, dict[str, Check]] = {
         "truncated": _is_whole,
     },
 }
-CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions, "device": _is_name}
+CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions}
 OPTIONAL = {"reference", "data_sha256", "truncated", "device"}  # other writers may not know them
 
 
@@ -159,9 +161,17 @@ def read_quality(directory: Path, model: str | None = None) -> Quality | None:
 
 def write_quality(directory: Path, quality: Quality) -> None:
     """Put the record into the directory, whole or not at all."""
+    write_text(directory / QUALITY_FILE, _text(quality))
+
+
+def _text(quality: Quality) -> str:
+    """As it is stored; what we would not read, we do not write."""
     text = json.dumps(quality.to_dict(), indent=1)
-    parse_quality(text)  # what we would not read, we do not write
-    write_text(directory / QUALITY_FILE, text + "\n")
+    try:
+        parse_quality(text)
+    except ValueError as error:
+        raise QualityError(f"this cannot be kept in a quality record: {error}") from None
+    return text + "\n"
 
 
 def parse_quality(text: str) -> Quality:
@@ -204,9 +214,11 @@ def _check_entry(where: str, entry: object) -> None:
 class Average:
     """The mean score of several tasks, and its standard error, for the tasks' samples are independent."""
 
+    name: str
+    """zeroshot8 for the paper's eight."""
     value: float
     stderr: float | None
-    tasks: int
+    tasks: tuple[str, ...]
 
 
 def is_share(metric: str) -> bool:
@@ -214,23 +226,39 @@ def is_share(metric: str) -> bool:
     return metric.startswith(("acc", "exact_match"))
 
 
-def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
-    """The average over tasks for every precision that has been measured on all of them.
+def comparable_tasks(entries: Iterable[Entry]) -> dict[tuple[int | None, str | None], list[Entry]]:
+    """The entries about tasks, by limit and device: only such as agree in these are averaged."""
+    found: dict[tuple[int | None, str | None], list[Entry]] = {}
+    for entry in entries:
+        if entry["kind"] == "task":
+            found.setdefault((entry["limit"], entry.get("device")), []).append(entry)
+    return found
 
+
+def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
+    """The average over tasks for every precision that has been measured on all of them; `entries` are comparable.
+
+    Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else was measured.
     Empty for less than two tasks, and for tasks whose scores are no shares.
     """
     by_precision: dict[str, dict[tuple[Any, ...], Entry]] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            by_precision.setdefault(entry["precision"], {})[identity({**entry, "precision": None})] = entry
-    tasks = {key for measured in by_precision.values() for key in measured}
+            key = identity({**entry, "precision": None})
+            by_precision.setdefault(entry["precision"], {})[key] = entry
+            names[key] = entry["task"]
+    is_paper = PAPER_TASKS.keys() <= set(names.values())
+    tasks = {key: task for key, task in names.items() if task in PAPER_TASKS or not is_paper}
     averages = {}
     for precision, measured in by_precision.items():
-        shares = all(is_share(entry["metric"]) for entry in measured.values())
-        if len(tasks) > 1 and measured.keys() == tasks and shares:
-            errors = [entry["stderr"] for entry in measured.values()]
+        chosen = [measured[key] for key in tasks if key in measured]
+        if 1 < len(chosen) == len(tasks) and all(is_share(entry["metric"]) for entry in chosen):
+            errors = [entry["stderr"] for entry in chosen]
             stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
-            averages[precision] = Average(sum(entry["value"] for entry in measured.values()) / len(tasks), stderr, len(tasks))
+            name = ZEROSHOT8 if is_paper else f"average of {len(tasks)}"
+            value = sum(entry["value"] for entry in chosen) / len(tasks)
+            averages[precision] = Average(name, value, stderr, tuple(tasks.values()))
     return averages
 
 
@@ -252,9 +280,15 @@ class Record:
 
     def add(self, entry: Entry) -> None:
         """Keep a measurement, on disk before this returns; what another process added in the meantime stays."""
-        self._quality = self._read().including(entry)
-        if self._directory is not None:
-            write_quality(self._directory, self._quality)
+
+        def updated() -> str:
+            self._quality = self._read().including(entry)
+            return _text(self._quality)
+
+        if self.path is None:
+            updated()
+        else:
+            update_text(self.path, updated)
 
     def _read(self) -> Quality:
         if self._directory is None:

@@ -22,13 +22,12 @@ from otaro.errors import OtaroError
 from otaro.evaluate.divergence import divergence
 from otaro.evaluate.harness import Tasks
 from otaro.evaluate.perplexity import choose_window, perplexity
-from otaro.evaluate.quality import FULL, Entry, Record
+from otaro.evaluate.progress import Count, Progress
+from otaro.evaluate.quality import FULL, LONGEST, Entry, Record
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
 
 _WARM_UP = 16  # tokens run before the clock starts: mapped shards are read in, kernels chosen
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,10 @@ class Evaluation:
     ) -> list[Entry]:
         """The entries of `plan` with their outcomes; those not found in the record are measured and kept in it one by one.
 
-        `progress` gets what is being measured, and how much of it is done.
+        `progress` gets what is being measured, and how much of it is done. A measurement that does not come out finite is not
+        kept; it is told of, by an exception, when all others have been made.
         """
+        overflowed = []
         entries = [None if again else record.find(entry) for entry in self.plan]
         missing = [number for number, entry in enumerate(entries) if entry is None]
         for number in missing:
@@ -84,26 +85,30 @@ class Evaluation:
             at = f"{entry['precision']} {entry.get('task', entry['kind'])}, {done + 1} of {len(missing)}"
             outcome = self._measure(entry, progress, at)
             if odd := [value for value in outcome.values() if isinstance(value, float) and not isfinite(value)]:
-                raise OtaroError(f"{at}: comes out as {odd[0]}, the model's outputs overflow at this precision")
-            circumstances = {"command": self._command(entry), "date": date.today().isoformat(), "versions": versions}
-            entries[number] = finished = {**entry, **outcome, **circumstances, "device": self.subject.device_name}
-            record.add(finished)
+                overflowed.append(f"{at}: comes out as {odd[0]}")
+            else:
+                circumstances = {"command": self._command(entry), "date": date.today().isoformat(), "versions": versions}
+                entries[number] = finished = {**entry, **outcome, **circumstances}
+                record.add(finished)
             later = [self.plan[number] for number in missing[done + 1 :]]
             if not any(FULL in (entry["precision"], entry.get("reference")) for entry in later):
                 self.subject.release_full()
+        if overflowed:
+            raise OtaroError(f"the model's outputs overflow ({'; '.join(overflowed)}); everything else has been measured")
         return [entry for entry in entries if entry is not None]
 
     def _entries_at(self, precision: str) -> Iterator[Entry]:
         """What identifies the measurements at a precision."""
+        at: Entry = {"precision": precision, "device": self.subject.device_name}
         if (text := self.wanted.text) is not None:
             on_text = {"text": text.name, "text_sha256": text.sha256, "window": self.window, "tokens": len(self._ids)}
-            yield {"kind": "perplexity", "precision": precision, **on_text, "stride": self.stride}
+            yield {"kind": "perplexity", **at, **on_text, "stride": self.stride}
             if self.wanted.divergence and precision != self.subject.reference:
-                yield {"kind": "divergence", "precision": precision, **on_text, "reference": self.subject.reference}
+                yield {"kind": "divergence", **at, **on_text, "reference": self.subject.reference}
         if (tasks := self._tasks) is not None:
             for name in tasks.names:
                 data = {"limit": self.wanted.limit, "data_sha256": tasks.data_sha256(name)}
-                yield {"kind": "task", "precision": precision, "task": name, **data}
+                yield {"kind": "task", **at, "task": name, **data}
 
     def _measure(self, entry: Entry, progress: Progress, at: str) -> dict[str, Any]:
         def report(done: int, total: int) -> None:
@@ -122,7 +127,7 @@ class Evaluation:
         )
         return asdict(score)
 
-    def _perplexity(self, model: Any, report: Callable[[int, int], None]) -> dict[str, Any]:
+    def _perplexity(self, model: Any, report: Count) -> dict[str, Any]:
         with torch.inference_mode():
             model(self._ids[:_WARM_UP].unsqueeze(0).to(model.device), use_cache=False)
         started = time.perf_counter()
@@ -130,7 +135,7 @@ class Evaluation:
         seconds = time.perf_counter() - started
         return {"value": value, "tokens_per_second": len(self._ids) / seconds}
 
-    def _divergence(self, model: Any, precision: str, report: Callable[[int, int], None]) -> dict[str, Any]:
+    def _divergence(self, model: Any, precision: str, report: Count) -> dict[str, Any]:
         def logits_at(precision: str) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda ids: self.subject.at(precision)(ids, use_cache=False).logits
 
@@ -149,5 +154,7 @@ class Evaluation:
         elif self.wanted.text is not None:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
             words += ["--divergence"] if entry["kind"] == "divergence" else []
+        words += ["--device", self.subject.device] if self.subject.device != "cpu" else []
         command = shlex.join(words)
-        return command if command.isprintable() else ascii(command)
+        command = command if command.isprintable() else ascii(command)
+        return command if len(command) <= LONGEST else f"{command[: LONGEST - 1]}…"

@@ -13,19 +13,18 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, identity, read_quality
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import Summary, summarize
-
-Progress = Callable[[str, int, int], None]
 
 BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that name is called by its path."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError
+from otaro.evaluate.progress import Progress
 from otaro.evaluate.run_folder import read_json
 from otaro.file.atomic import write_text
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import PRECISIONS
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def sample(
     keep: Path,
     prompts: Sequence[str],
     max_new_tokens: int,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Samples:
     """Continue every prompt at every precision present; what the file `keep` already holds of them is not made again."""
     directory = NestedDirectory(nested)
@@ -70,15 +69,13 @@ def _kept(path: Path, made_from: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _open(nested: Path) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
+    from otaro.runtime.load import load, load_tokenizer
 
-    from otaro.runtime.load import load
-
-    if not any((nested / name).is_file() for name in _TOKENIZERS):
-        raise OtaroError(
-            f"{nested} has no tokenizer to make samples with; copy it from the original model, or pass --no-samples"
-        )
-    return load(nested), AutoTokenizer.from_pretrained(nested, trust_remote_code=False)
+    try:
+        tokenizer = load_tokenizer(nested)
+    except OtaroError as error:
+        raise OtaroError(f"{error}; --no-samples leaves samples out") from error
+    return load(nested), tokenizer
 
 
 def _continue(model: Any, tokenizer: Any, prompt: str, precision: str, max_new_tokens: int) -> str:

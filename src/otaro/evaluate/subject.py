@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from otaro.errors import CheckpointError, PrecisionError
+from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES
 from otaro.file.checkpoint import QUALITY_FILE, SIDECARS, brief, resolve_model
 from otaro.file.header import BASE, shard_name
@@ -54,7 +54,7 @@ class Subject:
 
     def __init__(self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False) -> None:
         check_device(device)
-        self.model, self._device = model, device
+        self.model, self.device = model, device
         self.is_directory = Path(model).is_dir()
         wanted = parse_precisions(precision)
         self.path = resolve_model(model, ["config.json"])
@@ -102,10 +102,10 @@ class Subject:
     @property
     def device_name(self) -> str:
         """What it runs on, in words."""
-        device = torch.device(self._device)
+        device = torch.device(self.device)
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
-    def at(self, precision: str, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Any:
+    def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """The model, to be run at this precision until the next call; `progress` is that of packing."""
         if precision == FULL:
             if self._full is None:
@@ -123,8 +123,8 @@ class Subject:
     def _open_full(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        dtype = torch.float32 if torch.device(self._device).type == "cpu" else (self.config.dtype or torch.float16)
-        where = {"": torch.device(self._device)}
+        dtype = torch.float32 if torch.device(self.device).type == "cpu" else (self.config.dtype or torch.float16)
+        where = {"": torch.device(self.device)}
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
                 self.path,
@@ -142,12 +142,12 @@ class Subject:
             raise CheckpointError(f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need")
         return model.eval()
 
-    def _open_switched(self, progress: Callable[[str, int, int], None]) -> Any:
+    def _open_switched(self, progress: Progress) -> Any:
         if self.is_nested:
-            return load(self.path, max(map(Precision, self.precisions)), device=self._device)
+            return load(self.path, max(map(Precision, self.precisions)), device=self.device)
         with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
             pack(self.path, Path(directory) / "nested", progress=progress)
-            return load(Path(directory) / "nested", device=self._device)  # at its finest: every shard is mapped now
+            return load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
 
 
 def _bits(name: str) -> int:

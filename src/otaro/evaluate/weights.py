@@ -25,13 +25,13 @@ Tensors are read a few thousand rows at a time, as `otaro pack` reads them; no m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import Checkpoint
 from otaro.file.summary import module_type
 from otaro.sefp.codec import MAX_CODE, MIDPOINT_SHIFT, Reconstruction, encode, first_refused, power_of_two, refusal
@@ -49,7 +49,7 @@ def analyze_weights(
     *,
     reconstruction: Reconstruction = "midpoint",
     group_sizes: tuple[int, ...] = GROUP_SIZES,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = lambda name, done, total: None,
 ) -> dict[str, Any]:
     """All counts of every packed tensor and of the whole model, by group size; `progress` gets weights done and in total."""
     total, done = sum(map(prod, checkpoint.packed.values())), 0
