@@ -34,7 +34,7 @@ EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"doc
 
 
 def quality_entries(scale: float) -> list[dict]:
-    made = {"command": f"{EVAL} --text wiki.txt", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}}
+    made = {"command": f"{EVAL} --text wiki.txt", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
     text = {"text": "wiki.txt", "text_sha256": "ab" * 32, "window": 512, "tokens": 9000}
     entries = []
     for number, name in enumerate(NAMES):
@@ -79,6 +79,7 @@ def gradients() -> dict:
         "overall": matrix(0.06),
         "modules": modules,
         "norm_error": {name: [0.01 * i + 0.002 * b for b in range(8)] for i, name in enumerate(PRECISIONS)},
+        "fit": {name: {"x": 1 - 0.01 * i, "y_mean": -1e-6 * i, "y_std": 2e-5 * i} for i, name in enumerate(PRECISIONS)},
         "noise": {"E5M4": noise, "E5M3": {**noise, "ratio": [1.2 * n**-0.4 for n in counts]}},
         "command": "otaro analyze gradients run/model --text wiki.txt",
     }
@@ -188,8 +189,103 @@ def test_the_opening_tells_the_result(full_report):
     text = Reader(full_report.read_text()).text
     assert "One model, six precisions" in text
     assert "best takes 1.6 MB at E5M8, and the first 729.2 kB of it are the model at E5M3." in text
+    assert "perplexity changes by +237.5% (plain: +237.5%)" in text
+    assert "67.50729.2 kB4.08 bits" in text
+    assert "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)" in text
+
+
+def test_the_opening_tells_of_held_out_data_where_nothing_else_was_measured(tmp_path, builtin_nested):
+    best = make_run(tmp_path / "best", TUNED, builtin_nested)
+    text = Reader(page_of(best, make_run(tmp_path / "plain", {**BEFORE_TUNING, "E5M3": 9.6}))).text
     assert "perplexity changes by +7.7% (before tuning: +24.2%; plain: +20.8%)" in text
     assert "8.52729.2 kB4.08 bits9.87 before tuning" in text
+
+
+def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(tmp_path, builtin_nested):
+    run = make_run(tmp_path / "run", TUNED, builtin_nested)
+    write_entries(run / "nested", quality_entries(1.0))
+    (tmp_path / "before").mkdir()
+    write_entries(tmp_path / "before", quality_entries(2.0))
+    (several, held_out) = perplexities(read_runs([run, tmp_path / "before"])).values()
+    assert [(series.label, series.stage, series.values["E5M3"]) for series in several] == [
+        ("run", "after", 67.5),
+        (BEFORE, "before", 135.0),
+    ]
+    assert [series.label for series in held_out] == [BEFORE, "run"]
+    page = page_of(run, tmp_path / "before")
+    assert "67.50729.2 kB4.08 bits135.00 before tuning" in Reader(page).text
+    measured = next(iter(charts_of(page).values()))
+    assert measured["layer"][0]["encoding"]["color"]["scale"] == {
+        "domain": [BEFORE, "run"],
+        "range": ["var(--before)", "var(--run-1)"],
+    }
+    alone = Reader(page_of(tmp_path / "before")).text
+    assert "perplexity changes by +237.5%." in alone
+    assert "otaro analyze weights MODEL" in alone
+    (tmp_path / "other").mkdir()
+    write_entries(tmp_path / "other", quality_entries(2.0))
+    assert [read.name for read in read_runs([tmp_path / "other", run])] == ["other", "run"]
+
+
+def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
+    runs = [make_run(tmp_path / name, TUNED, builtin_nested) for name in ("one", "two")]
+    for run, tokens in zip(runs, (9000, 7000), strict=True):
+        entries = [{**entry, "tokens": tokens} if "tokens" in entry else entry for entry in quality_entries(1.0)]
+        write_entries(run / "nested", entries)
+        (run / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": TUNED, "tokens": tokens}))
+    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+        "wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)": ["one"],
+        "wiki.txt (7,000 tokens, windows of 512, stride 256, sha256 abababab)": ["two"],
+        "data held out of builtin (sequences of 128, seed 0, 9,000 tokens)": [BEFORE, "one"],
+        "data held out of builtin (sequences of 128, seed 0, 7,000 tokens)": [BEFORE, "two"],
+    }
+
+
+def test_speeds_are_of_one_device_and_one_text(tmp_path):
+    (tmp_path / "model").mkdir()
+    speeds = {("cpu", 512): 10.0, ("a GPU", 512): 900.0, ("cpu", 64): 30.0}
+    (entry,) = [one for one in quality_entries(1.0) if one["kind"] == "perplexity" and one["precision"] == "E5M3"]
+    entries = [
+        {**entry, "device": device, "window": window, "stride": window, "tokens_per_second": speed}
+        for (device, window), speed in speeds.items()
+    ]
+    write_entries(tmp_path / "model", entries)
+    found = {title: spec for title, spec in charts_of(page_of(tmp_path / "model")).items() if title.startswith("Speed")}
+    assert {title: [row["value"] for row in spec["data"]["values"]] for title, spec in found.items()} == {
+        f"Speed on {device}, reading wiki.txt (9,000 tokens, windows of {window}, stride {window}, sha256 abababab)": [speed]
+        for (device, window), speed in speeds.items()
+    }
+
+
+def test_averages_are_of_shares_at_one_limit(tmp_path):
+    (tmp_path / "model").mkdir()
+    entries = [entry for entry in quality_entries(1.0) if entry["kind"] == "task" and entry["precision"] == "E5M3"]
+    few = [{**entry, "limit": 5, "value": 0.25} for entry in entries]
+    odd = [{**entry, "limit": 7, "metric": metric} for entry, metric in zip(entries, ("acc", "perplexity"), strict=True)]
+    write_entries(tmp_path / "model", [*entries, *few, *odd])
+    found = {title: spec for title, spec in charts_of(page_of(tmp_path / "model")).items() if title.startswith("average")}
+    assert {title: [row["value"] for row in spec["data"]["values"]] for title, spec in found.items()} == {
+        "average of 2": [pytest.approx(0.48)],
+        "average of 2, first 5": [0.25],
+    }
+
+
+def test_the_analyses_of_gradients_are_in_tables(full_report):
+    text = Reader(full_report.read_text()).text
+    assert "precisionE5M8E5M7E5M6E5M5E5M4E5M3E5M81.00000.94000.88000.82000.76000.7000" in text
+    assert "precisionXmean of Yspread of YE5M81.0000-0.00e+000.00e+00E5M70.9900-1.00e-062.00e-05" in text
+
+
+def test_divergence_is_from_what_the_command_compares_with(tmp_path, builtin_nested):
+    assert "No divergence from its finest precision here." in page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
+    assert "No divergence from the unquantised model here." in page_of(make_run(tmp_path / "other", TUNED))
+
+
+def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path):
+    run = make_run(tmp_path / "run", TUNED, data="half \ud800 a pair", method="\udfff")
+    page = page_of(run)
+    assert "data held out of half ? a pair" in Reader(page).text
+    assert any("half ? a pair" in title for title in charts_of(page))
 
 
 def test_every_figure_and_table_refers_to_a_command_and_every_command_is_listed(full_report):
@@ -197,7 +293,7 @@ def test_every_figure_and_table_refers_to_a_command_and_every_command_is_listed(
     blocks = re.findall(r'<figcaption>.*?</figcaption>|<table class="sortable.*?</caption>', page, re.DOTALL)
     (samples,) = re.findall(r"<table class=samples>(.*?)</table>", page, re.DOTALL)
     blocks += re.findall(r"<td>.*?</td>", samples, re.DOTALL)
-    assert len(blocks) == 20 + 9 + 2 * 6
+    assert len(blocks) == 20 + 13 + 2 * 6
     assert all('href="#command-' in block for block in blocks)
     commands = [html.unescape(one) for one in re.findall(r'<li id="command-\d+"><code>(.*?)</code>', page)]
     assert f"{EVAL} --text wiki.txt" in commands
@@ -349,12 +445,14 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ("perplexity.json", '{"before": {"E5M9": 1}}', '"before" does not map precisions to perplexities'),
         ("perplexity.json", '{"after": {"E5M8": "low"}}', '"after" does not map precisions to perplexities'),
         ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1}\n{"step": 2, "pre', "line 2 is not JSON"),
+        ("perplexity.json", '{"tokens": "many"}', '"tokens" is not a number of tokens'),
         ("log.jsonl", '{"precision": "E5M8"}', 'line 1 has no proper "step"'),
         ("log.jsonl", '{"step": 1, "precision": "E5M9", "loss": 1}', "line 1"),
         ("nested/quality.json", '{"schema": 2, "model": "", "entries": []}', "its schema is '2'"),
         ("model/quality.json", f'{{"schema": 1, "model": "{"0" * 64}", "entries": [{{}}]}}', "entry 0 is of no known kind"),
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1, 2]]}', '"overall" is not a matrix'),
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "modules": [{}]}', '"modules" lacks'),
+        ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "fit": {"E5M8": {"x": 1}}}', '"fit" at E5M8'),
         ("model/analysis/weights.json", '{"overall": {"64": {}}}', "group size '64'"),
     ],
 )
@@ -422,7 +520,7 @@ def test_samples_are_made_once_at_every_precision(builtin_nested, tmp_path, monk
 
 
 def test_samples_need_a_tokenizer_and_sound_files(nested_dir, builtin_nested, tmp_path):
-    with pytest.raises(OtaroError, match="has no tokenizer; .* --no-samples leaves samples out"):
+    with pytest.raises(OtaroError, match=r"has no tokenizer; .* --no-samples leaves samples out"):
         sample(nested_dir, tmp_path / "samples.json", ["The"], 4)
     strange = Path(shutil.copytree(builtin_nested, tmp_path / "strange"))
     (strange / "tokenizer.json").write_text("{")
@@ -473,9 +571,12 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     held_out = figures["Perplexity on data held out of builtin (sequences of 128, seed 0)"]
     assert (held_out["point"], held_out["line mark"]) == (3 * 7, 3)
     assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
-    assert figures["Divergence from full precision on wiki.txt (windows of 512, sha256 abababab)"]["point"] == 2 * 6
+    assert (
+        figures["Divergence from full precision on wiki.txt (9,000 tokens, windows of 512, sha256 abababab)"]["point"] == 2 * 6
+    )
     assert figures["Size of best, plain"]["bar"] == 7
-    assert figures["Speed"]["point"] == 2 * 7
+    read = "wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)"
+    assert figures[f"Speed on cpu, reading {read}"]["point"] == 2 * 7
     assert figures["Loss by step, best"]["circle"] == STEPS
     assert figures["Loss by step, plain"]["line mark"] == 1
     assert figures["Search path, best"]["rect mark"] == STEPS
@@ -520,13 +621,13 @@ def test_tables_sort_the_theme_switches_and_hovering_shows_values(full_report, b
     content, console = browser(tmp_path / "acting.html")
     assert console == []
     told = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', content)[1]))
-    values = [f"{value:.2f}" for value in sorted(TUNED.values())]
+    values = ["22.00"] * 4 + ["33.00", "49.50", "74.25"]  # of the second run
     assert told["ascending"] == ["ascending", values]
     assert told["descending"] == ["descending", values[::-1]]
     assert told["words"] == ["none", [*sorted(NAMES[1:]), "full"]]
     assert told["theme"] == ["dark", True]
     assert "perplexity" in told["tooltip"]
-    assert "before tuning" in told["tooltip"]
+    assert "best" in told["tooltip"]
 
 
 def test_a_browser_runs_nothing_of_hostile_text(hostile_report, browser):

@@ -15,7 +15,10 @@ PROMPT = "The main difference between"
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders of `otaro tune`; also directories of models, as baselines."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders of `otaro tune`; as baselines also directories of models, or of a quality.json alone.",
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.", show_default=False)

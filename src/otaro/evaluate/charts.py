@@ -66,11 +66,11 @@ def by_precision(
     x = alt.X("at:N", sort=order, title="precision and bits per weight" if group_size else "precision", axis=axis)
     scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
     y = alt.Y("value:Q", title=title, scale=scale)
-    names = [BEFORE, *runs]
+    names = [BEFORE, *(run for run in runs if run != BEFORE)]
     present = [name for name in names if any(row["run"] == name for row in data)]
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
     legend = alt.Legend(title=None, orient="top", values=present, labelLimit=400, symbolOpacity=1)
-    colour = alt.Color("run:N", scale=alt.Scale(domain=names, range=_run_colours(len(runs))), legend=legend)
+    colour = alt.Color("run:N", scale=alt.Scale(domain=names, range=_run_colours(len(names) - 1)), legend=legend)
     shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=legend)
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
     dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)

@@ -26,7 +26,7 @@ _STACKED_FROM = 7  # columns, from which on notes stand below their figures
 
 def escape(text: object) -> str:
     """Text from anywhere, safe in HTML and in its attributes."""
-    return html.escape(str(text), quote=True)
+    return html.escape(_encodable(str(text)), quote=True)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,13 @@ def _cell(cell: Cell, is_head: bool, noted: bool) -> str:
 
 def _embedded_json(value: Any) -> str:
     """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = _encodable(json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _encodable(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _hash(text: str) -> str:

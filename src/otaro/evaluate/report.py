@@ -1,7 +1,8 @@
 """`otaro report`: one HTML file that shows what runs gave at each precision.
 
-Every figure refers by number to the command that made it; the commands are listed at the end. What charts show is in tables
-as well. A section whose data is absent says in a line which command makes it. How the page is put together is in page.py.
+Every figure refers by number to the command that made it; the commands are listed at the end. Quality, size and speed are in
+tables as well, and of the analyses what holds for the whole model; what goes step by step, batch by batch or module by module
+is only drawn. A section whose data is absent says in a line which command makes it. How the page is put together is in page.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import shown
 from otaro.evaluate.page import Cell, Page, escape, word
+from otaro.evaluate.quality import comparable_tasks, task_averages
 from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
@@ -24,7 +26,6 @@ from otaro.file.summary import Summary
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
-_MEAN = "mean of all tasks"
 
 Entry = Mapping[str, Any]
 Measured = dict[tuple[str, str], Entry]
@@ -56,12 +57,27 @@ class Series:
 
 
 def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
-    """What is comparable goes together: by text, and by the windows it was read in; held-out data of the tuning first."""
+    """What is comparable goes together: by text, its number of tokens, and the windows it was read in.
+
+    First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data.
+    """
+    measured: dict[str, list[Series]] = {}
+    for text, entries in _by_text(runs, "perplexity").items():
+        for run in runs:
+            if own := {name: entry for (there, name), entry in entries.items() if there == run.name}:
+                values = {name: entry["value"] for name, entry in own.items()}
+                commands = [entry["command"] for entry in own.values()]
+                measured.setdefault(text, []).append(Series(run.name, _stage(run.name), values, commands))
+    return {**measured, **_held_out(runs)}
+
+
+def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
     found: dict[str, list[Series]] = {}
     for run in runs:
         if run.tuning is not None:
             training = run.tuning["training"]
             told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
+            told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
             for stage, values in run.held_out.items():
                 series = Series(run.name, stage, values, [run.command])
                 found.setdefault(f"data held out of {run.tuning['data']} ({told})", []).append(series)
@@ -70,28 +86,28 @@ def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
         if baselines and all(one.values == baselines[0].values for one in baselines):
             shared = Series(BEFORE, "before", baselines[0].values, baselines[0].commands)
             found[text] = [shared, *(one for one in several if one.stage == "after")]
-    for text, measured in _by_text(runs, "perplexity").items():
-        for run in runs:
-            entries = {name: entry for (there, name), entry in measured.items() if there == run.name}
-            if entries:
-                values = {name: entry["value"] for name, entry in entries.items()}
-                commands = [entry["command"] for entry in entries.values()]
-                found.setdefault(text, []).append(Series(run.name, "after", values, commands))
     return found
 
 
-def _by_text(runs: Sequence[Run], kind: str) -> dict[str, Measured]:
-    """Entries of one kind, by the text and the windows they were measured on."""
+def _stage(run: str) -> str:
+    return "before" if run == BEFORE else "after"
+
+
+def _by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, Measured]:
+    """Entries of one kind, by the text and the windows they were measured on, and by device, or else the first of each."""
     found: dict[str, Measured] = {}
     for run in runs:
         for entry in run.quality:
             if entry["kind"] == kind:
                 stride = f", stride {entry['stride']}" if "stride" in entry else ""
                 digest = str(entry.get("text_sha256", "unknown"))[:8]
-                text = f"{entry['text']} (windows of {entry['window']}{stride}, sha256 {digest})"
+                windows = f"windows of {entry['window']}{stride}"
+                text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
                 if kind == "divergence":
                     text = f"{shown(entry['reference'])} precision on {text}"
-                found.setdefault(text, {})[run.name, entry["precision"]] = entry
+                if device:
+                    text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
+                found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
     return found
 
 
@@ -122,8 +138,8 @@ class _Report:
         run = self.runs[0]
         about = ((t, s) for t, s in self.perplexities.items() if any(one.run == run.name for one in s))
         text, series = next(about, ("", []))
-        after = next((one for one in series if one.run == run.name and one.stage == "after"), None)
-        before = next((one for one in series if one.stage == "before" and one.run in (BEFORE, run.name)), None)
+        after = next((one for one in series if one.run == run.name and one.stage == _stage(run.name)), None)
+        before = next((o for o in series if o.stage == "before" and o.run in (BEFORE, run.name) and o is not after), None)
         sizes = _bytes(run.summary)
         present = [name for name in NAMES[1:] if name in sizes or (after and name in after.values)]
         if not present:
@@ -176,11 +192,12 @@ class _Report:
             for entry in run.quality:
                 if entry["kind"] == "task":
                     limit = f", first {entry['limit']}" if entry.get("limit") else ""
-                    by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit})", {})[run.name, entry["precision"]] = entry
+                    data = f", data {entry['data_sha256'][:8]}" if entry.get("data_sha256") else ""
+                    measured = by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit}{data})", {})
+                    measured.setdefault((run.name, entry["precision"]), entry)
         if not by_task:
             return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")
-        if means := _means(by_task):
-            by_task = {_MEAN: means, **by_task}
+        by_task = {**_averages(self.runs), **by_task}
         figures = ""
         for task, measured in by_task.items():
             points = [
@@ -211,8 +228,9 @@ class _Report:
             headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))
+        reference = "the unquantised model" if self.runs[0].nested is None else "its finest precision"
         return "".join(parts) or self._missing(
-            "divergence from the unquantised model", "otaro eval {model} --precision all --text FILE --divergence"
+            f"divergence from {reference}", "otaro eval {model} --precision all --text FILE --divergence"
         )
 
     # Size and speed.
@@ -251,21 +269,16 @@ class _Report:
         )
 
     def _speed(self) -> str:
-        fastest: Measured = {}
-        for measured in _by_text(self.runs, "perplexity").values():
-            for place, entry in measured.items():
-                if (entry["tokens_per_second"] or 0) > (fastest[place]["tokens_per_second"] if place in fastest else 0):
-                    fastest[place] = entry
-        if not fastest:
-            return self._missing("speed", "otaro eval {model} --precision all --text FILE")
-        points = _points(fastest, "tokens_per_second")
-        chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
-        note = "Tokens read per second while perplexity was measured; of several measurements the fastest."
-        headings, rows = self._by_run(fastest, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
-        commands = _commands(fastest)
-        return self.page.figure("Speed", note, commands, chart) + (
-            self.page.table("Tokens per second by precision", headings, rows, commands)
-        )
+        parts = []
+        for place, measured in _by_text(self.runs, "perplexity", device=True).items():
+            points = _points(measured, "tokens_per_second")
+            chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
+            note = "Tokens read per second while perplexity was measured."
+            headings, rows = self._by_run(measured, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
+            commands = _commands(measured)
+            parts.append(self.page.figure(f"Speed on {place}", note, commands, chart))
+            parts.append(self.page.table(f"Tokens per second by precision on {place}", headings, rows, commands))
+        return "".join(parts) or self._missing("speed", "otaro eval {model} --precision all --text FILE")
 
     # Training, and what the analyses found.
 
@@ -319,8 +332,26 @@ class _Report:
                 figures += self.page.figure(
                     f"Noise left after adding up N batches, {run.name}", note, made, charts.noise(found)
                 )
-            parts.append(f"<div class=pair>{figures}</div>")
+            parts += [f"<div class=pair>{figures}</div>", self._similarity_table(run.name, found, made)]
+            if found.get("fit"):
+                parts.append(self._fit_table(run.name, found["fit"], made))
         return "".join(parts) or self._missing("analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE")
+
+    def _similarity_table(self, run: str, found: Mapping[str, Any], made: Sequence[str]) -> str:
+        names = list(map(shown, found["precisions"]))
+        rows = [
+            [word(name), *(_figure_cell(value, ".4f") for value in line)]
+            for name, line in zip(names, found["overall"], strict=True)
+        ]
+        return self.page.table(f"Similarity of gradients by precision, {run}", ["precision", *names], rows, made)
+
+    def _fit_table(self, run: str, fit: Mapping[str, Mapping[str, float]], made: Sequence[str]) -> str:
+        rows = [
+            [word(shown(name)), _figure_cell(one["x"], ".4f"), _figure_cell(one["y_mean"]), _figure_cell(one["y_std"])]
+            for name, one in fit.items()
+        ]
+        note = "The gradient at a precision as X times that of the unquantised model, and the rest Y, over all entries."
+        return self.page.table(f"Fit of the gradients, {run}", ["precision", "X", "mean of Y", "spread of Y"], rows, made, note)
 
     def _weights(self) -> str:
         parts = []
@@ -396,9 +427,8 @@ class _Report:
     def _missing(self, what: str, command: str, more: str = "") -> str:
         """A line in place of what is absent."""
         run = self.runs[0]
-        checkpoint = run.path / "model" if run.tuning else run.path
-        places = {"run": run.path, "model": run.nested or checkpoint, "checkpoint": checkpoint}
-        quoted = {name: shlex.quote(str(path)) for name, path in places.items()}
+        places = {"run": run.path, "model": run.nested or run.checkpoint, "checkpoint": run.checkpoint}
+        quoted = {name: shlex.quote(str(path)) if path else "MODEL" for name, path in places.items()}
         return f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code>{more} makes it.</p>"
 
 
@@ -446,7 +476,9 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
 
 
 def _points(measured: Measured, key: str) -> list[charts.Row]:
-    return [{"precision": name, "run": run, "stage": "after", "value": entry[key]} for (run, name), entry in measured.items()]
+    return [
+        {"precision": name, "run": run, "stage": _stage(run), "value": entry[key]} for (run, name), entry in measured.items()
+    ]
 
 
 def _commands(measured: Measured) -> list[str]:
@@ -468,20 +500,27 @@ def _score_cell(entry: Entry | None) -> Cell:
     return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
 
 
-def _means(by_task: Mapping[str, Measured]) -> Measured:
-    """The mean over tasks wherever every task was measured; standard errors add up as those of independent figures."""
-    if len(by_task) < 2:
-        return {}
-    means: Measured = {}
-    for place in sorted(set.intersection(*map(set, by_task.values()))):
-        entries = [measured[place] for measured in by_task.values()]
-        errors = [entry["stderr"] for entry in entries if entry["stderr"] is not None]
-        means[place] = {
-            "value": sum(entry["value"] for entry in entries) / len(entries),
-            "stderr": math.hypot(*errors) / len(entries) if len(errors) == len(entries) else None,
-            "commands": [entry["command"] for entry in entries],
-        }
-    return means
+def _averages(runs: Sequence[Run]) -> dict[str, Measured]:
+    """Averages over tasks, those over the same tasks with the same data together."""
+    found: dict[tuple[Any, ...], Measured] = {}
+    for run in runs:
+        for (limit, _), entries in comparable_tasks(run.quality).items():
+            for precision, average in task_averages(entries).items():
+                own = [entry for entry in entries if entry["precision"] == precision and entry["task"] in average.tasks]
+                data = frozenset((entry["task"], entry.get("data_sha256")) for entry in own)
+                about = {"value": average.value, "stderr": average.stderr, "commands": [entry["command"] for entry in own]}
+                found.setdefault((average.name, limit, data), {}).setdefault((run.name, precision), about)
+    labelled: dict[str, Measured] = {}
+    for (name, limit, _), measured in found.items():
+        label = f"{name}, first {limit}" if limit else name
+        while label in labelled:
+            label += ", other tasks or data"
+        labelled[label] = measured
+    return labelled
+
+
+def _figure_cell(value: float | None, form: str = ".2e") -> Cell:
+    return Cell("–") if value is None or not math.isfinite(value) else Cell(f"{value:{form}}", value)
 
 
 def _share_cell(share: float | None) -> Cell:

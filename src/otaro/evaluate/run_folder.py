@@ -2,8 +2,9 @@
 
 A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model, `nested` and
 `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or ordinary, may be given in its
-own right: it then stands for itself, and serves as a baseline. Findings of `otaro analyze` lie in `analysis` folders; its
-path.json is not needed, as log.jsonl says the same.
+own right: it then stands for itself, and serves as a baseline. So does a folder that holds nothing but a quality.json, as
+`otaro eval --out` makes. A baseline in a folder called `before` is the model before tuning. Findings of `otaro analyze` lie
+in `analysis` folders; its path.json is not needed, as log.jsonl says the same.
 
 Whatever is absent stays empty here; whatever is present must make sense, or the file is refused by name.
 """
@@ -22,12 +23,13 @@ from typing import Any, Literal
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, identity, read_quality
+from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import Summary, summarize
 
 BEFORE = "before tuning"
-"""What the baseline is called that runs share; a folder of that name is called by its path."""
+"""What the baseline is called that runs share; a folder of that very name is called by its path."""
 NAMES = PRECISION_NAMES
 
 _LARGEST = 1 << 53  # integers beyond are not exact in a browser
@@ -56,10 +58,14 @@ class Run:
     log: list[Step]
     held_out: dict[Literal["before", "after"], dict[str, float]]
     """Perplexity on data held out from the tuning, by precision."""
+    held_out_tokens: int | None
+    """How many tokens that is, where it is told."""
     quality: list[Entry]
     """Entries of quality.json."""
     gradients: dict[str, Any] | None
     weights: dict[str, Any] | None
+    checkpoint: Path | None
+    """The directory of the model as an ordinary checkpoint, or where tuning would put it."""
     nested: Path | None
     """The nested directory."""
     summary: Summary | None
@@ -85,7 +91,7 @@ def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, tot
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise OtaroError("the same run is given twice")
-    short = [BEFORE, *(path.resolve().name for path in paths)]
+    short = [BEFORE, *(path.resolve().name for path in paths)]  # a name may not be that of the shared baseline
     return [
         _read(path, name if short.count(name) == 1 else str(path), progress)
         for path, name in zip(paths, short[1:], strict=True)
@@ -97,23 +103,29 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         raise OtaroError(f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory")
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
         tuning, models = _read_tuning(path / "config.json"), [path / "nested", path / "model"]
-    elif (path / "config.json").is_file():
+    elif (path / "config.json").is_file() or (path / QUALITY_FILE).is_file():
         tuning, models = None, [path]
     else:
-        raise OtaroError(f"{path} is neither a run folder of `otaro tune` nor a model's directory: no config.json in it")
+        raise OtaroError(
+            f"{path} is neither a run folder of `otaro tune` nor a model's directory: no config.json in it, "
+            f"and no {QUALITY_FILE} of `otaro eval` either"
+        )
     nested = next((model for model in models if (model / shard_name(BASE)).is_file()), None)
     directory = NestedDirectory(nested) if nested else None
     identities = {nested: directory.base.header.model} if directory else {}
     homes = dict.fromkeys([path, *models])
+    held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
     return Run(
-        name=name,
+        name=BEFORE if name == "before" and tuning is None else name,
         path=path,
         tuning=tuning,
         log=list(_read_log(path / "log.jsonl")),
-        held_out=_read_held_out(path / "perplexity.json"),
+        held_out=held_out,
+        held_out_tokens=held_out_tokens,
         quality=_without_repeats(entry for model in models for entry in _quality_of(model, identities.get(model))),
         gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
         weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
+        checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
     )
@@ -148,7 +160,7 @@ def _read_tuning(path: Path) -> dict[str, Any]:
     return dict(stored)
 
 
-def _read_held_out(path: Path) -> dict[Literal["before", "after"], dict[str, float]]:
+def _read_held_out(path: Path) -> tuple[dict[Literal["before", "after"], dict[str, float]], int | None]:
     stored = read_json(path) or {}
     found: dict[Literal["before", "after"], dict[str, float]] = {}
     stages: tuple[Literal["before", "after"], ...] = ("before", "after")
@@ -158,7 +170,9 @@ def _read_held_out(path: Path) -> dict[Literal["before", "after"], dict[str, flo
             sound = isinstance(values, dict) and values.keys() <= set(NAMES) and all(map(_is_perplexity, values.values()))
             _need(sound, path, f'"{stage}" does not map precisions to perplexities')
             found[stage] = values
-    return found
+    tokens = stored.get("tokens")
+    _need(tokens is None or (type(tokens) is int and 0 < tokens < _LARGEST), path, '"tokens" is not a number of tokens')
+    return found, tokens
 
 
 def _read_log(path: Path) -> Iterator[Step]:
@@ -200,6 +214,9 @@ def _read_gradients(path: Path) -> dict[str, Any] | None:
         _need(
             sound and len({len(some) for some in lists}) == 1, path, f'"noise" at {precision} is not three lists of one length'
         )
+    for precision, fit in _mapping(stored, "fit", path).items():
+        sound = isinstance(fit, dict) and all(_is_number(fit.get(key)) for key in ("x", "y_mean", "y_std"))
+        _need(sound, path, f'"fit" at {precision} lacks x, y_mean or y_std')
     for precision, errors in _mapping(stored, "norm_error", path).items():
         sound = isinstance(errors, list) and all(map(_is_number, errors))
         _need(sound, path, f'"norm_error" at {precision} is not a list of numbers')
