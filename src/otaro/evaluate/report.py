@@ -139,7 +139,8 @@ class _Report:
         about = ((t, s) for t, s in self.perplexities.items() if any(one.run == run.name for one in s))
         text, series = next(about, ("", []))
         after = next((one for one in series if one.run == run.name and one.stage == _stage(run.name)), None)
-        before = next((o for o in series if o.stage == "before" and o.run in (BEFORE, run.name) and o is not after), None)
+        baselines = [one for one in series if one.stage == "before" and one is not after]
+        before = next((one for one in baselines if one.run in (BEFORE, run.name)), None)
         sizes = _bytes(run.summary)
         present = [name for name in NAMES[1:] if name in sizes or (after and name in after.values)]
         if not present:

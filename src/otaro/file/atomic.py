@@ -37,13 +37,13 @@ _REFUSED_BY_SYSTEM = {
 
 
 @contextmanager
-def explained(target: Path, *more: Path) -> Iterator[None]:
-    """Turn the system's refusals to write `target`, or `more` on its behalf, into a `TargetError` that says what to do."""
+def explained(target: Path) -> Iterator[None]:
+    """Turn the system's refusals to write `target` into a `TargetError` that says what to do."""
     try:
         yield
     except OSError as error:
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
-        ours = (target, _partial(target), _lock(target), *more)
+        ours = (target, _partial(target), _lock(target))
         concerned = at is None or at in target.parents or any(at.is_relative_to(path) for path in ours)
         advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
         if not concerned or advice is None:
@@ -116,8 +116,10 @@ def _alone(target: Path, wait: bool = False) -> Iterator[None]:
         lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+            if path.stat().st_ino == os.fstat(lock).st_ino:
                 break
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             os.close(lock)
             raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
