@@ -144,7 +144,7 @@ def _show(summary: Summary, measured: dict[str, Measured]) -> None:
 
     finest = summary.precisions[0].precision
     title = "Perplexity on unseen text, lower is better, and what a precision costs"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("")
     once = "[bold]tuned\nfor all[/]"
     for heading in ("bits", "size", "before", "cost", "tuned\nas usual", "cost", once, "[bold]cost[/]"):
