@@ -72,6 +72,20 @@ def test_a_narrow_terminal_gets_the_tasks_in_a_table_of_their_own(model, task_fi
     assert max(len(line) for line in shown.splitlines() if line[0] in "┏┃┡│└") <= 80
 
 
+def test_a_narrow_terminal_gets_a_table_for_each_text(model, text, tmp_path, monkeypatch):
+    other = tmp_path / "another_text.txt"
+    other.write_text(text.read_text()[:300])
+    words = ("--window", 64, "--divergence", "--precision", "E5M8,E5M3")
+    for each in (text, other):
+        run("eval", model, "--text", each, *words)
+    for width, tables in ((80, 2), (200, 1)):
+        monkeypatch.setattr(console.out, "_width", width)
+        shown = run("inspect", model).stdout
+        assert shown.count("Quality by precision") == tables
+        assert all(word in shown for word in (text.name, other.name, "same token"))
+        assert "…" not in shown
+
+
 def test_devices_are_told_apart_where_there_is_more_than_one(model, text, monkeypatch):
     monkeypatch.setattr(console.out, "_width", 200)
     words = ("eval", model, "--text", text, "--window", 64, "--precision", "E5M3")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Entry = dict[str, Any]
+TITLE = "Quality by precision"
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,29 @@ class _Column:
 def show_quality(entries: Iterable[Entry]) -> None:
     """Print entries of a quality record, those of one measurement in a column."""
     entries = list(entries)
-    on_text, speeds, tasks = list(_text_columns(entries)), list(_speed_columns(entries)), list(_task_columns(entries))
-    whole = _table("Quality by precision", entries, [*on_text, *tasks, *speeds])
-    if not tasks or _width(whole) <= console.out.width:
+    on_text, tasks = [entry for entry in entries if "text" in entry], list(_task_columns(entries))
+    whole = _table(TITLE, entries, [*_text_columns(entries), *tasks, *_speed_columns(entries)])
+    if _width(whole) <= console.out.width:
         console.out.print(whole)
     else:
-        if on_text:
-            console.out.print(_table("Quality by precision", entries, [*on_text, *speeds]))
-        console.out.print(_turned("Quality by task", entries, tasks))
+        for table in _tables_on_text(on_text):
+            console.out.print(table)
+        if tasks:
+            console.out.print(_turned("Quality by task", entries, tasks))
     for note in _legend(entries):
         console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False, soft_wrap=True)
+
+
+def _tables_on_text(entries: list[Entry]) -> Iterator[Table]:
+    """One table for all texts, or where that is too wide one for each."""
+    texts = list(dict.fromkeys(entry["text"] for entry in entries))
+    whole = _table(TITLE, entries, [*_text_columns(entries), *_speed_columns(entries)])
+    if texts and _width(whole) <= console.out.width:
+        yield whole
+        return
+    for text in texts:
+        some = [entry for entry in entries if entry["text"] == text]
+        yield _table(f"{TITLE}, {console.escape(text)}", some, [*_text_columns(some), *_speed_columns(some)])
 
 
 def _table(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
