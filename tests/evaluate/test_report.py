@@ -19,8 +19,9 @@ import pytest
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.errors import OtaroError
+from otaro.evaluate.comparable import perplexities
 from otaro.evaluate.page import _library
-from otaro.evaluate.report import perplexities, write_report
+from otaro.evaluate.report import write_report
 from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.evaluate.samples import Samples, sample
 from otaro.file.io import NestedDirectory

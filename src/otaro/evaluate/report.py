@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import shown
+from otaro.evaluate.comparable import Entry, Measured, Series, averages, by_text, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.quality import comparable_tasks, task_averages
 from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
@@ -27,88 +26,12 @@ from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
-Entry = Mapping[str, Any]
-Measured = dict[tuple[str, str], Entry]
-"""Entries of quality.json by run and precision."""
-
 
 def write_report(runs: Sequence[Run], samples: Mapping[str, Samples], out: Path) -> None:
     """Write the page. `samples` are by name of the run."""
     if out.is_dir():
         raise OtaroError(f"{out} is a directory; name the file to write, such as {out / 'report.html'}")
     write_text(out, _Report(runs, samples).render())
-
-
-@dataclass(frozen=True)
-class Series:
-    """Perplexities of one model on one text."""
-
-    run: str
-    """As in the legend: the name of a run, or BEFORE."""
-    stage: str
-    """before or after tuning; a model that stands for itself is `after`."""
-    values: dict[str, float]
-    commands: list[str]
-
-    @property
-    def label(self) -> str:
-        """The heading of its column."""
-        return f"{self.run}, before" if self.stage == "before" and self.run != BEFORE else self.run
-
-
-def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
-    """What is comparable goes together: by text, its number of tokens, and the windows it was read in.
-
-    First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data.
-    """
-    measured: dict[str, list[Series]] = {}
-    for text, entries in _by_text(runs, "perplexity").items():
-        for run in runs:
-            if own := {name: entry for (there, name), entry in entries.items() if there == run.name}:
-                values = {name: entry["value"] for name, entry in own.items()}
-                commands = [entry["command"] for entry in own.values()]
-                measured.setdefault(text, []).append(Series(run.name, _stage(run.name), values, commands))
-    return {**measured, **_held_out(runs)}
-
-
-def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
-    found: dict[str, list[Series]] = {}
-    for run in runs:
-        if run.tuning is not None:
-            training = run.tuning["training"]
-            told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
-            told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
-            for stage, values in run.held_out.items():
-                series = Series(run.name, stage, values, [run.command])
-                found.setdefault(f"data held out of {run.tuning['data']} ({told})", []).append(series)
-    for text, several in found.items():
-        baselines = [one for one in several if one.stage == "before"]
-        if baselines and all(one.values == baselines[0].values for one in baselines):
-            shared = Series(BEFORE, "before", baselines[0].values, baselines[0].commands)
-            found[text] = [shared, *(one for one in several if one.stage == "after")]
-    return found
-
-
-def _stage(run: str) -> str:
-    return "before" if run == BEFORE else "after"
-
-
-def _by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, Measured]:
-    """Entries of one kind, by the text and the windows they were measured on, and by device, or else the first of each."""
-    found: dict[str, Measured] = {}
-    for run in runs:
-        for entry in run.quality:
-            if entry["kind"] == kind:
-                stride = f", stride {entry['stride']}" if "stride" in entry else ""
-                digest = str(entry.get("text_sha256", "unknown"))[:8]
-                windows = f"windows of {entry['window']}{stride}"
-                text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
-                if kind == "divergence":
-                    text = f"{shown(entry['reference'])} precision on {text}"
-                if device:
-                    text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
-                found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
-    return found
 
 
 class _Report:
@@ -138,7 +61,7 @@ class _Report:
         run = self.runs[0]
         about = ((t, s) for t, s in self.perplexities.items() if any(one.run == run.name for one in s))
         text, series = next(about, ("", []))
-        after = next((one for one in series if one.run == run.name and one.stage == _stage(run.name)), None)
+        after = next((one for one in series if one.run == run.name and one.stage == stage_of(run.name)), None)
         baselines = [one for one in series if one.stage == "before" and one is not after]
         before = next((one for one in baselines if one.run in (BEFORE, run.name)), None)
         sizes = _bytes(run.summary)
@@ -198,7 +121,7 @@ class _Report:
                     measured.setdefault((run.name, entry["precision"]), entry)
         if not by_task:
             return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")
-        by_task = {**_averages(self.runs), **by_task}
+        by_task = {**averages(self.runs), **by_task}
         figures = ""
         for task, measured in by_task.items():
             points = [
@@ -220,7 +143,7 @@ class _Report:
 
     def _divergence(self) -> str:
         parts = []
-        for text, measured in _by_text(self.runs, "divergence").items():
+        for text, measured in by_text(self.runs, "divergence").items():
             points = _points(measured, "kl")
             chart = charts.by_precision(points, self.names, "divergence (nats)", group_size=self.group_size)
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
@@ -271,7 +194,7 @@ class _Report:
 
     def _speed(self) -> str:
         parts = []
-        for place, measured in _by_text(self.runs, "perplexity", device=True).items():
+        for place, measured in by_text(self.runs, "perplexity", device=True).items():
             points = _points(measured, "tokens_per_second")
             chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
             note = "Tokens read per second while perplexity was measured."
@@ -478,7 +401,7 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
 
 def _points(measured: Measured, key: str) -> list[charts.Row]:
     return [
-        {"precision": name, "run": run, "stage": _stage(run), "value": entry[key]} for (run, name), entry in measured.items()
+        {"precision": name, "run": run, "stage": stage_of(run), "value": entry[key]} for (run, name), entry in measured.items()
     ]
 
 
@@ -499,25 +422,6 @@ def _score_cell(entry: Entry | None) -> Cell:
     if entry is None:
         return Cell("–")
     return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
-
-
-def _averages(runs: Sequence[Run]) -> dict[str, Measured]:
-    """Averages over tasks, those over the same tasks with the same data together."""
-    found: dict[tuple[Any, ...], Measured] = {}
-    for run in runs:
-        for (limit, _), entries in comparable_tasks(run.quality).items():
-            for precision, average in task_averages(entries).items():
-                own = [entry for entry in entries if entry["precision"] == precision and entry["task"] in average.tasks]
-                data = frozenset((entry["task"], entry.get("data_sha256")) for entry in own)
-                about = {"value": average.value, "stderr": average.stderr, "commands": [entry["command"] for entry in own]}
-                found.setdefault((average.name, limit, data), {}).setdefault((run.name, precision), about)
-    labelled: dict[str, Measured] = {}
-    for (name, limit, _), measured in found.items():
-        label = f"{name}, first {limit}" if limit else name
-        while label in labelled:
-            label += ", other tasks or data"
-        labelled[label] = measured
-    return labelled
 
 
 def _figure_cell(value: float | None, form: str = ".2e") -> Cell:

@@ -1,0 +1,107 @@
+"""Which measurements of several runs may stand side by side in one figure: those of the same thing, made in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from otaro.evaluate.charts import shown
+from otaro.evaluate.quality import comparable_tasks, task_averages
+from otaro.evaluate.run_folder import BEFORE, Run
+
+Entry = Mapping[str, Any]
+Measured = dict[tuple[str, str], Entry]
+"""Entries of quality.json by run and precision."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Perplexities of one model on one text."""
+
+    run: str
+    """As in the legend: the name of a run, or BEFORE."""
+    stage: str
+    """before or after tuning; a model that stands for itself is `after`."""
+    values: dict[str, float]
+    commands: list[str]
+
+    @property
+    def label(self) -> str:
+        """The heading of its column."""
+        return f"{self.run}, before" if self.stage == "before" and self.run != BEFORE else self.run
+
+
+def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
+    """What is comparable goes together: by text, its number of tokens, and the windows it was read in.
+
+    First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data.
+    """
+    measured: dict[str, list[Series]] = {}
+    for text, entries in by_text(runs, "perplexity").items():
+        for run in runs:
+            if own := {name: entry for (there, name), entry in entries.items() if there == run.name}:
+                values = {name: entry["value"] for name, entry in own.items()}
+                commands = [entry["command"] for entry in own.values()]
+                measured.setdefault(text, []).append(Series(run.name, stage_of(run.name), values, commands))
+    return {**measured, **_held_out(runs)}
+
+
+def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
+    found: dict[str, list[Series]] = {}
+    for run in runs:
+        if run.tuning is not None:
+            training = run.tuning["training"]
+            told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
+            told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
+            for stage, values in run.held_out.items():
+                series = Series(run.name, stage, values, [run.command])
+                found.setdefault(f"data held out of {run.tuning['data']} ({told})", []).append(series)
+    for text, several in found.items():
+        baselines = [one for one in several if one.stage == "before"]
+        if baselines and all(one.values == baselines[0].values for one in baselines):
+            shared = Series(BEFORE, "before", baselines[0].values, baselines[0].commands)
+            found[text] = [shared, *(one for one in several if one.stage == "after")]
+    return found
+
+
+def stage_of(run: str) -> str:
+    """Whether a run of this name was measured before or after tuning."""
+    return "before" if run == BEFORE else "after"
+
+
+def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, Measured]:
+    """Entries of one kind, by the text and the windows they were measured on, and by device, or else the first of each."""
+    found: dict[str, Measured] = {}
+    for run in runs:
+        for entry in run.quality:
+            if entry["kind"] == kind:
+                stride = f", stride {entry['stride']}" if "stride" in entry else ""
+                digest = str(entry.get("text_sha256", "unknown"))[:8]
+                windows = f"windows of {entry['window']}{stride}"
+                text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
+                if kind == "divergence":
+                    text = f"{shown(entry['reference'])} precision on {text}"
+                if device:
+                    text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
+                found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
+    return found
+
+
+def averages(runs: Sequence[Run]) -> dict[str, Measured]:
+    """Averages over tasks, those over the same tasks with the same data together."""
+    found: dict[tuple[Any, ...], Measured] = {}
+    for run in runs:
+        for (limit, _), entries in comparable_tasks(run.quality).items():
+            for precision, average in task_averages(entries).items():
+                own = [entry for entry in entries if entry["precision"] == precision and entry["task"] in average.tasks]
+                data = frozenset((entry["task"], entry.get("data_sha256")) for entry in own)
+                about = {"value": average.value, "stderr": average.stderr, "commands": [entry["command"] for entry in own]}
+                found.setdefault((average.name, limit, data), {}).setdefault((run.name, precision), about)
+    labelled: dict[str, Measured] = {}
+    for (name, limit, _), measured in found.items():
+        label = f"{name}, first {limit}" if limit else name
+        while label in labelled:
+            label += ", other tasks or data"
+        labelled[label] = measured
+    return labelled
