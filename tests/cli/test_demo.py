@@ -64,3 +64,13 @@ def test_a_wrong_name_costs_nothing(tmp_path):
     for flag in ("--model", "--text"):
         assert CliRunner().invoke(app, ["demo", flag, str(tmp_path / "typo.txt"), "--out", str(tmp_path), *SMALL]).exit_code
         assert (tmp_path / "usual" / "result").exists()
+
+
+def test_a_demo_does_not_replace_what_it_is_given(tmp_path):
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / MARK).touch()
+    text = tmp_path / "usual" / "text.txt"
+    text.write_text("to be measured on")
+    refused = CliRunner().invoke(app, ["demo", "--text", str(text), "--out", str(tmp_path), *SMALL])
+    assert f"--text {text} lies in {tmp_path / 'usual'}, which this demo would replace" in str(refused.exception)
+    assert text.is_file()

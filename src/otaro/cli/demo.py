@@ -68,7 +68,7 @@ def demo(
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as the trainer chooses
     original, unseen = Subject(model, device=device), open_text(text)
     folders = {name: out / name for name in (BEFORE, USUAL, OURS)}
-    _make_room(list(folders.values()))
+    _make_room(list(folders.values()), {"--model": model, "--data": data, "--text": text})
 
     _say("1. before tuning, at every precision")
     measured = {BEFORE: _measure(original, unseen, folders[BEFORE])}
@@ -104,11 +104,16 @@ def _say(what: str) -> None:
     console.err.print(f"[bold]{what}[/]", highlight=False)
 
 
-def _make_room(folders: list[Path]) -> None:
+def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
     """Make the folders, in place of those of an earlier demo; whatever else is there is left alone."""
     from otaro.errors import OtaroError
 
     for folder in folders:
+        for flag, given in inputs.items():
+            if Path(given).resolve().is_relative_to(folder.resolve()):
+                raise OtaroError(
+                    f"{flag} {given} lies in {folder}, which this demo would replace; choose another folder with --out"
+                )
         if (folder.is_symlink() or folder.exists()) and not (folder / MARK).is_file():
             raise OtaroError(f"{folder} is there and was not made by a demo; choose another folder with --out")
     for folder in folders:
