@@ -1,0 +1,156 @@
+// The Python module `otaro.kernels._cpu`: checks what it is given, cuts work into rows for the pool, and knows no torch.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "multiply.h"
+#include "pool.h"
+#include "scratch.h"
+#include "select.h"
+#include "sefp.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace otaro {
+namespace {
+
+template <class T, int Dimensions>
+using Array = nb::ndarray<T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+using Bytes = Array<const uint8_t, 2>;
+
+[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
+
+void check(bool holds, const char* what) {
+  if (!holds) refuse(what);
+}
+
+Packed packed(const Bytes& base, const Array<const int8_t, 2>& exponents, const std::vector<Bytes>& planes, int64_t length,
+              int group_size, bool truncate) {
+  Packed weight;
+  check(length > 0, "length must be positive");
+  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+  check(planes.size() <= kPlanes, "there are at most five planes");
+  weight.rows = static_cast<int64_t>(base.shape(0));
+  weight.length = length;
+  weight.group_size = group_size;
+  weight.truncate = truncate;
+  weight.bits = kCoarsest + static_cast<int>(planes.size());
+  const auto has = [&](const auto& array, int64_t columns) {
+    return static_cast<int64_t>(array.shape(0)) == weight.rows && static_cast<int64_t>(array.shape(1)) == columns;
+  };
+  check(has(base, weight.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
+  check(has(exponents, weight.groups()), "exponents must be [rows, groups]");
+  for (size_t p = 0; p < planes.size(); ++p) {
+    check(has(planes[p], weight.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
+    weight.planes[p] = planes[p].data();
+  }
+  weight.base = base.data();
+  weight.exponents = exponents.data();
+  // Products of powers of two are exact only for the exponents that the format can hold.
+  int8_t least = 0, most = 0;
+  for (int64_t i = 0; i < weight.rows * weight.groups(); ++i) {
+    least = std::min(least, weight.exponents[i]);
+    most = std::max(most, weight.exponents[i]);
+  }
+  check(least >= -15 && most <= 16, "exponents must lie between -15 and 16");
+  return weight;
+}
+
+Activations quantised(const Array<const float, 2>& x, const Packed& weight, Scratch& scratch) {
+  check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
+  const Activations activations = scratch.activations(weight, static_cast<int>(x.shape(0)));
+  for (int t = 0; t < activations.tokens; ++t)
+    kernels().quantise(x.data() + t * weight.length, weight.length, activations, t);
+  return activations;
+}
+
+void linear(const Array<const float, 2>& x, const Bytes& base, const Array<const int8_t, 2>& exponents,
+            const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, const Array<float, 2>& out) {
+  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+  check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows, "out must be [tokens, rows]");
+  nb::gil_scoped_release released;
+  Scratch scratch;
+  multiply(kernels(), Pool::shared(), weight, quantised(x, weight, scratch), out.data());
+}
+
+void dots(const Array<const float, 2>& x, const Bytes& base, const Array<const int8_t, 2>& exponents,
+          const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, const Array<int32_t, 3>& out) {
+  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+  check(x.shape(0) <= kMaxTokens, "at most eight tokens");
+  check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
+          static_cast<int64_t>(out.shape(2)) == weight.units(), "out must be [tokens, rows, units]");
+  Scratch scratch;
+  const Activations activations = quantised(x, weight, scratch);
+  kernels().dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
+}
+
+void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes, const Array<float, 2>& scales) {
+  Packed weight;  // only its shape matters
+  weight.length = static_cast<int64_t>(x.shape(1));
+  weight.group_size = group_size;
+  check(weight.length > 0, "x must not be empty");
+  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+  check(codes.shape(0) == x.shape(0) && codes.shape(1) == x.shape(1), "codes must have the shape of x");
+  check(scales.shape(0) == x.shape(0) && static_cast<int64_t>(scales.shape(1)) == weight.units(),
+        "scales must be [tokens, units]");
+  Scratch scratch;
+  const Activations quantised = otaro::quantised(x, weight, scratch);
+  for (int64_t t = 0; t < quantised.tokens; ++t)
+    for (int64_t k = 0; k < weight.length; ++k) {
+      // From the bytes, so that a test of these codes is one of the order that kernels read.
+      const int64_t block = t * quantised.units * quantised.unit_blocks + k / kBlock;
+      for (int i = 0; i < kBlock; ++i)
+        if (digit_weight(i) == k % kBlock) {
+          const int8_t* digits = quantised.digits + block * 2 * kBlock;
+          codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[kBlock + i]);
+        }
+    }
+  std::copy_n(quantised.scales, quantised.tokens * quantised.units, scales.data());
+}
+
+// The values of the rows with the given numbers, or of all rows.
+void decode(const Bytes& base, const Array<const int8_t, 2>& exponents, const std::vector<Bytes>& planes, int64_t length,
+            int group_size, bool truncate, const std::optional<Array<const int64_t, 1>>& rows, const Array<float, 2>& out) {
+  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+  const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : weight.rows;
+  check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
+        "out must be [rows, length]");
+  const int64_t* wanted = rows ? rows->data() : nullptr;
+  for (int64_t i = 0; wanted && i < count; ++i)
+    check(wanted[i] >= 0 && wanted[i] < weight.rows, "a row number is out of range");
+  nb::gil_scoped_release released;
+  Pool& pool = Pool::shared();
+  const auto decode_row = kernels().decode[weight.bits - kCoarsest][weight.truncate];
+  pool.run(count, pool.grain(count), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) decode_row(weight, wanted ? wanted[i] : i, out.data() + i * length);
+  });
+}
+
+}  // namespace
+}  // namespace otaro
+
+NB_MODULE(_cpu, m) {
+  using namespace otaro;
+  const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };  // a copy would swallow what is written to it
+  m.def("linear", linear, plain("x"), plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a,
+        "truncate"_a, plain("out"));
+  m.def("dots", dots, plain("x"), plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
+        plain("out"));
+  m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
+  m.def("decode", decode, plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
+        plain("rows").none(), plain("out"));
+  m.def("set_threads", [](int count) { Pool::shared().set_threads(count); }, "count"_a);
+  m.def("available", available, "Names of the instruction sets that this CPU can run, the best first.");
+  m.def("chosen", [] { return std::string(kernels().name); });
+  m.def("choose", [](const std::string& name) {
+    if (!choose(name)) refuse("this CPU cannot run '" + name + "'");
+  }, "name"_a);
+}

@@ -1,0 +1,108 @@
+#include "pool.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace otaro {
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+constexpr int kSpins = 4000;  // some 50 to 100 microseconds
+
+Pool* the_pool = nullptr;
+std::mutex the_mutex;
+
+}  // namespace
+
+Pool& Pool::shared() {
+  std::lock_guard lock(the_mutex);
+  if (!the_pool) {
+    the_pool = new Pool;  // never destroyed: helpers may outlive static destructors
+#if defined(__unix__) || defined(__APPLE__)
+    // A forked child has no helpers: it leaves the parent's pool alone and starts its own.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] {
+      const int threads = the_pool ? the_pool->threads() : 1;
+      the_pool = new Pool;
+      the_pool->set_threads(threads);
+      new (&the_mutex) std::mutex;
+    });
+    static_cast<void>(registered);
+#endif
+  }
+  return *the_pool;
+}
+
+Pool::~Pool() { resize(1); }
+
+void Pool::set_threads(int count) { wanted_.store(count < 1 ? 1 : count, std::memory_order_relaxed); }
+
+void Pool::resize(int count) {
+  if (static_cast<int>(helpers_.size()) == count - 1) return;
+  {
+    std::lock_guard lock(sleep_);
+    stop_.store(true);
+  }
+  wake_.notify_all();
+  for (std::thread& helper : helpers_) helper.join();
+  helpers_.clear();
+  stop_.store(false);
+  for (int i = 1; i < count; ++i) helpers_.emplace_back([this] { help(); });
+}
+
+void Pool::run_chunks(int64_t count, int64_t grain, Call call, void* context) {
+  std::unique_lock region(region_, std::try_to_lock);
+  if (!region.owns_lock()) return call(context, 0, count);
+  resize(threads());
+  call_ = call, context_ = context, count_ = count, grain_ = grain;
+  next_.store(0, std::memory_order_relaxed);
+  epoch_.fetch_add(1);  // open
+  if (sleeping_.load()) {
+    std::lock_guard lock(sleep_);
+    wake_.notify_all();
+  }
+  work();
+  epoch_.fetch_add(1);  // closed
+  while (inside_.load()) relax();
+}
+
+void Pool::work() {
+  for (int64_t begin; (begin = next_.fetch_add(grain_, std::memory_order_relaxed)) < count_;)
+    call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_);
+}
+
+void Pool::help() {
+  uint64_t seen = 0;  // epochs of regions are odd
+  const auto open = [&] {
+    const uint64_t epoch = epoch_.load();
+    return epoch % 2 && epoch != seen;
+  };
+  while (!stop_.load()) {
+    for (int spins = 0; spins < kSpins && !open() && !stop_.load(std::memory_order_relaxed); ++spins) relax();
+    if (!open()) {
+      std::unique_lock lock(sleep_);
+      sleeping_.fetch_add(1);
+      wake_.wait(lock, [&] { return open() || stop_.load(); });
+      sleeping_.fetch_sub(1);
+    }
+    const uint64_t epoch = epoch_.load();
+    inside_.fetch_add(1);
+    if (epoch % 2 && epoch == epoch_.load()) {
+      work();
+      seen = epoch;
+    }
+    inside_.fetch_sub(1);
+  }
+}
+
+}  // namespace otaro

@@ -1,0 +1,109 @@
+// The words of the kernels: a packed matrix, activations as integers, and the table of functions that a backend fills in.
+//
+// The numbers are those of sefp/codec.py and the bytes those of FORMAT.md, "Blocks". A product is computed like this
+// (kernels/reference.py has the same in plain torch, and is the oracle):
+//
+//   1. A row of weights is cut into *units* of 64 weights (32 where the group size is no multiple of 64); a group is one or more
+//      whole units. Activations are cut the same way.
+//   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <= kMaxActivation.
+//   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code at the precision in
+//      use and (n, k) say what it means: the value of a weight is (n u + k) * 2^(exponent - shift). `Meaning` below.
+//      |I| < 2^31, so 32-bit integers are exact in any order.
+//   4. float(I), rounded to nearest, times the two powers of two, is the unit's term. Unit i is added to lane i mod 16, units in
+//      ascending order; then lane j gets lane j + 8, then j + 4, j + 2, j + 1 added. Every step is one IEEE operation on
+//      float32 and none is fused, so that every backend returns the same bits, whatever its registers or threads.
+#pragma once
+
+#include <cstdint>
+
+namespace otaro {
+
+constexpr int kBlock = 32;       // weights that share their bytes
+constexpr int kBaseBytes = 16;   // of a block
+constexpr int kPlaneBytes = 4;   // of a block
+constexpr int kCoarsest = 3, kFinest = 8;
+constexpr int kPlanes = kFinest - kCoarsest;
+constexpr int kLanes = 16;       // partial sums of a row
+constexpr int kMaxTokens = 8;    // of one product on integers
+
+// The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most 127 in magnitude.
+constexpr int kMaxActivation = 32639;
+constexpr int kActivationBits = 15;
+// Exponents below this count as this: products of the smallest powers of two stay normal numbers.
+constexpr int kMinActivationExponent = -80;
+
+// What a stored u means at m bits: the weight is (factor * u + constant) * 2^(exponent - shift).
+struct Meaning {
+  int factor, constant, shift;
+  bool raise_negative;  // `truncate` stores negative weights in one's complement: where u's top bit is clear, u counts as u + 1
+};
+
+constexpr Meaning meaning(int bits, bool truncate) {
+  return truncate ? Meaning{1, -(1 << bits), bits, true}
+                  : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
+}
+
+// A packed matrix, as it lies in the mapped file; exponents are unpacked, one signed byte each.
+struct Packed {
+  const uint8_t* base = nullptr;
+  const uint8_t* planes[kPlanes] = {};
+  const int8_t* exponents = nullptr;
+  int64_t rows = 0, length = 0;
+  int group_size = 64;
+  int bits = kCoarsest;  // mantissa bits in use; planes[0 .. bits - 4] are present
+  bool truncate = false;
+
+  int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
+  int unit_blocks() const { return group_size % (2 * kBlock) ? 1 : 2; }
+  int64_t units() const { return (blocks() + unit_blocks() - 1) / unit_blocks(); }
+  int64_t groups() const { return (length + group_size - 1) / group_size; }
+  int64_t units_per_group() const { return group_size / (kBlock * unit_blocks()); }
+};
+
+// Activations of some tokens as integers, in the orders that the kernels read. Blocks beyond the last are zero, up to whole
+// units. Per token and block, `digits` has 32 high bytes, then 32 low bytes, in the order in which AVX2 unpacks a block (byte
+// 16 i + 4 w + b belongs to weight 8 w + 4 i + b); `words` has the same 32 as 16-bit integers, in the order in which
+// those bytes widen: bytes 0-7, 16-23, 8-15, 24-31.
+struct Activations {
+  int tokens = 0;
+  int64_t units = 0;
+  int unit_blocks = 2;
+  int8_t* digits = nullptr;   // [tokens, units, unit_blocks, 64]
+  int16_t* words = nullptr;   // [tokens, units, unit_blocks, 32]
+  int32_t* sums = nullptr;    // [tokens, units]: sum of a
+  float* scales = nullptr;    // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
+
+  int64_t unit_weights() const { return int64_t{kBlock} * unit_blocks; }
+
+  Activations some(int first, int count) const {
+    const int64_t slot = first * units;
+    return {count, units, unit_blocks, digits + slot * unit_blocks * 2 * kBlock, words + slot * unit_blocks * kBlock,
+            sums + slot, scales + slot};
+  }
+};
+
+// Where the weight of digit byte i of a block stands in the block, and of word i.
+constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
+constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 * 8 + i % 8); }
+
+// The functions of one instruction set. Those on weights come in twelve instances: [mantissa bits - 3][truncate].
+struct Kernels {
+  const char* name;
+  // One token's activations x [length] into slot `token`.
+  void (*quantise)(const float* x, int64_t length, const Activations& out, int token);
+  // Rows [begin, end) of the product for all tokens: out[token * stride + row].
+  void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                                 int64_t stride);
+  // The integers I of step 3, for tests: out[(token * rows + row) * units + unit].
+  void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out);
+  // The values of one row, exactly: out [length].
+  void (*decode[kPlanes + 1][2])(const Packed& weight, int64_t row, float* out);
+};
+
+extern const Kernels kPortable;
+#ifdef OTARO_X86
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace otaro
