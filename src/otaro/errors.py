@@ -35,3 +35,7 @@ class DigestError(FormatError):
 
 class TargetError(OtaroError):
     """The place to write to cannot be used: it exists, is read-only, or is full."""
+
+
+class KernelError(OtaroError, ValueError):
+    """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""

@@ -1,1 +1,1 @@
-"""Arithmetic on packed planes. `reference` is plain torch: it runs everywhere and judges every faster backend."""
+"""Arithmetic on packed planes: `ops` is the contract, `reference` plain torch and the oracle, `cpu` the C++ in csrc/."""

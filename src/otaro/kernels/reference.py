@@ -3,10 +3,10 @@
 The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruction's correction (`sefp.codec`); `decode` gives
 these values. `linear` multiplies without leaving the integers for long:
 
-1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64): a group is one or more whole units.
+1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is one or more of them.
 2. `quantise` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
-   nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639, and at
-   least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
+   nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639,
+   and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
 3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
    (n u + k) * 2^(exponent - shift), see `Meaning`.
 4. float32(I), times both powers of two, is the unit's term. Unit i is added to lane i mod 16, units in ascending order;
@@ -48,8 +48,8 @@ def decode(
 ) -> torch.Tensor:
     """Values [rows, length] of packed rows: base [rows, 16 n], exponents [rows, groups], planes [rows, 4 n] each.
 
-    The precision is the one that base and planes make up: no plane gives E5M3, five give E5M8. Rows are decoded a few thousand at a
-    time, so that the intermediate words stay in the cache and only the result touches memory.
+    The precision is the one that base and planes make up: no plane gives E5M3, five give E5M8. Some rows are decoded at a time,
+    so that the intermediate words stay in the cache and only the result touches memory.
     """
     values = torch.empty(len(base), length, dtype=dtype, device=base.device)
     # Only a CPU has a cache to fit into; elsewhere each chunk would cost launches.
@@ -61,8 +61,42 @@ def decode(
     return values
 
 
+def embedding(
+    ids: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Values [ids, length] of some rows."""
+    return decode(
+        base[ids], exponents[ids], [plane[ids] for plane in planes],
+        length=length, group_size=group_size, reconstruction=reconstruction, dtype=dtype,
+    )  # fmt: skip
+
+
+def matmul(
+    x: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Products [tokens, rows] of many tokens with decoded weights, in the type of the activations."""
+    weight = decode(base, exponents, planes, length=length, group_size=group_size, reconstruction=reconstruction, dtype=x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 class Meaning(NamedTuple):
-    """What a code means: the weight is (factor * code + constant) * 2^(exponent - shift), negative codes raised by one or not."""
+    """A weight is (factor * code + constant) * 2^(exponent - shift), its code raised by one where negative or not."""
 
     factor: int
     constant: int
@@ -132,7 +166,7 @@ def linear(
     shift = meaning(COARSEST + len(planes), reconstruction).shift
     units_per_group = group_size // unit_size(group_size)
     out = torch.empty(len(x), len(base), device=x.device)
-    size = max(1, _CHUNK // length)
+    size = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK << 6) // length)  # elsewhere each chunk costs launches
     for start in range(0, len(base), size):
         some = slice(start, start + size)
         integers = dots(

@@ -8,13 +8,14 @@ may still run at different precisions.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
-from otaro.kernels import reference
+from otaro.kernels import ops
 from otaro.sefp.precision import Precision, of_mantissa_bits
 
 
@@ -47,19 +48,28 @@ class PackedWeight(nn.Module):
             self.register_buffer(f"plane{self.bits + 1}", plane, persistent=False)
             self.bits += 1
 
-    def decode(self, mantissa_bits: int, dtype: torch.dtype, rows: torch.Tensor | slice | None = None) -> torch.Tensor:
+    def decode(self, mantissa_bits: int, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
         """Values of all rows, or of some, leading dimensions flattened."""
+        base, exponents, planes, *about = self._packed(mantissa_bits)
+        some = base[rows], exponents[rows], [plane[rows] for plane in planes]
+        values: torch.Tensor = ops.decode(*some, *about, dtype)
+        return values
+
+    def embedding(self, ids: torch.Tensor, mantissa_bits: int, dtype: torch.dtype) -> torch.Tensor:
+        """Values of the rows with the numbers `ids`."""
+        values: torch.Tensor = ops.embedding(ids, *self._packed(mantissa_bits), dtype)
+        return values
+
+    def linear(self, x: torch.Tensor, mantissa_bits: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """Activations [tokens, K] times the rows, plus a bias."""
+        product: torch.Tensor = ops.linear(x, *self._packed(mantissa_bits), bias)
+        return product
+
+    def _packed(self, mantissa_bits: int) -> tuple[Any, ...]:
+        """What the operations take: base, exponents, planes, length, group size, truncate."""
+        schema = self.nested.schema
         planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
-        some = slice(None) if rows is None else rows
-        return reference.decode(
-            self.base[some],
-            self.exponents[some],
-            [plane[some] for plane in planes],
-            length=self.shape[-1],
-            group_size=self.nested.schema.group_size,
-            reconstruction=self.nested.schema.reconstruction,
-            dtype=dtype,
-        )
+        return self.base, self.exponents, planes, self.shape[-1], schema.group_size, schema.reconstruction == "truncate"
 
     def extra_repr(self) -> str:
         """Name and shape, as `print(model)` shows them."""
@@ -115,8 +125,11 @@ class SefpLinear(SefpModule):
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by the weight, decoded for this call."""
-        return nn.functional.linear(x, self.packed.decode(self.mantissa_bits, x.dtype), self.bias)
+        """Multiply by the weight, straight from its planes."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return nn.functional.linear(x, self.packed.decode(self.mantissa_bits, x.dtype), self.bias)
+        product = self.packed.linear(x.reshape(-1, self.in_features), self.mantissa_bits, self.bias)
+        return product.view(*x.shape[:-1], self.out_features)
 
 
 class SefpEmbedding(SefpModule):
@@ -128,7 +141,7 @@ class SefpEmbedding(SefpModule):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the given ids."""
-        rows = self.packed.decode(self.mantissa_bits, self._like.dtype, ids.flatten())
+        rows = self.packed.embedding(ids.flatten(), self.mantissa_bits, self._like.dtype)
         return rows.reshape(*ids.shape, self.embedding_dim)
 
 

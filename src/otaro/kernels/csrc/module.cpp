@@ -147,6 +147,11 @@ NB_MODULE(_cpu, m) {
   m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
   m.def("decode", decode, plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
         plain("rows").none(), plain("out"));
+  m.def("unit_size", [](int group_size) {
+    Packed weight;
+    weight.group_size = group_size;
+    return weight.unit_blocks() * kBlock;
+  }, "group_size"_a);
   m.def("set_threads", [](int count) { Pool::shared().set_threads(count); }, "count"_a);
   m.def("available", available, "Names of the instruction sets that this CPU can run, the best first.");
   m.def("chosen", [] { return std::string(kernels().name); });

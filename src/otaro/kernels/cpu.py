@@ -1,0 +1,143 @@
+"""The C++ extension `_cpu` behind the functions of `reference`: same names, same arguments, same bits.
+
+Tensors cross as numpy views; nothing is copied. The extension has threads of its own, as many as torch uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from shutil import which
+from typing import Any
+
+import torch
+
+from otaro.sefp.codec import Reconstruction
+
+try:
+    from otaro.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/; has no stubs
+except ImportError as error:
+    _cpu = None
+    _COMPILER = next(filter(None, map(which, ("c++", "g++", "clang++"))), None)
+    MISSING = f"the C++ extension is not there ({error}); " + (
+        "install otaro again with `pip install --verbose` to see why it was not built"
+        if _COMPILER
+        else "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install one, then otaro again"
+    )
+else:
+    MISSING = ""
+
+_TILE = 1 << 19  # weights that are decoded before they are multiplied: small enough for the cache
+
+
+def available() -> list[str]:
+    """The instruction sets that this CPU can run, the best first."""
+    return [] if _cpu is None else list(_cpu.available())
+
+
+def best() -> str:
+    """The best of them."""
+    return available()[0]
+
+
+def choose(instructions: str) -> None:
+    """Compute with these instructions from now on, on as many threads as torch uses."""
+    if _cpu.chosen() != instructions:
+        _cpu.choose(instructions)
+    _cpu.set_threads(torch.get_num_threads())
+
+
+def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.quantise`."""
+    units = -(-x.shape[1] // _cpu.unit_size(group_size))
+    codes, scales = torch.empty(x.shape, dtype=torch.int16), torch.empty(len(x), units)
+    _cpu.quantise(x.float().numpy(), group_size, codes.numpy(), scales.numpy())
+    return codes, scales
+
+
+def linear(
+    x: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+) -> torch.Tensor:
+    """As `reference.linear`."""
+    out = torch.empty(len(x), len(base))
+    _cpu.linear(x.float().numpy(), *_packed(base, exponents, planes, length, group_size, reconstruction), out.numpy())
+    return out
+
+
+def decode(
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """As `reference.decode`."""
+    values = torch.empty(len(base), length, dtype=torch.float32)
+    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), None, values.numpy())
+    return values.to(dtype)
+
+
+def embedding(
+    ids: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """As `reference.embedding`."""
+    values = torch.empty(len(ids), length, dtype=torch.float32)
+    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), ids.numpy(), values.numpy())
+    return values.to(dtype)
+
+
+def matmul(
+    x: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    *,
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `reference.matmul`, a tile of rows at a time: decoded into the cache, multiplied, overwritten."""
+    rows = max(1, _TILE // length)
+    tile = torch.empty(min(rows, len(base)), length)
+    out = torch.empty(len(base), len(x), dtype=x.dtype)
+    tokens, bias = x.T, bias if bias is None else bias.detach()
+    for start in range(0, len(base), rows):
+        some = slice(start, start + rows)
+        values = tile[: len(base[some])]
+        packed = _packed(base[some], exponents[some], [p[some] for p in planes], length, group_size, reconstruction)
+        _cpu.decode(*packed, None, values.numpy())
+        if bias is None:
+            torch.mm(values.to(x.dtype), tokens, out=out[some])
+        else:
+            torch.addmm(bias[some, None], values.to(x.dtype), tokens, out=out[some])
+    return out.T.contiguous()
+
+
+def _packed(
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+) -> tuple[Any, ...]:
+    views = [plane.numpy() for plane in planes]
+    return base.numpy(), exponents.numpy(), views, length, group_size, reconstruction == "truncate"

@@ -1,0 +1,249 @@
+"""The operations on packed planes, as torch sees them: `torch.ops.otaro.linear`, `decode`, `embedding` and `quantise`.
+
+This file is the contract. Arguments are checked here, by the same functions for real and for fake tensors; what is computed
+stands in `reference`, and every backend returns the same bits. `backend` says which one serves a device, and why; the
+environment variable OTARO_KERNELS overrides the choice:
+
+    reference       plain torch, on any device
+    cpu             the C++ extension with the best instructions of this CPU
+    cpu:portable    the same with given instructions: portable, avx2, avx512
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from otaro.errors import KernelError
+from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks
+from otaro.kernels import cpu, reference
+
+OVERRIDE = "OTARO_KERNELS"
+FEW_TOKENS = 8
+"""Up to so many tokens a product is computed on integers, straight from the planes; for more, tiles of weights are decoded."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def backend(device: torch.device | str = "cpu") -> tuple[str, str]:
+    """The backend that serves tensors on a device, and the reason in words."""
+    asked = os.environ.get(OVERRIDE)
+    on_cpu = torch.device(device).type == "cpu"
+    if not asked:
+        if not on_cpu:
+            return "reference", f"there are no kernels for {torch.device(device).type} yet"
+        return ("reference", cpu.MISSING) if cpu.MISSING else (f"cpu:{cpu.best()}", "the best that this CPU can run")
+    if asked == "reference":
+        return "reference", f"{OVERRIDE}={asked}"
+    name, _, instructions = asked.partition(":")
+    if name != "cpu":
+        raise KernelError(f"{OVERRIDE}={asked} is none of reference, cpu, {', '.join(f'cpu:{one}' for one in cpu.available())}")
+    if cpu.MISSING:
+        raise KernelError(f"{OVERRIDE}={asked}, but {cpu.MISSING}")
+    if instructions and instructions not in cpu.available():
+        raise KernelError(f"{OVERRIDE}={asked}, but this CPU can run {', '.join(cpu.available())} only")
+    if not on_cpu:
+        return "reference", f"{OVERRIDE}={asked} does not serve {torch.device(device).type}"
+    return f"cpu:{instructions or cpu.best()}", f"{OVERRIDE}={asked}"
+
+
+def _serving(device: torch.device) -> Any:
+    name, _ = backend(device)
+    if name == "reference":
+        return reference
+    cpu.choose(name.removeprefix("cpu:"))
+    return cpu
+
+
+@torch.library.custom_op("otaro::linear", mutates_args=())
+def linear(
+    x: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the activations.
+
+    Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
+    weights by the matrix product of the device's library.
+    """
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_activations(x, base, length, bias)
+    serving = _serving(x.device)
+    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
+    about = _about(length, group_size, truncate)
+    result: torch.Tensor
+    if len(x) > FEW_TOKENS:
+        result = serving.matmul(x.detach().contiguous(), *packed, **about, bias=bias)
+        return result
+    result = serving.linear(x.detach().contiguous(), *packed, **about)
+    return (result if bias is None else result + bias.detach()).to(x.dtype)
+
+
+@linear.register_fake
+def _(
+    x: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_activations(x, base, length, bias)
+    return x.new_empty(x.shape[0], base.shape[0])
+
+
+@torch.library.custom_op("otaro::decode", mutates_args=())
+def decode(
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The values [rows, length] of packed rows."""
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_dtype(dtype)
+    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
+    result: torch.Tensor = _serving(base.device).decode(*packed, **_about(length, group_size, truncate), dtype=dtype)
+    return result
+
+
+@decode.register_fake
+def _(
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_dtype(dtype)
+    return base.new_empty(base.shape[0], length, dtype=dtype)
+
+
+@torch.library.custom_op("otaro::embedding", mutates_args=())
+def embedding(
+    ids: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The values [ids, length] of the packed rows with the numbers `ids`."""
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_dtype(dtype)
+    _check_ids(ids, base)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(base):
+        raise KernelError(f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {len(base)} rows")
+    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
+    about = _about(length, group_size, truncate)
+    result: torch.Tensor = _serving(base.device).embedding(ids.long().contiguous(), *packed, **about, dtype=dtype)
+    return result
+
+
+@embedding.register_fake
+def _(
+    ids: torch.Tensor,
+    base: torch.Tensor,
+    exponents: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    length: int,
+    group_size: int,
+    truncate: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    _check_packed(base, exponents, planes, length, group_size)
+    _check_dtype(dtype)
+    _check_ids(ids, base)
+    return base.new_empty(ids.shape[0], length, dtype=dtype)
+
+
+@torch.library.custom_op("otaro::quantise", mutates_args=())
+def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [tokens, length] as 16-bit integers, and the power of two of each unit [tokens, units], float32."""
+    _check_quantise(x, group_size)
+    codes, scales = _serving(x.device).quantise(x.detach().contiguous(), group_size)
+    return codes, scales
+
+
+@quantise.register_fake
+def _(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_quantise(x, group_size)
+    units = -(-x.shape[1] // reference.unit_size(group_size))
+    return x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape[0], units, dtype=torch.float32)
+
+
+def _about(length: int, group_size: int, truncate: bool) -> dict[str, Any]:
+    return {"length": length, "group_size": group_size, "reconstruction": "truncate" if truncate else "midpoint"}
+
+
+def _check_packed(
+    base: torch.Tensor, exponents: torch.Tensor, planes: Sequence[torch.Tensor], length: int, group_size: int
+) -> None:
+    if length < 1 or length >= 2**31:
+        raise KernelError(f"a row cannot have {length} weights")
+    if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
+        raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")
+    if len(planes) > len(PLANES):
+        raise KernelError(f"{len(planes)} planes were given, and there are {len(PLANES)} at most")
+    _check("base", base, torch.uint8, (None, BASE_BYTES * blocks(length)), base)
+    rows = base.shape[0]
+    _check("exponents", exponents, torch.int8, (rows, -(-length // group_size)), base)
+    for number, plane in zip(PLANES, planes, strict=False):
+        _check(f"plane {number}", plane, torch.uint8, (rows, PLANE_BYTES * blocks(length)), base)
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, int], like: torch.Tensor) -> None:
+    wrong = tensor.dim() != 2 or any(want not in (None, have) for have, want in zip(tensor.shape, shape, strict=True))
+    if wrong or tensor.dtype != dtype:
+        wanted = ", ".join("rows" if size is None else str(size) for size in shape)
+        raise KernelError(f"{name} must be {dtype} [{wanted}], not {tensor.dtype} {list(tensor.shape)}")
+    if tensor.device != like.device:
+        raise KernelError(f"{name} is on {tensor.device}, the packed weight on {like.device}")
+
+
+def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: torch.Tensor | None) -> None:
+    if x.dim() != 2 or x.shape[1] != length or x.dtype not in _FLOATS:
+        raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, {length}], not {x.dtype} {list(x.shape)}")
+    if x.device != base.device:
+        raise KernelError(f"activations are on {x.device}, the packed weight on {base.device}")
+    if bias is not None and (bias.shape != base.shape[:1] or bias.dtype != x.dtype or bias.device != x.device):
+        like = f"{x.dtype} [{base.shape[0]}] on {x.device}"
+        raise KernelError(f"the bias must be {like}, not {bias.dtype} {list(bias.shape)} on {bias.device}")
+
+
+def _check_quantise(x: torch.Tensor, group_size: int) -> None:
+    if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in _FLOATS:
+        raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, length], not {x.dtype} {list(x.shape)}")
+    if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
+        raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")
+
+
+def _check_ids(ids: torch.Tensor, base: torch.Tensor) -> None:
+    if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise KernelError(f"ids must be int64 or int32 [count], not {ids.dtype} {list(ids.shape)}")
+    if ids.device != base.device:
+        raise KernelError(f"ids are on {ids.device}, the packed weight on {base.device}")
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise KernelError(f"weights decode to float32, float16 or bfloat16, not {dtype}")
