@@ -70,8 +70,8 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
     out.sums[slot] = sum;
     for (int b = 0; b < out.unit_blocks; ++b) {
       const int16_t* block = codes + b * kBlock;
-      int8_t* digits = out.digits + (slot * out.unit_blocks + b) * 2 * kBlock;
-      int16_t* words = out.words + (slot * out.unit_blocks + b) * kBlock;
+      int8_t* digits = out.digits + (out.first_block(unit, token) + b) * 2 * kBlock;
+      int16_t* words = out.words + (out.first_block(unit, token) + b) * kBlock;
       for (int i = 0; i < kBlock; ++i) {
         const int16_t code = block[digit_weight(i)];
         const int8_t low = static_cast<int8_t>(code);

@@ -106,7 +106,7 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
   for (int64_t t = 0; t < quantised.tokens; ++t)
     for (int64_t k = 0; k < weight.length; ++k) {
       // From the bytes, so that a test of these codes is one of the order that kernels read.
-      const int64_t block = t * quantised.units * quantised.unit_blocks + k / kBlock;
+      const int64_t unit = k / quantised.unit_weights(), block = quantised.first_block(unit, t) + k / kBlock % quantised.unit_blocks;
       for (int i = 0; i < kBlock; ++i)
         if (digit_weight(i) == k % kBlock) {
           const int8_t* digits = quantised.digits + block * 2 * kBlock;

@@ -26,7 +26,7 @@ void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t 
       for (uint16_t& one : u) one = static_cast<uint16_t>(one + !(one >> M));
     for (int i = 0; i < kBlock; ++i) ordered[i] = u[word_weight(i)];
     for (int t = 0; t < x.tokens; ++t) {
-      const int16_t* a = x.words + (t * x.units * x.unit_blocks + b) * kBlock;
+      const int16_t* a = x.words + (x.first_block(unit, t) + b - first) * kBlock;
       int32_t dot = 0;
       for (int i = 0; i < kBlock; ++i) dot += int32_t{ordered[i]} * a[i];
       dots[t * stride] += means.factor * dot;

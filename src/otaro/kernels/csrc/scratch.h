@@ -19,7 +19,7 @@ class Scratch {
 
   Activations activations(const Packed& weight, int tokens) {
     Activations x;
-    x.tokens = tokens;
+    x.tokens = x.stride = tokens;
     x.units = weight.units();
     x.unit_blocks = weight.unit_blocks();
     const auto slots = static_cast<size_t>(tokens * x.units), block = static_cast<size_t>(x.unit_weights());

@@ -60,25 +60,25 @@ struct Packed {
   int64_t units_per_group() const { return group_size / (kBlock * unit_blocks()); }
 };
 
-// Activations of some tokens as integers, in the orders that the kernels read. Blocks beyond the last are zero, up to whole
-// units. Per token and block, `digits` has 32 high bytes, then 32 low bytes, in the order in which AVX2 unpacks a block (byte
-// 16 i + 4 w + b belongs to weight 8 w + 4 i + b); `words` has the same 32 as 16-bit integers, in the order in which
-// those bytes widen: bytes 0-7, 16-23, 8-15, 24-31.
+// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up with zeros. A block of
+// `digits` has 32 high bytes, then 32 low bytes, in the order in which AVX2 unpacks a block (byte 16 i + 4 w + b belongs to weight
+// 8 w + 4 i + b); a block of `words` has the same 32 as 16-bit integers, in the order in which those bytes widen: bytes 0-7, 16-23,
+// 8-15, 24-31. The tokens of a unit stand next to each other: a kernel that has unpacked a unit meets all of them.
 struct Activations {
-  int tokens = 0;
+  int tokens = 0, stride = 0;  // tokens at hand, and from one unit to the next
   int64_t units = 0;
   int unit_blocks = 2;
-  int8_t* digits = nullptr;   // [tokens, units, unit_blocks, 64]
-  int16_t* words = nullptr;   // [tokens, units, unit_blocks, 32]
+  int8_t* digits = nullptr;   // [units, stride, unit_blocks, 64]
+  int16_t* words = nullptr;   // [units, stride, unit_blocks, 32]
   int32_t* sums = nullptr;    // [tokens, units]: sum of a
   float* scales = nullptr;    // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
 
   int64_t unit_weights() const { return int64_t{kBlock} * unit_blocks; }
+  int64_t first_block(int64_t unit, int64_t token) const { return (unit * stride + token) * unit_blocks; }
 
   Activations some(int first, int count) const {
-    const int64_t slot = first * units;
-    return {count, units, unit_blocks, digits + slot * unit_blocks * 2 * kBlock, words + slot * unit_blocks * kBlock,
-            sums + slot, scales + slot};
+    const int64_t block = first_block(0, first), slot = first * units;
+    return {count, stride, units, unit_blocks, digits + block * 2 * kBlock, words + block * kBlock, sums + slot, scales + slot};
   }
 };
 

@@ -16,6 +16,9 @@
 
 #include "backend.h"
 
+// The compiler thinks these too large to inline, yet their arguments are constants that must vanish.
+#define OTARO_INLINE __attribute__((always_inline)) inline
+
 namespace otaro::OTARO_ISA {
 
 #ifdef __AVX512VNNI__
@@ -24,51 +27,58 @@ constexpr int kBytesUpTo = 7;
 constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 #endif
 
-struct Row {
+// Where the bytes of a row's next blocks are.
+template <int M>
+struct Bytes {
   const uint8_t* base;
-  const uint8_t* planes[kPlanes];
+  const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1];
 
-  Row(const Packed& weight, int64_t row) {
+  OTARO_INLINE Bytes(const Packed& weight, int64_t row) {
     const int64_t block = row * weight.blocks();
     base = weight.base + block * kBaseBytes;
-    for (int p = 0; p < kPlanes; ++p) planes[p] = weight.planes[p] ? weight.planes[p] + block * kPlaneBytes : nullptr;
+    for (int p = 0; p < M - kCoarsest; ++p) planes[p] = weight.planes[p] + block * kPlaneBytes;
+  }
+
+  OTARO_INLINE void skip(int64_t blocks) {
+    base += blocks * kBaseBytes;
+    for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
   }
 };
 
-inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+OTARO_INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
-// A block's codes, in the order of `digits`.
+// A block's codes, ready to be multiplied.
 template <int M, bool Truncate>
 struct Codes {
-  __m256i low;       // the low eight bits of u, or of u + 1 where `truncate` raises negative ones and bytes suffice
+  static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
+
+  __m256i low;       // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and bytes suffice
   __m256i negative;  // -1 where the weight is negative; only where needed
+  __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16 bits hold as they are
 
-  static constexpr bool kNeedsSign = Truncate || M == kFinest;
-
-  Codes(const Row& row, int64_t block) {
+  OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
     const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row.base + block * kBaseBytes));
-    low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(bytes), shifts), _mm256_set1_epi8(15));
+    const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
+    low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
     if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
     const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202, 0x08080808, 0x20202020,
                                            static_cast<int>(0x80808080));
     for (int p = 0; p < M - kCoarsest; ++p) {
       int32_t word;
-      std::memcpy(&word, row.planes[p] + block * kPlaneBytes, sizeof word);
+      std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
       const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_set1_epi32(word), quad), quad);
       low = _mm256_sub_epi8(_mm256_add_epi8(low, low), set);
     }
     if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
-  }
-
-  // 16 of them as 16-bit integers, in the order of `words`. At nine bits they are u - 256, and the sign is their high byte.
-  template <int Half>
-  __m256i words() const {
-    const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
-    const __m256i wide = Half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
-    if constexpr (Truncate && M == kFinest)
-      return _mm256_sub_epi16(wide, Half ? _mm256_unpackhi_epi8(high, high) : _mm256_unpacklo_epi8(high, high));
-    return wide;
+    if constexpr (kWide) {
+      const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
+      wide[0] = _mm256_unpacklo_epi8(low, high);
+      wide[1] = _mm256_unpackhi_epi8(low, high);
+      if constexpr (Truncate && M == kFinest) {
+        wide[0] = _mm256_sub_epi16(wide[0], _mm256_unpacklo_epi8(negative, negative));
+        wide[1] = _mm256_sub_epi16(wide[1], _mm256_unpackhi_epi8(negative, negative));
+      }
+    }
   }
 };
 
@@ -80,7 +90,7 @@ constexpr int constant_of(int bits, bool truncate) {
 
 // Eight partial sums of a unit: its one or two blocks against one token.
 template <int M, bool Truncate>
-inline __m256i partial_sums(const Codes<M, Truncate>& first, const int8_t* digits, const int16_t* words) {
+OTARO_INLINE __m256i partial_sums(const Codes<M, Truncate>& first, const int8_t* digits, const int16_t* words) {
   if constexpr (M <= kBytesUpTo) {
     const __m256i high = load(digits), low = load(digits + kBlock);
 #ifdef __AVX512VNNI__
@@ -93,15 +103,15 @@ inline __m256i partial_sums(const Codes<M, Truncate>& first, const int8_t* digit
   } else {
     const __m256i a = load(words), b = load(words + kBlock / 2);
 #ifdef __AVX512VNNI__
-    return _mm256_dpwssd_epi32(_mm256_madd_epi16(first.template words<0>(), a), first.template words<1>(), b);
+    return _mm256_dpwssd_epi32(_mm256_madd_epi16(first.wide[0], a), first.wide[1], b);
 #else
-    return _mm256_add_epi32(_mm256_madd_epi16(first.template words<0>(), a), _mm256_madd_epi16(first.template words<1>(), b));
+    return _mm256_add_epi32(_mm256_madd_epi16(first.wide[0], a), _mm256_madd_epi16(first.wide[1], b));
 #endif
   }
 }
 
 template <int M, bool Truncate>
-inline __m256i partial_sums(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second, const int8_t* digits,
+OTARO_INLINE __m256i partial_sums(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second, const int8_t* digits,
                             const int16_t* words) {
   if constexpr (M <= kBytesUpTo) {
     const __m256i high0 = load(digits), low0 = load(digits + kBlock);
@@ -123,137 +133,214 @@ inline __m256i partial_sums(const Codes<M, Truncate>& first, const Codes<M, Trun
 }
 
 // The eight sums across eight registers.
-inline __m256i sum_across(const __m256i* p) {
+OTARO_INLINE __m256i sum_across(const __m256i* p) {
   const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
   const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
   return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-// The same for one register that is not zero.
-inline __m256i sum_across_one(__m256i p) {
-  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(p), _mm256_extracti128_si256(p, 1));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
-  return _mm256_zextsi128_si256(_mm_blend_epi16(_mm_setzero_si128(), sum, 3));
+// Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
+OTARO_INLINE float sum_lanes(__m256 lanes) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
 }
 
 // Lanes below `count`.
-inline __m256i first_lanes(int64_t count) {
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+OTARO_INLINE __m256i first_lanes(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 // The steps 2^(exponent - shift) of `count` units from `unit` on, at most eight.
 template <int Shift>
-inline __m256 steps_of(const int8_t* exponents, int64_t per_group, int64_t unit, int64_t count) {
+OTARO_INLINE __m256 steps_of(const int8_t* exponents, int64_t per_group, int64_t unit, int count) {
   __m128i bytes;
   if (count == 8 && per_group == 1) {
     bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents + unit));
   } else {
     int8_t some[8] = {};
-    for (int64_t i = 0; i < count; ++i) some[i] = exponents[(unit + i) / per_group];
+    for (int i = 0; i < count; ++i) some[i] = exponents[(unit + i) / per_group];
     bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(some));
   }
   const __m256i biased = _mm256_add_epi32(_mm256_cvtepi8_epi32(bytes), _mm256_set1_epi32(127 - Shift));
   return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
 
-// Calls each(unit, count, sums) for a row, `count` units at a time; sums[t][i] are the partial sums of token t and unit + i.
-template <int M, bool Truncate, int Tokens, class Each>
-inline void for_units(const Packed& weight, const Activations& x, int64_t row, Each&& each) {
-  const int tokens = Tokens ? Tokens : x.tokens;
-  const Row bytes(weight, row);
-  const int unit_blocks = x.unit_blocks;
-  const int64_t token_blocks = x.units * unit_blocks, whole = weight.blocks() / unit_blocks;
-  __m256i sums[Tokens ? Tokens : kMaxTokens][8];
-  const auto one_unit = [&](int64_t unit, int i, bool pair) {
-    const int64_t block = unit * unit_blocks;
-    const Codes<M, Truncate> first(bytes, block);
-    if (pair) {
-      const Codes<M, Truncate> second(bytes, block + 1);
-      for (int t = 0; t < tokens; ++t)
-        sums[t][i] = partial_sums(first, second, x.digits + (t * token_blocks + block) * 2 * kBlock,
-                                  x.words + (t * token_blocks + block) * kBlock);
-    } else {
-      for (int t = 0; t < tokens; ++t)
-        sums[t][i] = partial_sums(first, x.digits + (t * token_blocks + block) * 2 * kBlock,
-                                  x.words + (t * token_blocks + block) * kBlock);
-    }
-  };
-  int64_t unit = 0;
-  if (unit_blocks == 2)
-    for (; unit + 8 <= whole; unit += 8) {
-      for (int i = 0; i < 8; ++i) one_unit(unit + i, i, true);
-      each(unit, 8, sums);
-    }
-  for (; unit < x.units; unit += 8) {
-    const int64_t count = x.units - unit < 8 ? x.units - unit : 8;
-    for (int i = 0; i < count; ++i) one_unit(unit + i, i, unit_blocks == 2 && unit + i < whole);
-    for (int t = 0; t < tokens; ++t)
-      for (int64_t i = count; i < 8; ++i) sums[t][i] = _mm256_setzero_si256();
-    each(unit, count, sums);
-  }
-}
-
 // The integers I of `count` units of a token.
 template <int M, bool Truncate>
-inline __m256i integers(const __m256i* sums, const int32_t* activation_sums, int64_t count) {
-  const __m256i products = count == 1 ? sum_across_one(sums[0]) : sum_across(sums);
+OTARO_INLINE __m256i integers(const __m256i* sums, const int32_t* activation_sums, int count) {
+  const __m256i products = sum_across(sums);
   const __m256i of_x = count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
   const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant_of(M, Truncate)));
   return _mm256_add_epi32(meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
 }
 
+// The partial sums of a unit for each token. A unit is a pair of blocks, or a single one.
 template <int M, bool Truncate, int Tokens>
-inline void linear_tokens(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, const Activations& x, int64_t unit, __m256i (*sums)[8], int i) {
   const int tokens = Tokens ? Tokens : x.tokens;
-  const int64_t groups = weight.groups(), per_group = weight.units_per_group();
-  for (int64_t row = begin; row < end; ++row) {
-    __m256 lanes[Tokens ? Tokens : kMaxTokens][2];
-    for (int t = 0; t < tokens; ++t) lanes[t][0] = lanes[t][1] = _mm256_setzero_ps();
-    const int8_t* exponents = weight.exponents + row * groups;
-    for_units<M, Truncate, Tokens>(weight, x, row, [&](int64_t unit, int64_t count, const __m256i (*sums)[8]) {
-      const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, per_group, unit, count);
-      for (int t = 0; t < tokens; ++t) {
-        const int64_t slot = t * x.units + unit;
-        const __m256i dots = integers<M, Truncate>(sums[t], x.sums + slot, count);
-        const __m256 scales = count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
-        const __m256 terms = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
-        lanes[t][unit / 8 % 2] = _mm256_add_ps(lanes[t][unit / 8 % 2], terms);
-      }
-    });
-    for (int t = 0; t < tokens; ++t) {
-      const __m256 eight = _mm256_add_ps(lanes[t][0], lanes[t][1]);
-      __m128 sum = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-      sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
-      sum = _mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1));
-      out[t * stride + row] = _mm_cvtss_f32(sum);
+  const int64_t first_block = x.first_block(unit, 0);
+  const int8_t* digits = x.digits + first_block * 2 * kBlock;
+  const int16_t* words = x.words + first_block * kBlock;
+  const Codes<M, Truncate> first(bytes, block);
+  if (pair) {
+    const Codes<M, Truncate> second(bytes, block + 1);
+    for (int t = 0; t < tokens; ++t) sums[t][i] = partial_sums(first, second, digits + t * 4 * kBlock, words + t * 2 * kBlock);
+  } else {
+    const int step = x.unit_blocks * kBlock;
+    for (int t = 0; t < tokens; ++t) sums[t][i] = partial_sums(first, digits + t * 2 * step, words + t * step);
+  }
+}
+
+// The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond is zero.
+template <int M, bool Truncate, int Tokens, bool Pair>
+OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd, __m256i (*sums)[8]) {
+  constexpr int kUnitBlocks = Pair ? 2 : 1;
+  const int tokens = Tokens ? Tokens : x.tokens, whole = count - (odd ? 1 : 0);
+#pragma GCC unroll 1
+  for (int i = 0; i < whole; ++i) unit_sums<M, Truncate, Tokens>(bytes, i * kUnitBlocks, Pair, x, unit + i, sums, i);
+  if (odd) unit_sums<M, Truncate, Tokens>(bytes, whole * kUnitBlocks, false, x, unit + whole, sums, whole);
+  for (int t = 0; t < tokens; ++t)
+    for (int i = count; i < 8; ++i) sums[t][i] = _mm256_setzero_si256();
+}
+
+// The terms of `count` units of token t.
+template <int M, bool Truncate>
+OTARO_INLINE __m256 terms(const __m256i* sums, const Activations& x, int t, int64_t unit, int count, __m256 steps) {
+  const int64_t slot = t * x.units + unit;
+  const __m256 scales = count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(integers<M, Truncate>(sums, x.sums + slot, count)), _mm256_mul_ps(steps, scales));
+}
+
+// The end of a row, out of line: `count` units with all the care they may need.
+template <int M, bool Truncate, int Tokens, bool Pair>
+__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const int8_t* exponents, int64_t per_group,
+                                        int64_t unit, int count, bool odd, __m256* lanes) {
+  __m256i sums[Tokens ? Tokens : kMaxTokens][8];
+  some_sums<M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
+  const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, per_group, unit, count);
+  const int tokens = Tokens ? Tokens : x.tokens;
+  for (int t = 0; t < tokens; ++t) lanes[t] = _mm256_add_ps(lanes[t], terms<M, Truncate>(sums[t], x, t, unit, count, steps));
+}
+
+// Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
+template <int M, bool Truncate, int Tokens>
+OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, int8_t exponent, int64_t unit, __m256* lanes) {
+  constexpr Meaning means = meaning(M, Truncate);
+  const int tokens = Tokens ? Tokens : x.tokens;
+  __m256i sums[Tokens ? Tokens : kMaxTokens][8];
+  unit_sums<M, Truncate, Tokens>(bytes, 0, true, x, unit, sums, 0);
+  const float step = power_of_two(exponent - means.shift);
+#pragma GCC unroll 1
+  for (int t = 0; t < tokens; ++t) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums[t][0]), _mm256_extracti128_si256(sums[t][0], 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
+    const int64_t slot = t * x.units + unit;
+    const int dot = means.factor * _mm_cvtsi128_si32(sum) + constant_of(M, Truncate) * x.sums[slot];
+    lanes[t] = _mm256_add_ps(lanes[t], _mm256_zextps128_ps256(_mm_set_ss(static_cast<float>(dot) * (step * x.scales[slot]))));
+  }
+}
+
+// One token. Bytes of rows follow each other, so one pointer walks through all of them.
+template <int M, bool Truncate>
+void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end, float* out) {
+  Activations x = of_x;
+  x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
+  const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
+  const int8_t* exponents = weight.exponents + begin * groups;
+  Bytes<M> bytes(weight, begin);
+  for (int64_t row = begin; row < end; ++row, exponents += groups) {
+    __m256 lanes = _mm256_setzero_ps(), others = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < whole; unit += 8, bytes.skip(16)) {
+      __m256i sums[1][8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate, 1>(bytes, 2 * i, true, x, unit + i, sums, i);
+      const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
+      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
+      lanes = others;  // the next eight units belong to the other lanes; in the end 0 + 1 is 1 + 0
+      others = added;
     }
+    if (units - whole == 1) {
+      add_one<M, Truncate, 1>(bytes, x, exponents[whole], whole, &lanes);
+      bytes.skip(2);
+    } else if (units != whole) {
+      add_rest<M, Truncate, 1, true>(bytes, x, exponents, 1, whole, static_cast<int>(units - whole), false, &lanes);
+      bytes.skip(2 * (units - whole));
+    }
+    out[row] = sum_lanes(_mm256_add_ps(lanes, others));
+  }
+}
+
+// Any number of tokens, any shape.
+template <int M, bool Truncate, int Tokens, bool Pair>
+void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+  const int tokens = Tokens ? Tokens : x.tokens;
+  const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
+  const bool odd = Pair && weight.blocks() % 2;
+  const int64_t whole = Pair && per_group == 1 ? (units - odd) / 8 * 8 : 0;  // units that need no care
+  const int8_t* exponents = weight.exponents + begin * groups;
+  for (int64_t row = begin; row < end; ++row, exponents += groups) {
+    Bytes<M> bytes(weight, row);
+    __m256 lanes[2][Tokens ? Tokens : kMaxTokens];
+    for (int t = 0; t < tokens; ++t) lanes[0][t] = lanes[1][t] = _mm256_setzero_ps();
+    int64_t unit = 0;
+    for (int side = 0; unit < whole; unit += 8, bytes.skip(16), side ^= 1) {
+      __m256i sums[Tokens ? Tokens : kMaxTokens][8];
+#pragma GCC unroll 1
+      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate, Tokens>(bytes, 2 * i, true, x, unit + i, sums, i);
+      const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
+#pragma GCC unroll 1
+      for (int t = 0; t < tokens; ++t)
+        lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<M, Truncate>(sums[t], x, t, unit, 8, steps));
+    }
+    if (unit == whole && units - unit == 1 && Pair && !odd && per_group == 1) {
+      add_one<M, Truncate, Tokens>(bytes, x, exponents[unit], unit, lanes[unit / 8 % 2]);
+      unit = units;
+    }
+    for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
+      const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
+      add_rest<M, Truncate, Tokens, Pair>(bytes, x, exponents, per_group, unit, count, odd && unit + count == units,
+                                          lanes[unit / 8 % 2]);
+    }
+    for (int t = 0; t < tokens; ++t) out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
   }
 }
 
 template <int M, bool Truncate>
 void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
-  if (x.tokens == 1)
-    linear_tokens<M, Truncate, 1>(weight, x, begin, end, out, stride);
+  if (x.unit_blocks == 1)
+    linear_any<M, Truncate, 0, false>(weight, x, begin, end, out, stride);
+  else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
+    linear_one<M, Truncate>(weight, x, begin, end, out);
+  else if (x.tokens == kMaxTokens)
+    linear_any<M, Truncate, kMaxTokens, true>(weight, x, begin, end, out, stride);
   else
-    linear_tokens<M, Truncate, 0>(weight, x, begin, end, out, stride);
+    linear_any<M, Truncate, 0, true>(weight, x, begin, end, out, stride);
 }
 
 template <int M, bool Truncate>
 void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
-  for (int64_t row = begin; row < end; ++row)
-    for_units<M, Truncate, 0>(weight, x, row, [&](int64_t unit, int64_t count, const __m256i (*sums)[8]) {
-      for (int64_t t = 0; t < x.tokens; ++t) {
-        const __m256i of_units = integers<M, Truncate>(sums[t], x.sums + t * x.units + unit, count);
-        _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count), of_units);
-      }
-    });
+  for (int64_t row = begin; row < end; ++row) {
+    Bytes<M> bytes(weight, row);
+    for (int64_t unit = 0; unit < x.units; unit += 8, bytes.skip(8 * x.unit_blocks)) {
+      const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
+      __m256i sums[kMaxTokens][8];
+      if (x.unit_blocks == 1)
+        some_sums<M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
+      else
+        some_sums<M, Truncate, 0, true>(bytes, x, unit, count, weight.blocks() % 2 && unit + count == x.units, sums);
+      for (int64_t t = 0; t < x.tokens; ++t)
+        _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count),
+                               integers<M, Truncate>(sums[t], x.sums + t * x.units + unit, count));
+    }
+  }
 }
 
 template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
   constexpr Meaning means = meaning(M, Truncate);
-  const Row bytes(weight, row);
+  const Bytes<M> bytes(weight, row);
   const int64_t blocks = weight.blocks(), groups = weight.groups();
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t b = 0; b < blocks; ++b) {
