@@ -31,56 +31,22 @@ inline uint32_t to_bits(float value) {
 // 2^e for e from -126 to 127.
 inline float power_of_two(int e) { return from_bits(static_cast<uint32_t>(e + 127) << 23); }
 
-// The exponent of a unit whose largest magnitude has these bits: the smallest e with magnitude < 2^e, or one more where rounding
-// to multiples of 2^(e - 15) would pass kMaxActivation.
-inline int activation_exponent(uint32_t largest) {
-  int e = static_cast<int>(largest >> 23) - 126;
-  if (e < kMinActivationExponent) return kMinActivationExponent;
-  constexpr float limit = kMaxActivation + 0.5f;
-  if (from_bits(largest) * power_of_two(kActivationBits - e) >= limit) ++e;
-  return e;
-}
+// The power of two of a unit of activations: x = a * scale, a = x * inverse, rounded.
+struct Power {
+  float scale, inverse;
+};
 
-inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-  constexpr uint32_t kInfinity = 0x7f800000, kMagnitude = 0x7fffffff;
-  const int64_t unit_weights = out.unit_weights();
-  for (int64_t unit = 0; unit < out.units; ++unit) {
-    const int64_t start = unit * unit_weights;
-    float values[2 * kBlock] = {};
-    const int64_t count = length - start < unit_weights ? length - start : unit_weights;
-    std::memcpy(values, x + start, static_cast<size_t>(count) * sizeof(float));
-    uint32_t largest = 0;
-    for (float value : values) {
-      const uint32_t magnitude = to_bits(value) & kMagnitude;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    const int64_t slot = token * out.units + unit;
-    const bool finite = largest < kInfinity;
-    const int exponent = finite ? activation_exponent(largest) : 0;
-    out.scales[slot] = finite ? power_of_two(exponent - kActivationBits) : from_bits(0x7fc00000);
-    const float scale = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
-    int16_t codes[2 * kBlock];
-    int32_t sum = 0;
-    for (int i = 0; i < 2 * kBlock; ++i) {
-      const float rounded = finite ? (values[i] * scale + kRound) - kRound : 0.0f;
-      codes[i] = static_cast<int16_t>(static_cast<int32_t>(rounded));
-      sum += codes[i];
-    }
-    out.sums[slot] = sum;
-    for (int b = 0; b < out.unit_blocks; ++b) {
-      const int16_t* block = codes + b * kBlock;
-      int8_t* digits = out.digits + (out.first_block(unit, token) + b) * 2 * kBlock;
-      int16_t* words = out.words + (out.first_block(unit, token) + b) * kBlock;
-      for (int i = 0; i < kBlock; ++i) {
-        const int16_t code = block[digit_weight(i)];
-        const int8_t low = static_cast<int8_t>(code);
-        digits[i] = static_cast<int8_t>((code - low) >> 8);
-        digits[kBlock + i] = low;
-        words[i] = block[word_weight(i)];
-      }
-    }
-  }
+// From the bits of the largest magnitude: the exponent is the smallest e with magnitude < 2^e, or one more where rounding to multiples
+// of 2^(e - 15) would pass kMaxActivation. Where a value is not finite, the scale is NaN and all integers are 0.
+inline Power activation_power(uint32_t largest) {
+  constexpr uint32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
+  if (largest >= kInfinity) return {from_bits(kNan), 0.0f};
+  int e = static_cast<int>(largest >> 23) - 126;
+  if (e < kMinActivationExponent)
+    e = kMinActivationExponent;
+  else if (from_bits(largest) * power_of_two(kActivationBits - e) >= kMaxActivation + 0.5f)
+    ++e;
+  return {power_of_two(e - kActivationBits), power_of_two(kActivationBits - e)};
 }
 
 }  // namespace otaro::OTARO_ISA

@@ -4,6 +4,46 @@
 
 namespace otaro::portable {
 
+inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+  constexpr uint32_t kMagnitude = 0x7fffffff;
+  const int64_t unit_weights = out.unit_weights();
+  for (int64_t unit = 0; unit < out.units; ++unit) {
+    const int64_t start = unit * unit_weights;
+    float values[2 * kBlock] = {};
+    const int64_t count = length - start < unit_weights ? length - start : unit_weights;
+    std::memcpy(values, x + start, static_cast<size_t>(count) * sizeof(float));
+    uint32_t largest = 0;
+    for (float value : values) {
+      const uint32_t magnitude = to_bits(value) & kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const int64_t slot = token * out.units + unit;
+    const Power power = activation_power(largest);
+    out.scales[slot] = power.scale;
+    int16_t codes[2 * kBlock];
+    int32_t sum = 0;
+    for (int i = 0; i < 2 * kBlock; ++i) {
+      const float rounded = power.inverse != 0.0f ? (values[i] * power.inverse + kRound) - kRound : 0.0f;
+      codes[i] = static_cast<int16_t>(static_cast<int32_t>(rounded));
+      sum += codes[i];
+    }
+    out.sums[slot] = sum;
+    for (int b = 0; b < out.unit_blocks; ++b) {
+      const int16_t* block = codes + b * kBlock;
+      int8_t* digits = out.digits + (out.first_block(unit, token) + b) * 2 * kBlock;
+      int16_t* words = out.words + (out.first_block(unit, token) + b) * kBlock;
+      for (int i = 0; i < kBlock; ++i) {
+        const int16_t code = block[digit_weight(i)];
+        const int8_t low = static_cast<int8_t>(code);
+        digits[i] = static_cast<int8_t>((code - low) >> 8);
+        digits[kBlock + i] = low;
+        words[i] = block[word_weight(i)];
+      }
+    }
+  }
+}
+
 template <int M>
 void unpack(const Packed& weight, int64_t block, uint16_t* u) {
   const uint8_t* base = weight.base + block * kBaseBytes;

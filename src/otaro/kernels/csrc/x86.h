@@ -27,6 +27,64 @@ constexpr int kBytesUpTo = 7;
 constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 #endif
 
+OTARO_INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+OTARO_INLINE void store(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
+
+// One block of codes, natural order, into its digits and words. A quad is four weights: 0 1 2 3 | 4 5 6 7 come in, packing to
+// bytes leaves 0 1 4 5 | 2 3 6 7, and 0 2 4 6 | 1 3 5 7 is the order of `digits`.
+OTARO_INLINE void lay_out(__m256i first, __m256i second, int8_t* digits, int16_t* words) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+  const auto high = [](__m256i codes) { return _mm256_srai_epi16(_mm256_add_epi16(codes, _mm256_set1_epi16(128)), 8); };
+  const auto low = [](__m256i codes) { return _mm256_and_si256(codes, _mm256_set1_epi16(255)); };
+  store(digits, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(high(first), high(second)), order));
+  store(digits + kBlock, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low(first), low(second)), order));
+  store(words, _mm256_permute4x64_epi64(first, 0xd8));
+  store(words + kBlock / 2, _mm256_permute4x64_epi64(second, 0xd8));
+}
+
+inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  const int unit_weights = static_cast<int>(out.unit_weights());
+  for (int64_t unit = 0; unit < out.units; ++unit) {
+    const float* values = x + unit * unit_weights;
+    const int64_t count = length - unit * unit_weights;
+    float filled[2 * kBlock];
+    if (count < unit_weights) {
+      for (int64_t i = 0; i < unit_weights; ++i) filled[i] = i < count ? values[i] : 0.0f;
+      values = filled;
+    }
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < unit_weights; i += 8) largest = _mm256_max_epi32(largest, _mm256_and_si256(load(values + i), magnitude));
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    const Power power = activation_power(static_cast<uint32_t>(_mm_cvtsi128_si32(most)));
+    const int64_t slot = token * out.units + unit;
+    out.scales[slot] = power.scale;
+    const __m256 inverse = _mm256_set1_ps(power.inverse);
+    __m256i sum = _mm256_setzero_si256();
+    for (int b = 0; b < out.unit_blocks; ++b, values += kBlock) {
+      __m256i codes[2];
+      for (int half = 0; half < 2; ++half) {
+        // Conversion rounds to nearest, ties to even. Where a value is not finite, so that inverse is 0, NaN becomes a huge negative
+        // integer; the mask makes it nothing.
+        __m256i two[2];
+        for (int i = 0; i < 2; ++i)
+          two[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + half * 16 + i * 8), inverse));
+        codes[half] = _mm256_permute4x64_epi64(_mm256_packs_epi32(two[0], two[1]), 0xd8);
+        if (power.inverse == 0.0f) codes[half] = _mm256_setzero_si256();
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes[half], _mm256_set1_epi16(1)));
+      }
+      const int64_t block = out.first_block(unit, token) + b;
+      lay_out(codes[0], codes[1], out.digits + block * 2 * kBlock, out.words + block * kBlock);
+    }
+    __m128i total = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0x4e));
+    total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0xb1));
+    out.sums[slot] = _mm_cvtsi128_si32(total);
+  }
+}
+
 // Where the bytes of a row's next blocks are.
 template <int M>
 struct Bytes {
@@ -44,8 +102,6 @@ struct Bytes {
     for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
   }
 };
-
-OTARO_INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
 // A block's codes, ready to be multiplied.
 template <int M, bool Truncate>
@@ -66,8 +122,12 @@ struct Codes {
     for (int p = 0; p < M - kCoarsest; ++p) {
       int32_t word;
       std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
-      const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_set1_epi32(word), quad), quad);
-      low = _mm256_sub_epi8(_mm256_add_epi8(low, low), set);
+      const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
+#ifdef __AVX512BW__
+      low = _mm256_mask_sub_epi8(twice, _mm256_test_epi8_mask(bits, quad), twice, _mm256_set1_epi8(-1));
+#else
+      low = _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
+#endif
     }
     if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
     if constexpr (kWide) {
