@@ -49,4 +49,7 @@ inline Power activation_power(uint32_t largest) {
   return {power_of_two(e - kActivationBits), power_of_two(kActivationBits - e)};
 }
 
+// Digits block by block.
+inline int digit_weight_by_block(int i, int) { return i / kBlock * kBlock + digit_weight(i % kBlock); }
+
 }  // namespace otaro::OTARO_ISA

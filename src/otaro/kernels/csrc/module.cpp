@@ -103,15 +103,15 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
         "scales must be [tokens, units]");
   Scratch scratch;
   const Activations quantised = otaro::quantised(x, weight, scratch);
+  // From the bytes, so that a test of these codes is one of the order that kernels read.
+  const int64_t size = quantised.unit_weights();
   for (int64_t t = 0; t < quantised.tokens; ++t)
-    for (int64_t k = 0; k < weight.length; ++k) {
-      // From the bytes, so that a test of these codes is one of the order that kernels read.
-      const int64_t unit = k / quantised.unit_weights(), block = quantised.first_block(unit, t) + k / kBlock % quantised.unit_blocks;
-      for (int i = 0; i < kBlock; ++i)
-        if (digit_weight(i) == k % kBlock) {
-          const int8_t* digits = quantised.digits + block * 2 * kBlock;
-          codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[kBlock + i]);
-        }
+    for (int64_t unit = 0; unit < quantised.units; ++unit) {
+      const int8_t* digits = quantised.digits + quantised.first_block(unit, t) * 2 * kBlock;
+      for (int i = 0; i < size; ++i) {
+        const int64_t k = unit * size + kernels().digit_weight(i, quantised.unit_blocks);
+        if (k < weight.length) codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
+      }
     }
   std::copy_n(quantised.scales, quantised.tokens * quantised.units, scales.data());
 }

@@ -29,17 +29,14 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
       sum += codes[i];
     }
     out.sums[slot] = sum;
-    for (int b = 0; b < out.unit_blocks; ++b) {
-      const int16_t* block = codes + b * kBlock;
-      int8_t* digits = out.digits + (out.first_block(unit, token) + b) * 2 * kBlock;
-      int16_t* words = out.words + (out.first_block(unit, token) + b) * kBlock;
-      for (int i = 0; i < kBlock; ++i) {
-        const int16_t code = block[digit_weight(i)];
-        const int8_t low = static_cast<int8_t>(code);
-        digits[i] = static_cast<int8_t>((code - low) >> 8);
-        digits[kBlock + i] = low;
-        words[i] = block[word_weight(i)];
-      }
+    int8_t* digits = out.digits + out.first_block(unit, token) * 2 * kBlock;
+    int16_t* words = out.words + out.first_block(unit, token) * kBlock;
+    for (int i = 0; i < unit_weights; ++i) {
+      const int16_t code = codes[digit_weight_by_block(i, out.unit_blocks)];
+      const int8_t low = static_cast<int8_t>(code);
+      digits[i] = static_cast<int8_t>((code - low) >> 8);
+      digits[unit_weights + i] = low;
+      words[i] = codes[i / kBlock * kBlock + word_weight(i % kBlock)];
     }
   }
 }
@@ -121,6 +118,6 @@ void decode(const Packed& weight, int64_t row, float* out) {
 }  // namespace otaro::portable
 
 namespace otaro {
-const Kernels kPortable = {"portable", portable::quantise, OTARO_INSTANCES(portable::linear),
+const Kernels kPortable = {"portable", portable::digit_weight_by_block, portable::quantise, OTARO_INSTANCES(portable::linear),
                            OTARO_INSTANCES(portable::dots), OTARO_INSTANCES(portable::decode)};
 }

@@ -60,16 +60,16 @@ struct Packed {
   int64_t units_per_group() const { return group_size / (kBlock * unit_blocks()); }
 };
 
-// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up with zeros. A block of
-// `digits` has 32 high bytes, then 32 low bytes, in the order in which AVX2 unpacks a block (byte 16 i + 4 w + b belongs to weight
-// 8 w + 4 i + b); a block of `words` has the same 32 as 16-bit integers, in the order in which those bytes widen: bytes 0-7, 16-23,
-// 8-15, 24-31. The tokens of a unit stand next to each other: a kernel that has unpacked a unit meets all of them.
+// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up with zeros. The `digits` of
+// a unit are the high bytes of its weights, then the low bytes, in the order in which the instruction set unpacks weights
+// (`Kernels::digit_weight`); `words` are the same as 16-bit integers, for those that want them (`word_weight`). The tokens of a
+// unit stand next to each other: a kernel that has unpacked a unit meets all of them.
 struct Activations {
   int tokens = 0, stride = 0;  // tokens at hand, and from one unit to the next
   int64_t units = 0;
   int unit_blocks = 2;
-  int8_t* digits = nullptr;   // [units, stride, unit_blocks, 64]
-  int16_t* words = nullptr;   // [units, stride, unit_blocks, 32]
+  int8_t* digits = nullptr;   // [units, stride, 2, 32 unit_blocks]
+  int16_t* words = nullptr;   // [units, stride, 32 unit_blocks]
   int32_t* sums = nullptr;    // [tokens, units]: sum of a
   float* scales = nullptr;    // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
 
@@ -82,13 +82,15 @@ struct Activations {
   }
 };
 
-// Where the weight of digit byte i of a block stands in the block, and of word i.
+// Which weight of a block the byte i stands for as AVX2 unpacks it, and which one the i-th of these bytes once widened to words.
 constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
 constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 * 8 + i % 8); }
 
 // The functions of one instruction set. Those on weights come in twelve instances: [mantissa bits - 3][truncate].
 struct Kernels {
   const char* name;
+  // Which weight of a unit digit byte i stands for.
+  int (*digit_weight)(int i, int unit_blocks);
   // One token's activations x [length] into slot `token`.
   void (*quantise)(const float* x, int64_t length, const Activations& out, int token);
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].

@@ -1,15 +1,17 @@
-// The kernels for x86, included by avx2.cpp and avx512.cpp. A block of 32 weights is one register of bytes:
+// The kernels for x86: what AVX2 and AVX-512 share, and how AVX2 unpacks and multiplies (`Avx2`; avx512.cpp has the other one).
+//
+// A block of 32 weights is one register of bytes:
 //
 //   base   16 bytes, broadcast to both halves; the upper half is shifted right by 4, and one mask leaves 32 nibbles.
 //   plane  4 bytes, broadcast to eight words; AND with one bit per word and a compare leave 0 or -1; u = 2 u - that.
 //
 // Products with activations, whose bytes were laid out to match:
 //
-//   up to 7 bits (AVX2) or 8 (VNNI)   u is an unsigned byte, activations are two signed bytes, high and low: two byte products
-//   else                              u is widened to 16 bits and multiplied with the activation at once
+//   E5M3 to E5M6   u is an unsigned byte, activations are two signed bytes, high and low: two byte products
+//   E5M7, E5M8     u is widened to 16 bits and multiplied with the activation at once
 //
-// Both leave a register of eight partial sums per unit; eight units are then summed across together, which gives the integers I of
-// eight units in one register, and from there on everything happens for eight units at a time.
+// Both leave a register of partial sums per unit. Eight units are summed across together, which gives their integers I in one register,
+// and from there on everything happens for eight units at a time.
 #pragma once
 
 #include <immintrin.h>
@@ -21,27 +23,36 @@
 
 namespace otaro::OTARO_ISA {
 
-#ifdef __AVX512VNNI__
-constexpr int kBytesUpTo = 7;
-#else
-constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
-#endif
-
 OTARO_INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 OTARO_INLINE void store(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
 
-// One block of codes, natural order, into its digits and words. A quad is four weights: 0 1 2 3 | 4 5 6 7 come in, packing to
-// bytes leaves 0 1 4 5 | 2 3 6 7, and 0 2 4 6 | 1 3 5 7 is the order of `digits`.
-OTARO_INLINE void lay_out(__m256i first, __m256i second, int8_t* digits, int16_t* words) {
-  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
-  const auto high = [](__m256i codes) { return _mm256_srai_epi16(_mm256_add_epi16(codes, _mm256_set1_epi16(128)), 8); };
-  const auto low = [](__m256i codes) { return _mm256_and_si256(codes, _mm256_set1_epi16(255)); };
-  store(digits, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(high(first), high(second)), order));
-  store(digits + kBlock, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low(first), low(second)), order));
-  store(words, _mm256_permute4x64_epi64(first, 0xd8));
-  store(words + kBlock / 2, _mm256_permute4x64_epi64(second, 0xd8));
-}
+// The high and the low bytes of a block of codes, which come in natural order. A quad is four weights: 0 1 2 3 | 4 5 6 7 come
+// in, packing to bytes leaves 0 1 4 5 | 2 3 6 7, and 0 2 4 6 | 1 3 5 7 is the order of `digits`.
+struct Digits {
+  __m256i high, low;
 
+  OTARO_INLINE Digits(__m256i first, __m256i second) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7), half = _mm256_set1_epi16(128), byte = _mm256_set1_epi16(255);
+    const __m256i above = _mm256_srai_epi16(_mm256_add_epi16(first, half), 8), above2 = _mm256_srai_epi16(_mm256_add_epi16(second, half), 8);
+    high = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(above, above2), order);
+    low = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte)), order);
+  }
+};
+
+// Where a unit's digits and words go.
+struct ByBlock {
+  static OTARO_INLINE void lay_out(const __m256i (*codes)[2], int blocks, int8_t* digits, int16_t* words) {
+    for (int b = 0; b < blocks; ++b) {
+      const Digits bytes(codes[b][0], codes[b][1]);
+      store(digits + b * kBlock, bytes.high);
+      store(digits + (blocks + b) * kBlock, bytes.low);
+      store(words + b * kBlock, _mm256_permute4x64_epi64(codes[b][0], 0xd8));
+      store(words + b * kBlock + kBlock / 2, _mm256_permute4x64_epi64(codes[b][1], 0xd8));
+    }
+  }
+};
+
+template <class Layout>
 inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   const int unit_weights = static_cast<int>(out.unit_weights());
@@ -63,21 +74,21 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
     out.scales[slot] = power.scale;
     const __m256 inverse = _mm256_set1_ps(power.inverse);
     __m256i sum = _mm256_setzero_si256();
+    __m256i codes[2][2];
     for (int b = 0; b < out.unit_blocks; ++b, values += kBlock) {
-      __m256i codes[2];
       for (int half = 0; half < 2; ++half) {
         // Conversion rounds to nearest, ties to even. Where a value is not finite, so that inverse is 0, NaN becomes a huge negative
         // integer; the mask makes it nothing.
         __m256i two[2];
         for (int i = 0; i < 2; ++i)
           two[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + half * 16 + i * 8), inverse));
-        codes[half] = _mm256_permute4x64_epi64(_mm256_packs_epi32(two[0], two[1]), 0xd8);
-        if (power.inverse == 0.0f) codes[half] = _mm256_setzero_si256();
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes[half], _mm256_set1_epi16(1)));
+        codes[b][half] = _mm256_permute4x64_epi64(_mm256_packs_epi32(two[0], two[1]), 0xd8);
+        if (power.inverse == 0.0f) codes[b][half] = _mm256_setzero_si256();
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes[b][half], _mm256_set1_epi16(1)));
       }
-      const int64_t block = out.first_block(unit, token) + b;
-      lay_out(codes[0], codes[1], out.digits + block * 2 * kBlock, out.words + block * kBlock);
     }
+    const int64_t block = out.first_block(unit, token);
+    Layout::lay_out(codes, out.unit_blocks, out.digits + block * 2 * kBlock, out.words + block * kBlock);
     __m128i total = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
     total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0x4e));
     total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0xb1));
@@ -103,101 +114,109 @@ struct Bytes {
   }
 };
 
-// A block's codes, ready to be multiplied.
-template <int M, bool Truncate>
-struct Codes {
-  static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
+// How AVX2 computes; the functions below are written in terms of such a machine.
+struct Avx2 {
+  using Sums = __m256i;  // the partial sums of a unit
+  static constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 
-  __m256i low;       // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and bytes suffice
-  __m256i negative;  // -1 where the weight is negative; only where needed
-  __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16 bits hold as they are
+  // A block's codes, ready to be multiplied.
+  template <int M, bool Truncate>
+  struct Codes {
+    static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
 
-  OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
-    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
-    low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
-    if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
-    const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202, 0x08080808, 0x20202020,
-                                           static_cast<int>(0x80808080));
-    for (int p = 0; p < M - kCoarsest; ++p) {
-      int32_t word;
-      std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
-      const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
-#ifdef __AVX512BW__
-      low = _mm256_mask_sub_epi8(twice, _mm256_test_epi8_mask(bits, quad), twice, _mm256_set1_epi8(-1));
-#else
-      low = _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
-#endif
-    }
-    if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
-    if constexpr (kWide) {
-      const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
-      wide[0] = _mm256_unpacklo_epi8(low, high);
-      wide[1] = _mm256_unpackhi_epi8(low, high);
-      if constexpr (Truncate && M == kFinest) {
-        wide[0] = _mm256_sub_epi16(wide[0], _mm256_unpacklo_epi8(negative, negative));
-        wide[1] = _mm256_sub_epi16(wide[1], _mm256_unpackhi_epi8(negative, negative));
+    __m256i low;       // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and bytes suffice
+    __m256i negative;  // -1 where the weight is negative; only where needed
+    __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16 bits hold as they are
+
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
+      const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+      const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
+      low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
+      if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
+      const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202, 0x08080808, 0x20202020,
+                                             static_cast<int>(0x80808080));
+      for (int p = 0; p < M - kCoarsest; ++p) {
+        int32_t word;
+        std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
+        const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
+        low = _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
+      }
+      if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
+      if constexpr (kWide) {
+        const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
+        wide[0] = _mm256_unpacklo_epi8(low, high);
+        wide[1] = _mm256_unpackhi_epi8(low, high);
+        if constexpr (Truncate && M == kFinest) {
+          wide[0] = _mm256_sub_epi16(wide[0], _mm256_unpacklo_epi8(negative, negative));
+          wide[1] = _mm256_sub_epi16(wide[1], _mm256_unpackhi_epi8(negative, negative));
+        }
       }
     }
+  };
+
+  // What is still to be added to sums of products of `Codes`: this times the sum of activations.
+  static constexpr int constant(int bits, bool truncate) {
+    const Meaning means = meaning(bits, truncate);
+    return means.constant + (bits == kFinest ? means.factor << kFinest : 0);
   }
-};
 
-// What is still to be added to sums of products of `Codes`: constant * (sum of activations).
-constexpr int constant_of(int bits, bool truncate) {
-  const Meaning means = meaning(bits, truncate);
-  return means.constant + (bits == kFinest ? means.factor << kFinest : 0);
-}
-
-// Eight partial sums of a unit: its one or two blocks against one token.
-template <int M, bool Truncate>
-OTARO_INLINE __m256i partial_sums(const Codes<M, Truncate>& first, const int8_t* digits, const int16_t* words) {
-  if constexpr (M <= kBytesUpTo) {
-    const __m256i high = load(digits), low = load(digits + kBlock);
-#ifdef __AVX512VNNI__
-    const __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), first.low, high);
-    return _mm256_dpbusd_epi32(_mm256_slli_epi32(sums, 8), first.low, low);
-#else
-    return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(first.low, high), _mm256_set1_epi16(256)),
-                            _mm256_madd_epi16(_mm256_maddubs_epi16(first.low, low), _mm256_set1_epi16(1)));
-#endif
-  } else {
-    const __m256i a = load(words), b = load(words + kBlock / 2);
-#ifdef __AVX512VNNI__
-    return _mm256_dpwssd_epi32(_mm256_madd_epi16(first.wide[0], a), first.wide[1], b);
-#else
-    return _mm256_add_epi32(_mm256_madd_epi16(first.wide[0], a), _mm256_madd_epi16(first.wide[1], b));
-#endif
-  }
-}
-
-template <int M, bool Truncate>
-OTARO_INLINE __m256i partial_sums(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second, const int8_t* digits,
-                            const int16_t* words) {
-  if constexpr (M <= kBytesUpTo) {
-    const __m256i high0 = load(digits), low0 = load(digits + kBlock);
-    const __m256i high1 = load(digits + 2 * kBlock), low1 = load(digits + 3 * kBlock);
-#ifdef __AVX512VNNI__
-    const __m256i zero = _mm256_setzero_si256();
-    const __m256i high = _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(zero, first.low, high0), second.low, high1);
-    const __m256i low = _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(zero, first.low, low0), second.low, low1);
-    return _mm256_add_epi32(_mm256_slli_epi32(high, 8), low);
-#else
-    if constexpr (M <= 5) {  // the sum of two pairs still fits 16 bits: 63 * 128 * 4
-      const __m256i high = _mm256_add_epi16(_mm256_maddubs_epi16(first.low, high0), _mm256_maddubs_epi16(second.low, high1));
-      const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(first.low, low0), _mm256_maddubs_epi16(second.low, low1));
+  // One block against one token.
+  template <int M, bool Truncate>
+  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& codes, const int8_t* digits, int low_bytes, const int16_t* words) {
+    if constexpr (M <= kBytesUpTo) {
+      const __m256i high = _mm256_maddubs_epi16(codes.low, load(digits)), low = _mm256_maddubs_epi16(codes.low, load(digits + low_bytes));
       return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+    } else {
+      return _mm256_add_epi32(_mm256_madd_epi16(codes.wide[0], load(words)),
+                              _mm256_madd_epi16(codes.wide[1], load(words + kBlock / 2)));
     }
-#endif
   }
-  return _mm256_add_epi32(partial_sums(first, digits, words), partial_sums(second, digits + 2 * kBlock, words + kBlock));
-}
 
-// The eight sums across eight registers.
-OTARO_INLINE __m256i sum_across(const __m256i* p) {
-  const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
-  const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
-  return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
-}
+  // Two blocks against one token.
+  template <int M, bool Truncate>
+  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second, const int8_t* digits,
+                                       const int16_t* words) {
+    if constexpr (M <= 5) {  // the sum of two pairs still fits 16 bits: 63 * 128 * 4
+      const auto both = [&](const int8_t* at) __attribute__((always_inline)) {
+        return _mm256_add_epi16(_mm256_maddubs_epi16(first.low, load(at)), _mm256_maddubs_epi16(second.low, load(at + kBlock)));
+      };
+      return _mm256_add_epi32(_mm256_madd_epi16(both(digits), _mm256_set1_epi16(256)),
+                              _mm256_madd_epi16(both(digits + 2 * kBlock), _mm256_set1_epi16(1)));
+    }
+    return _mm256_add_epi32(products(first, digits, 2 * kBlock, words),
+                            products(second, digits + kBlock, 2 * kBlock, words + kBlock));
+  }
+
+  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks of which the second may be missing, or a single block.
+  template <int M, bool Truncate, int Tokens, bool Pair>
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits, const int16_t* words,
+                                     int tokens, Sums (*sums)[8], int i) {
+    constexpr int kWeights = Pair ? 2 * kBlock : kBlock;
+    const Codes<M, Truncate> first(bytes, block);
+    if (both) {
+      const Codes<M, Truncate> second(bytes, block + 1);
+      for (int t = 0; t < tokens; ++t) sums[t][i] = products(first, second, digits + t * 2 * kWeights, words + t * kWeights);
+    } else {
+      for (int t = 0; t < tokens; ++t) sums[t][i] = products(first, digits + t * 2 * kWeights, kWeights, words + t * kWeights);
+    }
+  }
+
+  // The sums across eight registers.
+  static OTARO_INLINE __m256i across(const Sums* p) {
+    const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
+    const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+  }
+
+  // The sum across one.
+  static OTARO_INLINE int across_one(Sums p) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(p), _mm256_extracti128_si256(p, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+  }
+
+  static OTARO_INLINE Sums zero() { return _mm256_setzero_si256(); }
+};
 
 // Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
 OTARO_INLINE float sum_lanes(__m256 lanes) {
@@ -227,83 +246,75 @@ OTARO_INLINE __m256 steps_of(const int8_t* exponents, int64_t per_group, int64_t
 }
 
 // The integers I of `count` units of a token.
-template <int M, bool Truncate>
-OTARO_INLINE __m256i integers(const __m256i* sums, const int32_t* activation_sums, int count) {
-  const __m256i products = sum_across(sums);
+template <class Machine, int M, bool Truncate>
+OTARO_INLINE __m256i integers(const typename Machine::Sums* sums, const int32_t* activation_sums, int count) {
+  const __m256i products = Machine::across(sums);
   const __m256i of_x = count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
-  const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant_of(M, Truncate)));
+  const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(Machine::constant(M, Truncate)));
   return _mm256_add_epi32(meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
 }
 
-// The partial sums of a unit for each token. A unit is a pair of blocks, or a single one.
-template <int M, bool Truncate, int Tokens>
-OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, const Activations& x, int64_t unit, __m256i (*sums)[8], int i) {
-  const int tokens = Tokens ? Tokens : x.tokens;
-  const int64_t first_block = x.first_block(unit, 0);
-  const int8_t* digits = x.digits + first_block * 2 * kBlock;
-  const int16_t* words = x.words + first_block * kBlock;
-  const Codes<M, Truncate> first(bytes, block);
-  if (pair) {
-    const Codes<M, Truncate> second(bytes, block + 1);
-    for (int t = 0; t < tokens; ++t) sums[t][i] = partial_sums(first, second, digits + t * 4 * kBlock, words + t * 2 * kBlock);
-  } else {
-    const int step = x.unit_blocks * kBlock;
-    for (int t = 0; t < tokens; ++t) sums[t][i] = partial_sums(first, digits + t * 2 * step, words + t * step);
-  }
+template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
+OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const Activations& x, int64_t unit,
+                            typename Machine::Sums (*sums)[8], int i) {
+  const int64_t at = x.first_block(unit, 0) * kBlock;
+  Machine::template unit_sums<M, Truncate, Tokens, Pair>(bytes, block, both, x.digits + 2 * at, x.words + at,
+                                                         Tokens ? Tokens : x.tokens, sums, i);
 }
 
 // The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond is zero.
-template <int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd, __m256i (*sums)[8]) {
-  constexpr int kUnitBlocks = Pair ? 2 : 1;
-  const int tokens = Tokens ? Tokens : x.tokens, whole = count - (odd ? 1 : 0);
+template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
+OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd,
+                            typename Machine::Sums (*sums)[8]) {
+  const int tokens = Tokens ? Tokens : x.tokens;
 #pragma GCC unroll 1
-  for (int i = 0; i < whole; ++i) unit_sums<M, Truncate, Tokens>(bytes, i * kUnitBlocks, Pair, x, unit + i, sums, i);
-  if (odd) unit_sums<M, Truncate, Tokens>(bytes, whole * kUnitBlocks, false, x, unit + whole, sums, whole);
+  for (int i = 0; i < count; ++i) {
+    const bool both = Pair && !(odd && i == count - 1);
+    unit_sums<Machine, M, Truncate, Tokens, Pair>(bytes, i * (Pair ? 2 : 1), both, x, unit + i, sums, i);
+  }
   for (int t = 0; t < tokens; ++t)
-    for (int i = count; i < 8; ++i) sums[t][i] = _mm256_setzero_si256();
+    for (int i = count; i < 8; ++i) sums[t][i] = Machine::zero();
 }
 
 // The terms of `count` units of token t.
-template <int M, bool Truncate>
-OTARO_INLINE __m256 terms(const __m256i* sums, const Activations& x, int t, int64_t unit, int count, __m256 steps) {
+template <class Machine, int M, bool Truncate>
+OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations& x, int t, int64_t unit, int count, __m256 steps) {
   const int64_t slot = t * x.units + unit;
   const __m256 scales = count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
-  return _mm256_mul_ps(_mm256_cvtepi32_ps(integers<M, Truncate>(sums, x.sums + slot, count)), _mm256_mul_ps(steps, scales));
+  const __m256i dots = integers<Machine, M, Truncate>(sums, x.sums + slot, count);
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
 }
 
 // The end of a row, out of line: `count` units with all the care they may need.
-template <int M, bool Truncate, int Tokens, bool Pair>
+template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 __attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const int8_t* exponents, int64_t per_group,
                                         int64_t unit, int count, bool odd, __m256* lanes) {
-  __m256i sums[Tokens ? Tokens : kMaxTokens][8];
-  some_sums<M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
+  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
+  some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
   const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, per_group, unit, count);
   const int tokens = Tokens ? Tokens : x.tokens;
-  for (int t = 0; t < tokens; ++t) lanes[t] = _mm256_add_ps(lanes[t], terms<M, Truncate>(sums[t], x, t, unit, count, steps));
+  for (int t = 0; t < tokens; ++t)
+    lanes[t] = _mm256_add_ps(lanes[t], terms<Machine, M, Truncate>(sums[t], x, t, unit, count, steps));
 }
 
 // Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
-template <int M, bool Truncate, int Tokens>
+template <class Machine, int M, bool Truncate, int Tokens>
 OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, int8_t exponent, int64_t unit, __m256* lanes) {
   constexpr Meaning means = meaning(M, Truncate);
   const int tokens = Tokens ? Tokens : x.tokens;
-  __m256i sums[Tokens ? Tokens : kMaxTokens][8];
-  unit_sums<M, Truncate, Tokens>(bytes, 0, true, x, unit, sums, 0);
+  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
+  unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 0, true, x, unit, sums, 0);
   const float step = power_of_two(exponent - means.shift);
 #pragma GCC unroll 1
   for (int t = 0; t < tokens; ++t) {
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums[t][0]), _mm256_extracti128_si256(sums[t][0], 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
     const int64_t slot = t * x.units + unit;
-    const int dot = means.factor * _mm_cvtsi128_si32(sum) + constant_of(M, Truncate) * x.sums[slot];
+    const int dot = means.factor * Machine::across_one(sums[t][0]) + Machine::constant(M, Truncate) * x.sums[slot];
     lanes[t] = _mm256_add_ps(lanes[t], _mm256_zextps128_ps256(_mm_set_ss(static_cast<float>(dot) * (step * x.scales[slot]))));
   }
 }
 
 // One token. Bytes of rows follow each other, so one pointer walks through all of them.
-template <int M, bool Truncate>
+template <class Machine, int M, bool Truncate>
 void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end, float* out) {
   Activations x = of_x;
   x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
@@ -313,19 +324,19 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
   for (int64_t row = begin; row < end; ++row, exponents += groups) {
     __m256 lanes = _mm256_setzero_ps(), others = _mm256_setzero_ps();
     for (int64_t unit = 0; unit < whole; unit += 8, bytes.skip(16)) {
-      __m256i sums[1][8];
+      typename Machine::Sums sums[1][8];
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate, 1>(bytes, 2 * i, true, x, unit + i, sums, i);
+      for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
       const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
-      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
+      const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
       lanes = others;  // the next eight units belong to the other lanes; in the end 0 + 1 is 1 + 0
       others = added;
     }
     if (units - whole == 1) {
-      add_one<M, Truncate, 1>(bytes, x, exponents[whole], whole, &lanes);
+      add_one<Machine, M, Truncate, 1>(bytes, x, exponents[whole], whole, &lanes);
       bytes.skip(2);
     } else if (units != whole) {
-      add_rest<M, Truncate, 1, true>(bytes, x, exponents, 1, whole, static_cast<int>(units - whole), false, &lanes);
+      add_rest<Machine, M, Truncate, 1, true>(bytes, x, exponents, 1, whole, static_cast<int>(units - whole), false, &lanes);
       bytes.skip(2 * (units - whole));
     }
     out[row] = sum_lanes(_mm256_add_ps(lanes, others));
@@ -333,7 +344,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
 }
 
 // Any number of tokens, any shape.
-template <int M, bool Truncate, int Tokens, bool Pair>
+template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
   const int tokens = Tokens ? Tokens : x.tokens;
   const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
@@ -346,56 +357,59 @@ void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64
     for (int t = 0; t < tokens; ++t) lanes[0][t] = lanes[1][t] = _mm256_setzero_ps();
     int64_t unit = 0;
     for (int side = 0; unit < whole; unit += 8, bytes.skip(16), side ^= 1) {
-      __m256i sums[Tokens ? Tokens : kMaxTokens][8];
+      typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
 #pragma GCC unroll 1
-      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate, Tokens>(bytes, 2 * i, true, x, unit + i, sums, i);
+      for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
       const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
 #pragma GCC unroll 1
       for (int t = 0; t < tokens; ++t)
-        lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<M, Truncate>(sums[t], x, t, unit, 8, steps));
+        lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
     }
-    if (unit == whole && units - unit == 1 && Pair && !odd && per_group == 1) {
-      add_one<M, Truncate, Tokens>(bytes, x, exponents[unit], unit, lanes[unit / 8 % 2]);
+    if (Pair && per_group == 1 && !odd && units - unit == 1) {
+      add_one<Machine, M, Truncate, Tokens>(bytes, x, exponents[unit], unit, lanes[unit / 8 % 2]);
       unit = units;
     }
     for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
       const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
-      add_rest<M, Truncate, Tokens, Pair>(bytes, x, exponents, per_group, unit, count, odd && unit + count == units,
-                                          lanes[unit / 8 % 2]);
+      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, exponents, per_group, unit, count, odd && unit + count == units,
+                                                   lanes[unit / 8 % 2]);
     }
     for (int t = 0; t < tokens; ++t) out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
   }
 }
 
-template <int M, bool Truncate>
-void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
-  if (x.unit_blocks == 1)
-    linear_any<M, Truncate, 0, false>(weight, x, begin, end, out, stride);
-  else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
-    linear_one<M, Truncate>(weight, x, begin, end, out);
-  else if (x.tokens == kMaxTokens)
-    linear_any<M, Truncate, kMaxTokens, true>(weight, x, begin, end, out, stride);
-  else
-    linear_any<M, Truncate, 0, true>(weight, x, begin, end, out, stride);
-}
+template <class Machine>
+struct For {
+  template <int M, bool Truncate>
+  static void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+    if (x.unit_blocks == 1)
+      linear_any<Machine, M, Truncate, 0, false>(weight, x, begin, end, out, stride);
+    else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
+      linear_one<Machine, M, Truncate>(weight, x, begin, end, out);
+    else if (x.tokens == kMaxTokens)
+      linear_any<Machine, M, Truncate, kMaxTokens, true>(weight, x, begin, end, out, stride);
+    else
+      linear_any<Machine, M, Truncate, 0, true>(weight, x, begin, end, out, stride);
+  }
 
-template <int M, bool Truncate>
-void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
-  for (int64_t row = begin; row < end; ++row) {
-    Bytes<M> bytes(weight, row);
-    for (int64_t unit = 0; unit < x.units; unit += 8, bytes.skip(8 * x.unit_blocks)) {
-      const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
-      __m256i sums[kMaxTokens][8];
-      if (x.unit_blocks == 1)
-        some_sums<M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
-      else
-        some_sums<M, Truncate, 0, true>(bytes, x, unit, count, weight.blocks() % 2 && unit + count == x.units, sums);
-      for (int64_t t = 0; t < x.tokens; ++t)
-        _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count),
-                               integers<M, Truncate>(sums[t], x.sums + t * x.units + unit, count));
+  template <int M, bool Truncate>
+  static void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
+    for (int64_t row = begin; row < end; ++row) {
+      Bytes<M> bytes(weight, row);
+      for (int64_t unit = 0; unit < x.units; unit += 8, bytes.skip(8 * x.unit_blocks)) {
+        const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
+        typename Machine::Sums sums[kMaxTokens][8];
+        if (x.unit_blocks == 1)
+          some_sums<Machine, M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
+        else
+          some_sums<Machine, M, Truncate, 0, true>(bytes, x, unit, count, weight.blocks() % 2 && unit + count == x.units, sums);
+        for (int64_t t = 0; t < x.tokens; ++t)
+          _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count),
+                                 integers<Machine, M, Truncate>(sums[t], x.sums + t * x.units + unit, count));
+      }
     }
   }
-}
+};
 
 template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
@@ -404,7 +418,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
   const int64_t blocks = weight.blocks(), groups = weight.groups();
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t b = 0; b < blocks; ++b) {
-    const Codes<M, Truncate> codes(bytes, b);
+    const Avx2::Codes<M, Truncate> codes(bytes, b);
     const __m256 step =
       _mm256_set1_ps(power_of_two(weight.exponents[row * groups + b * kBlock / weight.group_size] - means.shift));
     alignas(32) uint8_t low[kBlock];
@@ -421,7 +435,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
         if constexpr (Truncate) u = _mm256_sub_epi32(u, sign);
       }
       if constexpr (means.factor == 2) u = _mm256_add_epi32(u, u);
-      u = _mm256_add_epi32(u, _mm256_set1_epi32(constant_of(M, Truncate)));
+      u = _mm256_add_epi32(u, _mm256_set1_epi32(Avx2::constant(M, Truncate)));
       _mm256_store_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(u), step));
     }
     const int64_t count = weight.length - b * kBlock < kBlock ? weight.length - b * kBlock : kBlock;
