@@ -9,6 +9,7 @@
 // Unsigned bytes times signed bytes are summed in 32 bits by one instruction. The ninth bit of E5M8 is multiplied by itself.
 #define OTARO_ISA avx512
 #include "x86.h"
+#include "floats.h"
 
 namespace otaro::avx512 {
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "decoder_module.h"
 #include "multiply.h"
 #include "pool.h"
 #include "scratch.h"
@@ -158,4 +159,5 @@ NB_MODULE(_cpu, m) {
   m.def("choose", [](const std::string& name) {
     if (!choose(name)) refuse("this CPU cannot run '" + name + "'");
   }, "name"_a);
+  define_decoder(m);
 }

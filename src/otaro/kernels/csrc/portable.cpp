@@ -1,6 +1,7 @@
 // The kernels in plain C++: correct on any CPU, and a model for the next instruction set. See sefp.h for what is computed.
 #define OTARO_ISA portable
 #include "backend.h"
+#include "floats.h"
 
 namespace otaro::portable {
 

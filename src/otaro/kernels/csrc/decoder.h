@@ -1,0 +1,103 @@
+// A decoder of the LLaMA family on packed planes: all layers of one step in one call. What the layers compute is transformers'
+// own (RMS norms, rotary positions, grouped attention, gated SiLU); every linear is the product of sefp.h on
+// activations that are quantised once per input. A token's arithmetic never depends on the tokens it is computed with, on the
+// instruction set or on the threads, so a prompt gives the same bits at once, in pieces and token by token.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "floats.h"
+#include "pool.h"
+#include "scratch.h"
+#include "sefp.h"
+
+namespace otaro {
+
+constexpr int64_t kMaxStep = 256;  // tokens of one call
+
+// The functions on floats of the same instruction set.
+const Floats& floats_of(const Kernels& kernels);
+
+struct Shape {
+  int64_t hidden = 0, heads = 0, kv_heads = 0, head = 0, intermediate = 0, vocabulary = 0;
+  float eps = 0, scale = 1;  // of queries
+};
+
+struct Linear {
+  Packed weight;
+  const float* bias = nullptr;  // [rows] or none
+};
+
+struct Layer {
+  const float *input_norm = nullptr, *mlp_norm = nullptr;
+  const float *query_norm = nullptr, *key_norm = nullptr;  // [head] or none
+  Linear query, key, value, output, gate, up, down;
+  int64_t window = 0;  // positions that a token sees, itself included; 0: all
+};
+
+// Keys and values, in segments of kSegment positions that are added as they are needed. In a segment every layer and kv head has its
+// keys, then its values: in float16 (floats.h says how they lie), or as packed rows of `head` weights, in `midpoint`.
+class Cache {
+ public:
+  Cache(int64_t layers, const Shape& shape, int bits);  // bits: 0 is float16
+
+  int64_t length() const { return length_; }
+  size_t bytes() const { return segments_.size() * segment_bytes_; }
+  void crop(int64_t length);
+  bool fits(int64_t layers, const Shape& shape) const;
+
+  std::mutex mutex;
+
+ private:
+  friend class Decoder;
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+
+  void reserve(int64_t length);
+  std::byte* part(int64_t segment, int64_t layer, int64_t kv_head, bool value) const {
+    return segments_[static_cast<size_t>(segment)].get() + (((layer * kv_heads_ + kv_head) * 2) + value) * part_bytes_;
+  }
+  Packed packed(std::byte* part) const;
+
+  const int64_t layers_, kv_heads_, head_;
+  const int bits_;
+  int64_t part_bytes_ = 0;
+  size_t segment_bytes_ = 0;
+  int64_t length_ = 0;
+  std::vector<std::unique_ptr<std::byte, Free>> segments_;
+};
+
+class Decoder {
+ public:
+  Decoder(const Shape& shape, std::vector<Layer> layers, const Packed& embedding, const Linear& head, const float* norm)
+    : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {}
+
+  // Reads `count` tokens, at most kMaxStep, after those in the cache. Logits of the last one, or of all, go to `logits`, unless
+  // it is null. False where the cache cannot hold a key or value; the cache is then as long as before.
+  bool step(const int64_t* ids, int64_t count, Cache& cache, float* logits, bool all);
+
+  // Cosines and sines [positions, head / 2] of positions that follow those known.
+  void extend_positions(const float* cosines, const float* sines, int64_t positions);
+  int64_t positions() const { return static_cast<int64_t>(cosines_.size()) / (shape.head / 2); }
+
+  const Shape shape;
+  std::vector<Layer> layers;
+  Packed embedding;
+  Linear head;
+  const float* norm;
+  std::mutex mutex;
+
+ private:
+  struct Run;
+  std::vector<float> cosines_, sines_;
+  std::vector<float> x_, delta_, normed_, queries_, keys_, values_, gate_, up_, states_;
+  Scratch activations_, query_activations_;
+};
+
+}  // namespace otaro

@@ -1,0 +1,366 @@
+// The decoder's work on floats: norms, rotary positions, softmax, attention over a cache. Every instruction set compiles this
+// source (as backend.h says, in a namespace of its own) and all return the same bits: a sum runs over sixteen lanes in ascending
+// order, then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1; nothing is fused, and the exponential is written out here.
+// Eight floats are one `Eight`, a vector type of the compiler's that becomes whatever registers there are.
+#pragma once
+
+#include <cstdint>
+
+namespace otaro {
+
+constexpr int kSegment = 64;  // positions that lie together in a cache, and that are attended to before anything is merged
+constexpr int kTile = 16;     // floats that the inner loops of attention hold at a time
+constexpr int kMaxRows = 8;   // queries that share the keys of a tile
+constexpr int kMaxHead = 256;
+
+constexpr int64_t padded(int64_t head) { return (head + kTile - 1) / kTile * kTile; }
+
+// A softmax in progress: the largest score, the sum of exp(score - largest), then, from kTile on, the values weighed by these.
+constexpr int64_t state_size(int64_t head) { return kTile + padded(head); }
+
+struct Floats {
+  // out = weight * x / sqrt(mean(x^2) + eps)
+  void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
+  void (*add)(float* x, const float* y, int64_t count);
+  // x *= factor
+  void (*scale)(float* x, float factor, int64_t count);
+  // Rotate the pairs (x[i], x[i + half]) by the angles whose cosines and sines are given.
+  void (*rotate)(float* x, const float* cosines, const float* sines, int64_t half);
+  // gate = gate / (1 + exp(-gate)) * up
+  void (*silu)(float* gate, const float* up, int64_t count);
+  void (*exponential)(const float* x, float* out, int64_t count);
+
+  // Float16, rounded to nearest even: the key of one position of a segment [tiles of 16 positions][head][16], and
+  // its value in a row of padded(head).
+  void (*store_key)(const float* key, int64_t head, uint16_t* segment, int64_t at);
+  void (*store_value)(const float* value, int64_t head, uint16_t* row);
+
+  // One row as `midpoint` codes at `bits` mantissa bits, in the bytes of FORMAT.md; false where it cannot be encoded.
+  bool (*encode)(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents);
+
+  // scores[row * kSegment + i] of some queries, `head` floats each, with the keys of positions [0, end) of a segment; a few more
+  // may be written.
+  void (*score)(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end, float* scores);
+  // Scores of positions [begin, end) into weights, in place, those of others into zero; starts the states.
+  void (*weigh)(float* scores, int rows, int64_t begin, int64_t end, float* states, int64_t head);
+  // Adds weighed values, rows of padded(head), to the states.
+  void (*gather_halves)(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values, float* states, int64_t head);
+  void (*gather_floats)(const float* weights, int rows, int64_t begin, int64_t end, const float* values, float* states, int64_t head);
+  // The softmax over the positions of both states, into the first.
+  void (*merge)(float* state, const float* next, int64_t head);
+  void (*finish)(const float* state, float* out, int64_t head);
+};
+
+namespace portable {
+extern const Floats kFloats;
+}
+#ifdef OTARO_X86
+namespace avx2 {
+extern const Floats kFloats;
+}
+namespace avx512 {
+extern const Floats kFloats;
+}
+#endif
+
+}  // namespace otaro
+
+#ifdef OTARO_ISA
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+#include "backend.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only between functions of this file that are inlined
+
+namespace otaro::OTARO_ISA {
+
+#define OTARO_INLINE static inline __attribute__((always_inline))
+
+typedef float Eight __attribute__((vector_size(32)));
+typedef int32_t Integers __attribute__((vector_size(32)));  // what comparisons give
+typedef uint32_t Words __attribute__((vector_size(32)));
+
+OTARO_INLINE Eight load8(const float* from) {
+  Eight value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+OTARO_INLINE void store8(float* to, Eight value) { std::memcpy(to, &value, sizeof value); }
+
+OTARO_INLINE Eight all8(float value) { return Eight{value, value, value, value, value, value, value, value}; }
+
+// The first `count` of eight floats, zero beyond.
+OTARO_INLINE Eight load_some(const float* from, int64_t count) {
+  Eight value = {};
+  std::memcpy(&value, from, static_cast<size_t>(count) * sizeof(float));
+  return value;
+}
+
+OTARO_INLINE Eight choose8(Integers mask, Eight yes, Eight no) {
+  return reinterpret_cast<Eight>((mask & reinterpret_cast<Integers>(yes)) | (~mask & reinterpret_cast<Integers>(no)));
+}
+
+// The sum of sixteen lanes in the order that the head of this file fixes.
+OTARO_INLINE float sum16(Eight low, Eight high) {
+  const Eight v = low + high;
+  const float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
+  return (a + c) + (b + d);
+}
+
+// e^x to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, and n added to the exponent. Zero below -87, where
+// results would cease to be normal numbers; NaN stays NaN.
+OTARO_INLINE Eight exp8(Eight x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
+  const Eight top = all8(88.0f), bottom = all8(-87.0f);
+  Eight v = choose8(x > top, top, x);
+  const Eight shifted = v * 1.44269504f + kRound;
+  const Eight n = shifted - kRound;
+  const Eight r = (v - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts; the first product is exact
+  Eight p = all8(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * (r * r) + r) + 1.0f;
+  const Words power = (reinterpret_cast<Words>(shifted) + 127) << 23;  // the rest of `shifted` is shifted out
+  const Eight result = p * reinterpret_cast<Eight>(power);
+  return choose8(x < bottom, Eight{}, result);
+}
+
+static void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+  Eight low = {}, high = {};
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const Eight a = load8(x + i), b = load8(x + i + 8);
+    low += a * a, high += b * b;
+  }
+  if (i < count) {
+    const int64_t left = count - i;
+    const Eight a = load_some(x + i, left < 8 ? left : 8), b = load_some(x + i + (left < 8 ? 0 : 8), left < 8 ? 0 : left - 8);
+    low += a * a, high += b * b;
+  }
+  const float factor = 1.0f / __builtin_sqrtf(sum16(low, high) / static_cast<float>(count) + eps);
+  for (int64_t k = 0; k < count; ++k) out[k] = weight[k] * (x[k] * factor);
+}
+
+static void add(float* x, const float* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] += y[i];
+}
+
+static void scale(float* x, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+static void rotate(float* x, const float* cosines, const float* sines, int64_t half) {
+  float* y = x + half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = y[i];
+    x[i] = a * cosines[i] - b * sines[i];
+    y[i] = b * cosines[i] + a * sines[i];
+  }
+}
+
+OTARO_INLINE Eight silu8(Eight gate, Eight up) { return gate / (1.0f + exp8(-gate)) * up; }
+
+static void silu(float* gate, const float* up, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) store8(gate + i, silu8(load8(gate + i), load8(up + i)));
+  if (i < count) {
+    const Eight last = silu8(load_some(gate + i, count - i), load_some(up + i, count - i));
+    std::memcpy(gate + i, &last, static_cast<size_t>(count - i) * sizeof(float));
+  }
+}
+
+static void exponential(const float* x, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += 8) {
+    const int64_t some = count - i < 8 ? count - i : 8;
+    const Eight value = exp8(load_some(x + i, some));
+    std::memcpy(out + i, &value, static_cast<size_t>(some) * sizeof(float));
+  }
+}
+
+// Float16 both ways. Without the instructions: scaling by a power of two moves the exponent, and makes subnormal numbers normal
+// or lets the addition of a large number round them.
+#ifdef __F16C__
+OTARO_INLINE uint16_t to_half(float value) {
+  return static_cast<uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT), 0));
+}
+
+OTARO_INLINE Eight from_halves(const uint16_t* from) {
+  return reinterpret_cast<Eight>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+#else
+OTARO_INLINE uint16_t to_half(float value) {
+  const uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+  if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
+  if (magnitude < 0x38800000)  // below 2^-14: multiples of 2^-24, which the addition leaves in the low bits
+    return static_cast<uint16_t>(sign | (to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f)));
+  return static_cast<uint16_t>(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));
+}
+
+OTARO_INLINE Eight from_halves(const uint16_t* from) {
+  Words bits;
+  for (int i = 0; i < 8; ++i) bits[i] = from[i];
+  const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+  const Words special = reinterpret_cast<Words>((bits & 0x7fff) >= 0x7c00), nan = reinterpret_cast<Words>((bits & 0x7fff) > 0x7c00);
+  const Words scaled = reinterpret_cast<Words>(reinterpret_cast<Eight>(magnitude) * 0x1p112f);
+  return reinterpret_cast<Eight>((scaled & ~special) | ((magnitude | 0x7f800000) & special) | (nan & 0x400000) | sign);
+}
+#endif
+
+static void store_key(const float* key, int64_t head, uint16_t* segment, int64_t at) {
+  uint16_t* tile = segment + at / kTile * kTile * head + at % kTile;
+  for (int64_t i = 0; i < head; ++i) tile[i * kTile] = to_half(key[i]);
+}
+
+static void store_value(const float* value, int64_t head, uint16_t* row) {
+  for (int64_t i = 0; i < head; ++i) row[i] = to_half(value[i]);
+}
+
+static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents) {
+  constexpr int kGroup = 64, kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;
+  for (int64_t start = 0; start < length; start += kGroup) {
+    float values[kGroup] = {};
+    const int64_t count = length - start < kGroup ? length - start : kGroup;
+    std::memcpy(values, row + start, static_cast<size_t>(count) * sizeof(float));
+    uint32_t largest = 0;
+    for (float value : values) {
+      const uint32_t magnitude = to_bits(value) & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    int exponent = static_cast<int>(largest >> 23) - 126;
+    if (exponent > 16) return false;
+    if (exponent < -15) exponent = -15;
+    exponents[start / kGroup] = static_cast<int8_t>(exponent);
+    const float scale = power_of_two(kFinest - exponent);
+    int32_t stored[kGroup];
+    for (int i = 0; i < kGroup; ++i) {
+      const float scaled = values[i] * scale;
+      int32_t floor = static_cast<int32_t>(scaled);
+      floor -= (scaled < static_cast<float>(floor)) | ((values[i] < 0) & (scaled == 0));  // a tiny negative one scaled to -0
+      const int32_t code = floor + kShift < kLargest ? floor + kShift : kLargest;
+      stored[i] = code + (1 << kFinest);
+    }
+    for (int i = static_cast<int>(count); i < kGroup; ++i) stored[i] = 0;  // FORMAT.md: padding is zero
+    for (int b = 0; b * kBlock < count; ++b) {
+      const int32_t* u = stored + b * kBlock;
+      const int64_t block = start / kBlock + b;
+      for (int i = 0; i < kBaseBytes; ++i)
+        base[block * kBaseBytes + i] =
+          static_cast<uint8_t>(u[digit_weight(i)] >> kPlanes | (u[digit_weight(i + kBaseBytes)] >> kPlanes) << 4);
+      for (int p = 0; p < bits - kCoarsest; ++p)
+        for (int byte = 0; byte < kPlaneBytes; ++byte) {
+          int bits_of = 0;
+          for (int i = 0; i < 8; ++i) bits_of |= (u[4 * i + byte] >> (kPlanes - 1 - p) & 1) << i;
+          planes[p][block * kPlaneBytes + byte] = static_cast<uint8_t>(bits_of);
+        }
+    }
+  }
+  return true;
+}
+
+OTARO_INLINE Eight load_as_floats(const uint16_t* from) { return from_halves(from); }
+OTARO_INLINE Eight load_as_floats(const float* from) { return load8(from); }
+
+// sums[row * stride + j] = start + sum over i in [begin, end) of weights[row * weight_stride + i] * elements[i * step + j], j < 16.
+template <int Rows, bool Add, class Element>
+OTARO_INLINE void mix(const float* weights, int64_t weight_stride, const Element* elements, int64_t step, int64_t begin,
+                      int64_t end, float* sums, int64_t stride) {
+  Eight low[Rows], high[Rows];
+  for (int r = 0; r < Rows; ++r) {
+    low[r] = Add ? load8(sums + r * stride) : Eight{};
+    high[r] = Add ? load8(sums + r * stride + 8) : Eight{};
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const Eight a = load_as_floats(elements + i * step), b = load_as_floats(elements + i * step + 8);
+    for (int r = 0; r < Rows; ++r) {
+      const float weight = weights[r * weight_stride + i];
+      low[r] += weight * a, high[r] += weight * b;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) store8(sums + r * stride, low[r]), store8(sums + r * stride + 8, high[r]);
+}
+
+// As many rows at a time as registers hold.
+template <bool Add, class Element>
+OTARO_INLINE void mix_rows(int rows, const float* weights, int64_t weight_stride, const Element* elements, int64_t step,
+                           int64_t begin, int64_t end, float* sums, int64_t stride) {
+  for (; rows >= 4; rows -= 4, weights += 4 * weight_stride, sums += 4 * stride)
+    mix<4, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
+  if (rows == 3) mix<3, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
+  if (rows == 2) mix<2, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
+  if (rows == 1) mix<1, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
+}
+
+static void score(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end, float* scores) {
+  for (int64_t tile = 0; tile < end; tile += kTile)
+    mix_rows<false>(rows, queries, head, keys + tile * head, kTile, 0, head, scores + tile, kSegment);
+}
+
+static void weigh(float* scores, int rows, int64_t begin, int64_t end, float* states, int64_t head) {
+  constexpr float kNever = -__builtin_inff();
+  for (int r = 0; r < rows; ++r) {
+    float* row = scores + r * kSegment;
+    float* state = states + r * state_size(head);
+    for (int64_t i = 0; i < begin; ++i) row[i] = kNever;
+    for (int64_t i = end; i < kSegment; ++i) row[i] = kNever;
+    Eight most = load8(row);
+    for (int i = 8; i < kSegment; i += 8) {
+      const Eight next = load8(row + i);
+      most = choose8(next > most, next, most);
+    }
+    float largest = most[0];
+    for (int i = 1; i < 8; ++i) largest = most[i] > largest ? most[i] : largest;
+    Eight low = {}, high = {};
+    for (int i = 0; i < kSegment; i += 16) {
+      const Eight a = exp8(load8(row + i) - largest), b = exp8(load8(row + i + 8) - largest);
+      store8(row + i, a), store8(row + i + 8, b);
+      low += a, high += b;
+    }
+    state[0] = largest, state[1] = sum16(low, high);
+    std::memset(state + kTile, 0, static_cast<size_t>(padded(head)) * sizeof(float));
+  }
+}
+
+template <class Element>
+OTARO_INLINE void gather(const float* weights, int rows, int64_t begin, int64_t end, const Element* values, float* states,
+                         int64_t head) {
+  const int64_t width = padded(head);
+  for (int64_t j = 0; j < width; j += kTile)
+    mix_rows<true>(rows, weights, kSegment, values + j, width, begin, end, states + kTile + j, state_size(head));
+}
+
+static void gather_halves(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values, float* states,
+                          int64_t head) {
+  gather(weights, rows, begin, end, values, states, head);
+}
+
+static void gather_floats(const float* weights, int rows, int64_t begin, int64_t end, const float* values, float* states,
+                          int64_t head) {
+  gather(weights, rows, begin, end, values, states, head);
+}
+
+static void merge(float* state, const float* next, int64_t head) {
+  const float largest = next[0] > state[0] ? next[0] : state[0];
+  const Eight factors = exp8(Eight{state[0] - largest, next[0] - largest});
+  const float ours = factors[0], theirs = factors[1];
+  state[0] = largest;
+  state[1] = state[1] * ours + next[1] * theirs;
+  for (int64_t i = kTile; i < state_size(head); ++i) state[i] = state[i] * ours + next[i] * theirs;
+}
+
+static void finish(const float* state, float* out, int64_t head) {
+  for (int64_t i = 0; i < head; ++i) out[i] = state[kTile + i] / state[1];
+}
+
+const Floats kFloats = {norm, add, scale, rotate, silu, exponential, store_key, store_value, encode, score, weigh,
+                        gather_halves, gather_floats, merge, finish};
+
+}  // namespace otaro::OTARO_ISA
+#endif
