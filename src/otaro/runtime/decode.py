@@ -15,16 +15,15 @@ Why layers fused in the extension and not a compiled graph: see docs/decode.md.
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from otaro.errors import OtaroError
+from otaro.kernels import cpu, ops
 from otaro.runtime.modules import PackedWeight, SefpModule
 from otaro.sefp.precision import Precision
 
@@ -84,14 +83,14 @@ class Decoder:
         self._modules = _modules(model)
         self._native_matrices: dict[int, Any] = {}
         self._matrices = [self._matrix(module.packed) for module in self._modules]
-        self._bits = b""
+        self.precisions = b""  # mantissa bits of every module at the last step
         self._native = self._build(model)
 
     @staticmethod
     def why_not(model: Any) -> str | None:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
-        if extension() is None:
-            return "the C++ extension is not built"
+        if reason := _choose():
+            return reason
         config = model.config
         kind = getattr(config, "model_type", None)
         if kind not in MODEL_TYPES or getattr(model, "model", None) is None or not hasattr(model, "lm_head"):
@@ -106,6 +105,10 @@ class Decoder:
             return "only a part of each head is rotated"
         if head > _MAX_HEAD:
             return f"its heads are wider than {_MAX_HEAD}"
+        if model.training and getattr(config, "attention_dropout", 0):
+            return "it is in training mode and drops out"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+            return "it has forward hooks"
         modules = _modules(model)
         if not all(isinstance(module, SefpModule) for module in modules):
             return "not all of its weights are packed"
@@ -136,17 +139,17 @@ class Decoder:
 
         If anything is refused the cache is as before.
         """
-        native = extension()
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.ndim != 1 or not len(tokens):
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
         before = cache.length
         self._know_positions(before + len(tokens))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
-        native.set_threads(torch.get_num_threads())
+        if reason := _choose():
+            raise OtaroError(f"the decoder needs the C++ extension: {reason}")
         try:
-            for start in range(0, len(tokens), native.max_step):
-                some = tokens[start : start + native.max_step]
+            for start in range(0, len(tokens), cpu._cpu.max_step):
+                some = tokens[start : start + cpu._cpu.max_step]
                 last = start + len(some) == len(tokens)
                 rows = logits[start : start + len(some)] if all_logits else logits
                 self._native.step(some, cache.native, self._precisions(), rows.numpy() if last or all_logits else None)
@@ -160,11 +163,11 @@ class Decoder:
     def _precisions(self) -> bytes:
         """The mantissa bits of every module as they are now, their planes attached."""
         bits = bytes([module.mantissa_bits for module in self._modules])
-        if bits != self._bits:
+        if bits != self.precisions:
             for module, matrix, wanted in zip(self._modules, self._matrices, bits, strict=True):
                 while matrix.bits < wanted:
                     matrix.attach(getattr(module.packed, f"plane{matrix.bits + 1}").numpy())
-            self._bits = bits
+            self.precisions = bits
         return bits
 
     def _know_positions(self, count: int) -> None:
@@ -180,7 +183,7 @@ class Decoder:
         """The native view of a packed weight, shared where weights are tied."""
         if id(packed) not in self._native_matrices:
             schema = packed.nested.schema
-            self._native_matrices[id(packed)] = extension().Matrix(
+            self._native_matrices[id(packed)] = cpu._cpu.Matrix(
                 packed.base.numpy(),
                 packed.exponents.numpy(),
                 packed.shape[-1],
@@ -206,7 +209,7 @@ class Decoder:
                 parts[name] = None if norm is None else _array(norm.weight)
             parts["window"] = _window(config, layer.self_attn)
             layers.append(parts)
-        return extension().Decoder(
+        return cpu._cpu.Decoder(
             config.num_attention_heads,
             config.num_key_value_heads,
             first.head_dim,
@@ -219,13 +222,13 @@ class Decoder:
         )
 
 
-@cache
-def extension() -> Any:
-    """The C++ extension, or None where it is not built."""
-    try:
-        return importlib.import_module("otaro.kernels._cpu")
-    except ImportError:
-        return None
+def _choose() -> str:
+    """Have the extension compute as OTARO_KERNELS says; returns why it cannot."""
+    name, reason = ops.backend("cpu")
+    if name == "reference":
+        return reason
+    cpu.choose(name.removeprefix("cpu:"))
+    return ""
 
 
 def _modules(model: Any) -> list[Any]:

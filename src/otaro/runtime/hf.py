@@ -111,6 +111,10 @@ class SefpQuantizer(HfQuantizer):
         model.save_pretrained = MethodType(save_pretrained, model)
         model.tie_weights = MethodType(tie_weights, model)
         set_precision(model, Precision(self.quantization_config.precision or self.nested.finest))
+        if model.can_generate():
+            from otaro.runtime.generate import serve_with_decoder  # transformers' generation is slow to import
+
+            serve_with_decoder(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:

@@ -58,9 +58,16 @@ def set_precision(model: Any, precision: PrecisionLike) -> None:
 @contextmanager
 def at_precision(model: Any, precision: PrecisionLike) -> Iterator[None]:
     """Run `model` at `precision` inside the block, and as before after it."""
+    with keeping_precision(model):
+        set_precision(model, precision)
+        yield
+
+
+@contextmanager
+def keeping_precision(model: Any) -> Iterator[None]:
+    """Whatever is set inside the block, run `model` as before after it."""
     attached = attachment(model)
     before = {module: module.mantissa_bits for module in attached.modules.values()}
-    set_precision(model, precision)
     try:
         yield
     finally:
@@ -70,6 +77,13 @@ def at_precision(model: Any, precision: PrecisionLike) -> Iterator[None]:
 def precisions_of(model: Any) -> dict[str, Precision]:
     """The precision of every packed module, by module name."""
     return {name: module.precision for name, module in attachment(model).modules.items()}
+
+
+def finest_of(precision: PrecisionLike) -> Precision:
+    """The precision itself, or the finest one of a mapping."""
+    if isinstance(precision, Mapping):
+        return max(Precision(one) for one in precision.values())
+    return Precision(precision)
 
 
 def _matched(modules: Mapping[str, SefpModule], patterns: Mapping[str, str | Precision]) -> dict[SefpModule, int]:
