@@ -8,6 +8,9 @@
 
 #include "sefp.h"
 
+// For functions that the compiler thinks too large to inline, yet whose arguments are constants that must vanish, or registers.
+#define OTARO_INLINE inline __attribute__((always_inline))
+
 #define OTARO_INSTANCES(name)                                                                                      \
   {                                                                                                                \
     {name<3, false>, name<3, true>}, {name<4, false>, name<4, true>}, {name<5, false>, name<5, true>},             \

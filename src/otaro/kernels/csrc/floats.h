@@ -77,8 +77,6 @@ extern const Floats kFloats;
 
 namespace otaro::OTARO_ISA {
 
-#define OTARO_INLINE static inline __attribute__((always_inline))
-
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t Integers __attribute__((vector_size(32)));  // what comparisons give
 typedef uint32_t Words __attribute__((vector_size(32)));

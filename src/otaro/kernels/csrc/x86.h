@@ -18,8 +18,6 @@
 
 #include "backend.h"
 
-// The compiler thinks these too large to inline, yet their arguments are constants that must vanish.
-#define OTARO_INLINE __attribute__((always_inline)) inline
 
 namespace otaro::OTARO_ISA {
 
