@@ -15,7 +15,7 @@ A LoRA layer quantises the merged weight W + BA, not W alone: merging the adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from otaro.sefp.codec import MIN_EXPONENT, Reconstruction, midpoint_offset, powe
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
 
 EXPERT_STACKS = ("gate_up_proj", "down_proj")
+NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets its gradient before the last of them has one
 
 
 class Precisely:
@@ -57,7 +58,8 @@ class Precisely:
         """The weight as the forward should see it, quantised here and now."""
         if self.precision is None:
             return weight
-        return _straight_through(weight, quantize(weight, self.precision.mantissa_bits, self.group_size, self.reconstruction))
+        values = quantize(weight, self.precision.mantissa_bits, self.group_size, self.reconstruction)
+        return _straight_through([weight], [values])[0]
 
     def _quantized(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
         """The quantised weight of each linear; None where there is none, or where it must be left to the forward."""
@@ -81,29 +83,40 @@ class Precisely:
             done = quantize_all([self.linears[i].weight.detach() for i in members], *settings, compute_dtype or dtype)
             for i, values in zip(members, done, strict=True):
                 quantized[i] = values
-        return [
-            _straight_through(linear.weight, values) if values is not None else None
-            for linear, values in zip(self.linears, quantized, strict=True)
-        ]
-
-
-def _straight_through(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """The values of one, the gradient to the other."""
-    if not (weight.requires_grad and torch.is_grad_enabled()):
+        ready = [i for i, values in enumerate(quantized) if values is not None]
+        for start in range(0, len(ready), NODE_WEIGHTS):
+            members = ready[start : start + NODE_WEIGHTS]
+            passed = _straight_through([self.linears[i].weight for i in members], [quantized[i] for i in members])
+            for i, values in zip(members, passed, strict=True):
+                quantized[i] = values
         return quantized
-    passed: torch.Tensor = _StraightThrough.apply(weight, quantized)  # type: ignore[no-untyped-call] # torch's own
+
+
+def _straight_through(weights: Sequence[torch.Tensor], quantized: Sequence[Any]) -> list[torch.Tensor]:
+    """The values of the second, the gradients to the first."""
+    passed = list(quantized)
+    if torch.is_grad_enabled() and (tuned := [i for i, weight in enumerate(weights) if weight.requires_grad]):
+        pairs = [*(weights[i] for i in tuned), *(quantized[i] for i in tuned)]
+        through: Any = _StraightThrough.apply(*pairs)  # type: ignore[no-untyped-call] # torch's own
+        for i, one in zip(tuned, through, strict=True):
+            passed[i] = one
     return passed
 
 
 class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        return quantized.view_as(quantized)
+    """One node for several weights: calling back into Python for each of hundreds would cost more than the work."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].to(ctx.dtype), None
+    def forward(ctx: Any, *weights_then_quantized: torch.Tensor) -> Any:
+        half = len(weights_then_quantized) // 2
+        ctx.set_materialize_grads(False)  # a weight that the forward did not use has none
+        ctx.dtypes = [weight.dtype for weight in weights_then_quantized[:half]]
+        return tuple(values.view_as(values) for values in weights_then_quantized[half:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        to_weights = [g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return *to_weights, *([None] * len(to_weights))
 
 
 def _fused(weight: torch.Tensor, group_size: int) -> bool:
