@@ -59,6 +59,9 @@ def test_an_unknown_precision_to_fix_names_the_flag_too():
     ("changes", "flag"),
     [
         ({"exploration": math.nan}, "--lambda"),
+        ({"pull": math.nan}, "--pull"),
+        ({"pull": math.inf}, "--pull"),
+        ({"average": math.nan}, "--average"),
         ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.nan)}, "--weights"),
         ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.inf)}, "--weights"),
     ],
@@ -76,6 +79,14 @@ def test_unknown_ways_to_accumulate_are_refused(changes, flag):
         Options(method="otaro", **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag"), [({"pull": -1.0}, "--pull"), ({"average": 1.5}, "--average"), ({"rates": "own"}, "--rates")]
+)
+def test_what_cannot_steady_a_run_is_refused(changes, flag):
+    with pytest.raises(ConfigError, match=flag):
+        Options(**changes)
+
+
 def test_refusals_are_errors_of_this_library_and_value_errors():
     assert issubclass(ConfigError, OtaroError)
     assert issubclass(ConfigError, ValueError)
@@ -88,6 +99,8 @@ def test_refusals_are_errors_of_this_library_and_value_errors():
         {"delay": 1},
         {"distill": 0.0},
         {"distill": 1.0},
+        {"average": 1.0},
+        {"rates": "size"},
         {"group_size": 32},
         {"weights": None},
         {"weights": (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
@@ -123,6 +136,9 @@ def test_the_recipe_paper_is_what_the_paper_states():
         "weights": [1.0] * 6,  # idle: nothing is drawn
         "distill": 0.0,
         "distill_at": ["E5M5", "E5M4", "E5M3"],  # idle: nothing is distilled
+        "pull": 0.0,
+        "average": 0.0,
+        "rates": "same",
         "reconstruction": "truncate",
         "group_size": 64,
     }

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from otaro.tune.trainer import ACCUMULATOR_STEM, STATE_FILE, forget_steps_after, last_complete_checkpoint
+from otaro.tune.trainer import ACCUMULATOR_STEM, AVERAGE_STEM, STATE_FILE, forget_steps_after, last_complete_checkpoint
 
-ACCUMULATOR = f"{ACCUMULATOR_STEM}.safetensors"
+ACCUMULATOR, AVERAGE = f"{ACCUMULATOR_STEM}.safetensors", f"{AVERAGE_STEM}.safetensors"
 
 STEPS, EVERY = 12, 3  # as in DRIVER
 
@@ -63,7 +63,8 @@ def train():
         optim="sgd" if method == "otaro" else "adamw_torch", learning_rate=2.0**-7 if method == "otaro" else 1e-3,
         lr_scheduler_type="cosine", save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
     )
-    options = Options(method=method, exploration=30.0, delay=3, distill=0.0)
+    steady = dict(pull=30.0, average=0.7, rates="size") if method == "steady" else {{}}
+    options = Options(method="uniform" if steady else method, exploration=30.0, delay=3, distill=0.0, **steady)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     data = [dict(input_ids=ids, labels=ids) for ids in tokens]
     trainer = Mortal(model, arguments, train_dataset=data, callbacks=[Killer()], otaro=options, otaro_log=log)
@@ -119,7 +120,7 @@ def assert_same_run(one: Path, other: Path):
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
     assert log_of(one) == log_of(other)
     for step in range(EVERY, STEPS + 1, EVERY):
-        for name in (STATE_FILE, ACCUMULATOR):
+        for name in (STATE_FILE, ACCUMULATOR, AVERAGE):
             files = [directory / f"checkpoint-{step}" / name for directory in (one, other)]
             assert files[0].exists() == files[1].exists()
             assert not files[0].exists() or files[0].read_bytes() == files[1].read_bytes(), files[0]
@@ -138,6 +139,8 @@ KILLS = {
         ("between steps", 11, 9),
         ("before the completion mark", 12, 9),
     ],
+    # Weights are averaged from the fourth step on.
+    "steady": [("between steps", 4, 3), ("after the backward pass", 7, 6), ("after saving the optimizer", 9, 6)],
     "uniform": [("between steps", 4, 3), ("after saving the optimizer", 6, 3), ("after the backward pass", 10, 9)],
 }
 
@@ -155,6 +158,8 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
         assert [line["accumulated"] for line in steps][5] == 2
         assert (tmp_path / "whole" / "checkpoint-6" / ACCUMULATOR).is_file()
         assert any(line["applied"] for line in steps if line["precision"] in ("E5M4", "E5M3"))
+    holding = [step for step in range(EVERY, STEPS + 1, EVERY) if (tmp_path / f"whole/checkpoint-{step}" / AVERAGE).is_file()]
+    assert holding == ([6, 9, 12] if method == "steady" else [])
 
 
 def test_what_was_left_over_is_applied_once_by_a_run_that_was_killed_after_its_last_step(run, tmp_path):

@@ -48,6 +48,9 @@ def tune(
     weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.5,2.")] = None,
     distill: Annotated[float | None, _option("Share of self-distillation in the loss, 0 to 1.")] = None,
     distill_at: Annotated[str | None, _option("The precisions to distil at (E5M5,E5M4,E5M3).")] = None,
+    pull: Annotated[float | None, _option("Take weights back toward their start, by lr * PULL of the way a step.")] = None,
+    average: Annotated[float | None, _option("End with the mean weights of this share of the steps, the last ones.")] = None,
+    rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
     optimizer: Annotated[Literal["adamw", "sgd"] | None, _option("adamw or sgd.")] = None,
@@ -85,7 +88,7 @@ def tune(
     given: dict[str, Any] = {
         "method": method, "exploration": exploration, "delay": delay, "distill": distill, "group_size": group_size,
         "accumulate": accumulate, "accumulator": accumulator,
-        "reconstruction": reconstruction,
+        "pull": pull, "average": average, "rates": rates, "reconstruction": reconstruction,
         "weights": tuple(_numbers(weights)) if weights is not None else None,
         "ultra_low": tuple(Precision(name) for name in ultra_low.split(",")) if ultra_low is not None else None,
         "distill_at": tuple(Precision(name) for name in distill_at.split(",")) if distill_at is not None else None,

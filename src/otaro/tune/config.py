@@ -17,6 +17,7 @@ from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 from otaro.tune.accumulate import GradientAccumulator, Place, Reduction
 from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, PathSearch, UniformSearch
 
+Rates = Literal["same", "size"]
 METHODS = ("otaro", "bps", "uniform", "fixed:E5M4", "fp")  # fixed: takes any precision
 
 
@@ -44,6 +45,12 @@ class Options:
     """Share of the loss that pulls toward the same weights unquantised."""
     distill_at: tuple[Precision, ...] = (Precision("E5M5"), Precision("E5M4"), Precision("E5M3"))
     """The precisions that this is done at; the finer ones are too close to their teacher to learn from it."""
+    pull: float = 0.0
+    """After each step weights go back toward their start, by rate * pull of the way."""
+    average: float = 0.0
+    """The run ends with the mean of the weights after this share of the steps, the last ones; 0 keeps the last weights."""
+    rates: Rates = "same"
+    """One learning rate for all matrices, or one in proportion to each one's size."""
     reconstruction: Reconstruction = "midpoint"
     group_size: int = GROUP_SIZE
 
@@ -63,6 +70,12 @@ class Options:
             raise ConfigError(f"--delay {self.delay}: must be at least 1")
         if not 0 <= self.distill <= 1:
             raise ConfigError(f"--distill {self.distill}: must be between 0 and 1")
+        if not 0 <= self.pull < math.inf:
+            raise ConfigError(f"--pull {self.pull}: must be a number, and not negative; 0 for none")
+        if not 0 <= self.average <= 1:
+            raise ConfigError(f"--average {self.average}: must be between 0 and 1")
+        if self.rates not in get_args(Rates):
+            raise ConfigError(f"--rates {self.rates}: choose from {', '.join(get_args(Rates))}")
         if self.accumulate not in get_args(Reduction):
             raise ConfigError(f"--accumulate {self.accumulate}: choose from {', '.join(get_args(Reduction))}")
         if self.accumulator not in get_args(Place):

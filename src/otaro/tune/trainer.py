@@ -7,8 +7,8 @@ N-th such batch puts the collected sum back. So nothing of the loop is rewritten
 FSDP2, gradient accumulation, checkpointing of activations, bf16, peft, TRL's SFTTrainer, logging) goes on as before. The
 learning-rate schedule advances on withheld steps too.
 
-Checkpoints gain the state of the search and the accumulator, and a mark that they are complete: a run that is killed goes
-on from the last complete one and takes the same path to the same weights.
+Checkpoints gain the state of the search, the accumulator and the average, and a mark that they are complete: a run that is
+killed goes on from the last complete one and takes the same path to the same weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from otaro.errors import OtaroError
 from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import Precisely, prepare
+from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
 
-STATE_FILE, ACCUMULATOR_STEM, COMPLETE_FILE = "otaro_state.json", "otaro_accumulator", "otaro_complete"
+STATE_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_complete"
+ACCUMULATOR_STEM, AVERAGE_STEM = "otaro_accumulator", "otaro_average"
 
 
 class TrainingError(OtaroError):
@@ -56,6 +58,13 @@ class OtaroMixin:
         self._compute_dtype = torch.bfloat16 if self.args.bf16 else None  # type: ignore[attr-defined]
         self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
         self.delayed = self.otaro.gradient_accumulator()
+        tuned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
+        # Taken here, before a checkpoint to go on from replaces the weights: they are those that the run starts with.
+        self.anchor = Anchor(tuned, self.otaro.pull) if self.otaro.pull else None
+        self._rate_factors = rates_by_size(tuned) if self.otaro.rates == "size" else {}
+        self.average = WeightAverage(self.otaro.average) if self.otaro.average else None
+        if self.anchor or self.average:
+            self.add_callback(_AfterOptimizerStep(self))  # type: ignore[attr-defined]
         self._log_path = otaro_log
         self._record: dict[str, Any] | None = None  # of the optimizer step under way
         self.last_record: dict[str, Any] = {}
@@ -147,7 +156,7 @@ class OtaroMixin:
             "loss": loss,
             "scores": record["scores"],
             "gradient_norm": gradient_norm,
-            "lr": self._learning_rates[0],
+            "lr": self._learning_rates[0] / self.optimizer.param_groups[0].get("rate_factor", 1.0),
             "tokens_per_second": record["tokens"] * self.accelerator.num_processes / seconds,
             "memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             "applied": applied,
@@ -155,28 +164,57 @@ class OtaroMixin:
         }
         self._write_log(self.last_record)
 
+    def _after_optimizer_step(self: Any) -> None:
+        """Hold the weights back and average them, as far as that was asked for."""
+        parameters = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
+        if self.anchor is not None:
+            self.anchor.apply(parameters, self.last_record["lr"])
+        if self.average is not None:
+            self.average.add(parameters, self.state.global_step + 1, self.state.max_steps)
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with a rate for each matrix where that was asked for."""
+        ours = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if ours and self._rate_factors:
+            named = dict(self.model.named_parameters())
+            split_groups(optimizer, {id(named[name]): factor for name, factor in self._rate_factors.items()})
+        return optimizer
+
     def _named_parameters(self: Any) -> dict[str, torch.nn.Parameter]:
         return dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
 
     # The whole run ----------------------------------------------------------------------------------------------------
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step."""
+        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step.
+
+        Where weights are averaged, the mean then takes their place.
+        """
         result = super().train(*args, **kwargs)  # type: ignore[misc]
-        if self.delayed is not None and self.delayed.count and self._learning_rates:
-            count = self.delayed.count
-            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-                self._write_log({"step": self.state.global_step, "leftover": count, "applied": False})
-                return result  # they belong to weights that have just been replaced
-            release(self._named_parameters(), self.delayed)
-            if self.args.max_grad_norm:
-                self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), self.args.max_grad_norm)
-            for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
-                group["lr"] = rate  # the schedule has moved on, often to zero
-            self.optimizer.step()
-            self.model_wrapped.zero_grad()
-            self._write_log({"step": self.state.global_step, "leftover": count, "applied": True})
+        waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            if waiting:
+                self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": False})
+            return result  # what waits and what was averaged belong to weights that have just been replaced
+        if waiting:
+            self._apply_leftover()
+            self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": True})
+        if self.average is not None and self.average.count:
+            self.average.install(self._named_parameters())
         return result
+
+    def _apply_leftover(self: Any) -> None:
+        release(self._named_parameters(), self.delayed)
+        if self.args.max_grad_norm:
+            self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), self.args.max_grad_norm)
+        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            group["lr"] = rate  # the schedule has moved on, often to zero
+        self.optimizer.step()
+        self.model_wrapped.zero_grad()
+        if self.average is not None:
+            parameters = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
+            self.average.add(parameters, self.state.global_step, self.state.max_steps)
 
     def _write_log(self: Any, record: dict[str, Any]) -> None:
         if self._log_path is not None and self.is_world_process_zero():
@@ -191,17 +229,19 @@ class OtaroMixin:
             state = {
                 "search": self.search.state_dict(),
                 "accumulated": self.delayed.count if self.delayed else 0,
+                "averaged": self.average.count if self.average else 0,
                 "learning_rates": self._learning_rates,
             }
             (Path(output_dir) / STATE_FILE).write_text(json.dumps(state))
-        if self.delayed is not None and self.delayed.count and (self.is_fsdp_enabled or self.is_world_process_zero()):
-            tensors = {name: tensor.contiguous() for name, tensor in self.delayed.tensors().items()}
-            save_file(tensors, self._accumulator_file(output_dir))
+        for stem, kept in ((ACCUMULATOR_STEM, self.delayed), (AVERAGE_STEM, self.average)):
+            if kept is not None and kept.count and (self.is_fsdp_enabled or self.is_world_process_zero()):
+                tensors = {name: tensor.contiguous() for name, tensor in kept.tensors().items()}
+                save_file(tensors, self._part_file(stem, output_dir))
 
-    def _accumulator_file(self: Any, checkpoint: str) -> Path:
+    def _part_file(self: Any, stem: str, checkpoint: str) -> Path:
         """Under FSDP each process keeps its own part; else all have the same, and one file serves them."""
         part = f"-{self.args.process_index}" if self.is_fsdp_enabled else ""
-        return Path(checkpoint) / f"{ACCUMULATOR_STEM}{part}.safetensors"
+        return Path(checkpoint) / f"{stem}{part}.safetensors"
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -210,12 +250,14 @@ class OtaroMixin:
         state = json.loads((Path(checkpoint) / STATE_FILE).read_text())
         self.search.load_state_dict(state["search"])
         self._learning_rates = state["learning_rates"]
-        if self.delayed is not None and state["accumulated"]:
-            file = self._accumulator_file(checkpoint)
-            if not file.is_file():
-                raise TrainingError(f"{file} is missing: resume with as many processes as wrote the checkpoint")
-            devices = {name: p.device for name, p in self._named_parameters().items()}
-            self.delayed.restore(state["accumulated"], load_file(file), devices)
+        counts = {ACCUMULATOR_STEM: state["accumulated"], AVERAGE_STEM: state.get("averaged", 0)}
+        for stem, kept in ((ACCUMULATOR_STEM, self.delayed), (AVERAGE_STEM, self.average)):
+            if kept is not None and counts[stem]:
+                file = self._part_file(stem, checkpoint)
+                if not file.is_file():
+                    raise TrainingError(f"{file} is missing: resume with as many processes as wrote the checkpoint")
+                devices = {name: p.device for name, p in self._named_parameters().items()}
+                kept.restore(counts[stem], load_file(file), devices)
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial))
@@ -243,6 +285,14 @@ class OtaroMixin:
     def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step < self.state.max_steps:  # else Trainer would take a step more when resumed after the last
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+
+class _AfterOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    def __init__(self, trainer: OtaroMixin) -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._after_optimizer_step()
 
 
 class OtaroTrainer(OtaroMixin, Trainer):  # type: ignore[misc]

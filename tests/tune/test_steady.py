@@ -1,0 +1,149 @@
+"""The anchor, the average and the rates by size: alone, and in a trainer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from otaro.errors import OtaroError
+from otaro.tune.config import Options
+from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
+from otaro.tune.trainer import OtaroTrainer
+
+RATE = 2.0**-7
+
+
+class Snapshots(TrainerCallback):
+    """The weights after each step."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.weights.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+
+@pytest.fixture
+def train(checkpoint_dir, tmp_path):
+    """Ten steps of plain SGD; returns the trainer, the weights at the start and after each step, and the log."""
+
+    def run(method="uniform", **steady):
+        tokens = torch.randint(3, 120, (32, 10), generator=torch.Generator().manual_seed(1))
+        arguments = TrainingArguments(
+            tmp_path, use_cpu=True, max_steps=10, per_device_train_batch_size=2, train_sampling_strategy="sequential",
+            optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to=[],
+            disable_tqdm=True,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
+        start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        snapshots, log = Snapshots(), tmp_path / "log.jsonl"
+        data = [{"input_ids": ids, "labels": ids} for ids in tokens]
+        options = Options(method=method, distill=0.0, weights=None, **steady)
+        log.unlink(missing_ok=True)
+        trainer = OtaroTrainer(model, arguments, train_dataset=data, callbacks=[snapshots], otaro=options, otaro_log=log)
+        trainer.train()
+        return trainer, start, snapshots.weights, [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+# In a trainer -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "last"), [(0.3, 3), (0.5, 5), (1.0, 10), (0.01, 1)])
+def test_an_averaged_run_ends_with_the_mean_of_its_last_weights(train, share, last):
+    trainer, _, after, _ = train(average=share)
+    assert trainer.average.count == last
+    for name, parameter in trainer.model.named_parameters():
+        mean = torch.stack([weights[name].double() for weights in after[-last:]]).mean(0)
+        torch.testing.assert_close(parameter.detach().double(), mean, atol=1e-7, rtol=1e-6)
+
+
+def test_averaging_does_not_change_the_way(train):
+    _, _, plain, log = train()
+    _, _, averaged, averaged_log = train(average=0.5)
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(plain, averaged, strict=True) for name in one)
+    assert [line["loss"] for line in log] == [line["loss"] for line in averaged_log]
+
+
+def test_gradients_left_over_at_the_end_are_applied_and_averaged_too(train):
+    trainer, _, after, log = train("otaro", average=0.01)
+    assert log[-1]["applied"]
+    assert log[-1]["leftover"]
+    assert trainer.average.count == 2
+    weight = trainer.model.model.norm.weight
+    assert not torch.equal(weight, after[-1]["model.norm.weight"])
+
+
+def test_pulled_weights_go_back_by_their_share_of_the_way_after_the_first_step(train):
+    _, start, plain, _ = train("fixed:E5M4")
+    _, _, pulled, _ = train("fixed:E5M4", pull=0.25 / RATE)
+    for name in start:
+        expected = start[name] + 0.75 * (plain[0][name] - start[name])
+        torch.testing.assert_close(pulled[0][name], expected, atol=1e-7, rtol=1e-6)
+
+
+def test_a_pull_of_the_whole_way_goes_nowhere(train):
+    trainer, start, _, _ = train(pull=1e6)
+    assert all(torch.equal(parameter, start[name]) for name, parameter in trainer.model.named_parameters())
+
+
+def test_each_matrix_moves_at_its_own_rate_and_the_log_tells_the_one_they_share(train):
+    _, start, plain, _ = train("fixed:E5M4")
+    trainer, _, sized, log = train("fixed:E5M4", rates="size")
+    factors = rates_by_size({name: nn.Parameter(weight) for name, weight in start.items()})
+    assert len(set(factors.values())) > 1
+    for name in start:
+        expected = start[name] + factors.get(name, 1.0) * (plain[0][name] - start[name])
+        torch.testing.assert_close(sized[0][name], expected, atol=1e-7, rtol=1e-5)
+    assert [line["lr"] for line in log] == pytest.approx([RATE] * 10)
+    assert len(trainer.optimizer.param_groups) <= 2 * (len(set(factors.values())) + 1)
+
+
+# Alone ------------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_go_by_the_root_mean_square_and_their_geometric_mean_is_one():
+    sizes = {"a": 1.0, "b": 4.0, "c": 0.25}
+    parameters = {name: nn.Parameter(torch.full((8, 8), size)) for name, size in sizes.items()}
+    parameters |= {"norm": nn.Parameter(torch.full((8,), 9.0)), "q.lora_A.weight": nn.Parameter(torch.full((8, 2), 9.0))}
+    assert rates_by_size(parameters) == sizes
+
+
+def test_large_matrices_count_for_more_and_empty_ones_for_nothing():
+    parameters = {
+        "large": nn.Parameter(torch.full((24, 8), 2.0)),
+        "small": nn.Parameter(torch.full((8, 8), 0.125)),
+        "zero": nn.Parameter(torch.zeros(8, 8)),
+    }
+    assert rates_by_size(parameters) == {"large": 2.0, "small": 0.125, "zero": 1.0}
+    assert rates_by_size({"norm": parameters["zero"][0]}) == {}
+
+
+def test_groups_are_split_by_rate_and_keep_the_rest():
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    optimizer = torch.optim.AdamW([{"params": weights[:3], "weight_decay": 0.5}, {"params": weights[3:]}], lr=1.0)
+    split_groups(optimizer, {id(weights[0]): 2.0, id(weights[2]): 2.0})
+    described = [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+    assert described == [(1.0, 0.5, 1), (2.0, 0.5, 2), (1.0, 0.01, 1)]
+
+
+def test_weights_sharded_behind_the_anchors_back_are_refused():
+    anchor = Anchor({"w": nn.Parameter(torch.ones(4, 2))}, 1.0)
+    with pytest.raises(OtaroError, match="--pull"):
+        anchor.apply({"w": nn.Parameter(torch.ones(2, 2))}, 0.1)
+
+
+def test_an_average_goes_on_from_what_it_was():
+    first, second, third = (nn.Parameter(torch.full((2, 2), value)) for value in (1.0, 3.0, 8.0))
+    whole, resumed = WeightAverage(1.0), WeightAverage(1.0)
+    for step, weight in enumerate((first, second), 1):
+        whole.add({"w": weight}, step, 3)
+    resumed.restore(whole.count, whole.tensors(), {"w": torch.device("cpu")})
+    resumed.add({"w": third}, 3, 3)
+    resumed.install({"w": first})
+    torch.testing.assert_close(first.detach(), torch.full((2, 2), 4.0))
