@@ -4,8 +4,9 @@
     python runs/tune_table.py models/SmolLM2-135M --train valid.txt --test test.txt --out rows.jsonl
 
 Every row tunes the same weights on the same batches: 300 steps of 8 x 512 tokens, AdamW at 5e-5, cosine. A line of JSON per
-row goes to --out, and rows already there are not run again; `--rows` picks some. Embedding and head are quantised like
-everything else. On a GPU steps are compiled and computed in bfloat16; a row takes some 20 seconds on an H200.
+row goes to --out, and rows already there are not run again; `--rows` picks some, and `--options '{"distill": 0.6}'` makes
+variants of them. Embedding and head are quantised like everything else. On a GPU steps are compiled and computed in
+bfloat16; a row takes some 20 seconds on an H200.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import copy
 import json
 import tempfile
 import time
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from transformers.utils import logging
 
 import otaro
+from otaro.sefp.precision import Precision
 from otaro.tune.config import Options
 from otaro.tune.data import collate, load_data, padding_id
 from otaro.tune.fake_quant import Precisely, prepare
@@ -44,6 +47,13 @@ ROWS: dict[str, Options | None] = {  # None: not tuned
     "otaro, truncate": Options(method="otaro", reconstruction="truncate", **PLAIN),
     "uniform, truncate": Options(method="uniform", reconstruction="truncate", **PLAIN),
 }
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Fields of Options from JSON."""
+    named = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+    of_precisions = {name: tuple(map(Precision, named[name])) for name in ("precisions", "distill_at") if name in named}
+    return {**named, **of_precisions}
 
 
 def tune(model: Any, a: argparse.Namespace, options: Options, dataset: Any, padding: int) -> Precisely:
@@ -73,6 +83,7 @@ def main() -> None:
     parser.add_argument("--test-tokens", type=int, default=147_456)
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file that rows are added to")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument("--options", type=fields, default={}, help="JSON: fields of Options that differ from the row's")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -92,12 +103,13 @@ def main() -> None:
     done = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
     print(f"{'':24}" + "".join(f"{name:>9}" for name in names))
     for row in a.rows:
+        options = replace(chosen, **a.options) if (chosen := ROWS[row]) else None
         stated = {"model": a.model.name, "test_tokens": a.test_tokens, "lr": a.lr, "steps": a.steps, "seed": a.seed}
-        settings = {**stated, "options": chosen.to_dict() if (chosen := ROWS[row]) else None}
+        settings = {**stated, "options": options.to_dict() if options else None}
         found = next((line for line in done if line["row"] == row and line["settings"] == settings), None)
         if found is None:
             started = time.perf_counter()
-            model, options = copy.deepcopy(original).to(a.device), ROWS[row]
+            model = copy.deepcopy(original).to(a.device)
             if options is None:
                 precisely = Precisely(reconstruction="truncate" if "truncate" in row else "midpoint")
                 prepare(model, precisely)
