@@ -64,12 +64,13 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
     assert (stated["training"]["optimizer"], stated["options"]["reconstruction"]) == ("sgd", "truncate")
 
 
-def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path):
-    whole = json.loads(tune(text, tmp_path / "whole", "--json").stdout)
-    again = tune(text, tmp_path / "whole", "--resume", "--json")  # from its last checkpoint, at step 4
+@pytest.mark.parametrize("steady", [[], ["--pull", "23", "--average", "0.7", "--rates", "size"]], ids=" ".join)
+def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path, steady):
+    whole = json.loads(tune(text, tmp_path / "whole", *steady, "--json").stdout)
+    again = tune(text, tmp_path / "whole", *steady, "--resume", "--json")  # from its last checkpoint, at step 4
     assert again.exit_code == 0, again.output + repr(again.exception)
     assert json.loads(again.stdout)["after"] == whole["after"]
-    other = tune(text, tmp_path / "whole", "--resume", "--distill", 0.1)
+    other = tune(text, tmp_path / "whole", *steady, "--resume", "--distill", 0.1)
     assert "--resume: options differ" in str(other.exception)
 
 
@@ -80,6 +81,8 @@ def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_
         (["--method", "fixed:E5M9"], "--method fixed:E5M9"),
         (["--weights", "1,2"], "--weights gives 2 numbers for 6"),
         (["--weights", "one"], "--weights one: give numbers"),
+        (["--pull", "-1"], "--pull -1.0: must be a number, and not negative"),
+        (["--average", "70"], "--average 70.0: must be between 0 and 1"),
         (["--epochs", "1"], "--epochs and --steps contradict"),
         (["--sequence-length", "4096"], "--sequence-length 4096 is more than the 512 positions"),
         (["--resume"], "holds no run"),
