@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, chat, console, demo, generate, inspect, pack, report, tune, verify
+from otaro.cli import analyze, bench, chat, console, demo, generate, inspect, pack, report, tune, verify
 from otaro.cli import eval as eval_command
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("eval")(eval_command.evaluate)
 app.add_typer(analyze.app, name="analyze")

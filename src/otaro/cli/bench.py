@@ -1,0 +1,181 @@
+"""`otaro bench DIR`: how fast each precision runs, what bounds it, and how llama.cpp does on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from otaro.cli import console
+from otaro.cli.generate import DirectoryArgument
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from otaro.evaluate.speed import Bar, Bench
+
+LLAMA = "llama.cpp"
+
+
+def bench(
+    directory: DirectoryArgument,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", "-p", help="Some of E5M8,...,E5M3; by default all that are there.", show_default=False),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
+    tokens: Annotated[int, typer.Option(help="Tokens read one by one: decode.", min=1)] = 64,
+    context: Annotated[int, typer.Option(help="Tokens in the cache when decoding starts.", min=0)] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds that count, after one that warms up.", min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1, show_default=False)] = None,
+    kv: Annotated[
+        str | None, typer.Option(help="Keep keys and values at E5M8 to E5M3 instead of float16.", show_default=False)
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also time transformers in float32 on the decoded weights.")
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.", show_default=False)
+    ] = None,
+    gguf_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep the GGUF files in this folder, and use those that are there.", show_default=False),
+    ] = None,
+    json: console.JsonOption = False,
+) -> None:
+    """Time prefill and decode at each precision, in turns, and say how much of the memory's bandwidth that is.
+
+    Every contender reads the same tokens on the same number of threads. Figures are medians over the rounds.
+    """
+    import otaro
+    from otaro.evaluate import speed
+
+    if against not in (None, LLAMA):
+        raise otaro.OtaroError(f"--against {against}: {LLAMA} is what there is to compare with")
+    if gguf_dir is not None and against is None:
+        raise otaro.OtaroError("--gguf-dir keeps the files of --against llama.cpp, which is not given")
+    settings = speed.Settings(prompt_tokens, tokens, context, rounds, threads, otaro.Precision(kv) if kv else None)
+    chosen = [otaro.Precision(name.strip()) for name in precision.split(",")] if precision else None
+    console.quiet_transformers()
+    with console.progress_bar("timing") as progress:
+        result = speed.bench(
+            directory,
+            settings,
+            chosen,
+            with_transformers=transformers,
+            with_llama=against == LLAMA,
+            gguf_dir=gguf_dir,
+            progress=progress,
+        )
+    if json:
+        console.print_json({**result.to_dict(), "versions": console.versions()})
+    else:
+        show(result)
+
+
+def show(result: Bench) -> None:
+    """Print what was measured."""
+    for line in _head(result):
+        console.out.print(line, highlight=False, soft_wrap=True)
+    console.out.print(_speeds(result))
+    _remark(f"a plain read of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s")
+    console.out.print(_memory(result))
+    if result.others:
+        console.out.print(_others(result))
+        if any(LLAMA in other.name for other in result.others):
+            _remark("llama.cpp's embedding and head are of the same type as its matrices, as ours are")
+        for bar in result.bars:
+            console.out.print(_verdict(bar), highlight=False, soft_wrap=True)
+
+
+def _head(result: Bench) -> Iterator[str]:
+    """Where and how it was measured."""
+    settings = result.settings
+    kv = settings.kv or ("float16" if result.path == "decode path" else "float32")
+    kernels = f"{result.kernels} ({console.escape(result.kernels_reason)})"
+    yield f"[bold]{console.escape(result.model)}[/]"
+    yield f"{console.escape(result.machine)}, {_many(result.threads, 'thread')}; kernels {kernels}"
+    yield ", ".join(f"{name} {version}" for name, version in console.versions().items())
+    yield f"{console.escape(result.path)}, keys and values in {kv}"
+    yield (
+        f"prefill of {_many(settings.prompt_tokens, 'token')}; decode of {settings.tokens} after {settings.context}; "
+        f"median of {_many(settings.rounds, 'round')}, contenders in turns"
+    )
+
+
+def _speeds(result: Bench) -> Table:
+    table = _table(
+        "Speed", ["precision"], ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", "of plain\nread"]
+    )
+    for row in result.precisions:
+        table.add_row(
+            row.precision,
+            _rate(row.prefill),
+            _rate(row.decode),
+            console.size(row.weight_bytes + row.kv_bytes),
+            f"{row.bandwidth / 1e9:.1f}",
+            f"{row.bandwidth_share:.0%}",
+        )
+    return table
+
+
+def _memory(result: Bench) -> Table:
+    table = _table(
+        "Memory, and switching to it", ["precision"], ["shards", "KV cache", "resident", "of shards\nand KV", "switch"]
+    )
+    for row in result.precisions:
+        held = row.resident_bytes
+        table.add_row(
+            row.precision,
+            console.size(row.file_bytes),
+            console.size(row.kv_cache_bytes),
+            "-" if held is None else console.size(held),
+            "-" if held is None else f"{held / (row.file_bytes + row.kv_cache_bytes):.2f}x",
+            "-" if row.switch is None else f"{row.switch * 1e6:.0f} us",
+        )
+    return table
+
+
+def _others(result: Bench) -> Table:
+    ours = {row.precision: row for row in result.precisions}
+    theirs = {other.name: other for other in result.others}
+    headings = ["prefill\ntokens/s", "theirs", "ratio", "decode\ntokens/s", "theirs", "ratio"]
+    table = _table("Against others, on the same weights", ["precision", "against"], headings)
+    for ratio in result.ratios:
+        mine, other = ours[ratio.precision], theirs[ratio.against]
+        prefill = (_rate(mine.prefill), _rate(other.prefill), f"[bold]{ratio.prefill:.2f}x[/]")
+        decode = (_rate(mine.decode), _rate(other.decode), f"[bold]{ratio.decode:.2f}x[/]")
+        table.add_row(ratio.precision, ratio.against, *prefill, *decode)
+    return table
+
+
+def _table(title: str, words: list[str], numbers: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in words:
+        table.add_column(heading, vertical="bottom")
+    for heading in numbers:
+        table.add_column(heading, justify="right", vertical="bottom")
+    return table
+
+
+def _remark(text: str) -> None:
+    console.out.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
+
+
+def _verdict(bar: Bar) -> str:
+    sign = "[green]holds [/]" if bar.holds else "[red]missed[/]"
+    short = "" if bar.holds else f", {1 - bar.value / bar.needed:.0%} short"
+    return f"{sign} {bar.what}: {bar.value:.2f}, asked for {bar.needed:.1f}{short}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,453 @@
+"""How fast a nested model runs at each precision, what bounds it, and how others do on the same weights: `otaro bench`.
+
+Every contender reads the same tokens, drawn at random with a fixed seed, and takes turns with the others: a round is one turn
+of each, so a machine that slows down for a while slows down for all. A turn times the prompt as a whole (prefill), then goes
+back to `context` tokens and times further ones singly (decode). A first round warms up and is not counted; figures are medians
+over the others, and ratios are medians of the ratios within rounds.
+
+Decoding reads every weight once per token, so its time is compared with that of reading memory. The bytes per token are base
+nibbles, planes and exponents of all matrices as they lie in memory, of experts those that a token takes, plus the keys and
+values of the tokens before. An embedding counts where it is also the head; a single row of it, norms and biases are left out.
+The yardstick is a sum over a buffer larger than caches are, on as many threads, which takes its turn in every round.
+
+Memory is what the process has grown by since before the model was opened. The warm-up goes from the coarsest precision to the
+finest, each mapping one more shard, so that every figure is that of a process which never ran at a finer one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from otaro.errors import OtaroError
+from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
+from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
+from otaro.evaluate.progress import Progress
+from otaro.file.checkpoint import NESTED_FILES, resolve_model
+from otaro.file.header import BASE, shard_name
+from otaro.file.io import NestedDirectory
+from otaro.kernels import ops
+from otaro.runtime.decode import Decoder
+from otaro.runtime.load import load
+from otaro.runtime.modules import SefpEmbedding, SefpExperts
+from otaro.runtime.precision import attachment, set_precision
+from otaro.sefp.precision import PRECISIONS, Precision
+
+TRANSFORMERS = "transformers"
+READ_BYTES = 1 << 28
+SWITCHES = 200
+_PAUSE = 0.02  # seconds between turns: threads of the last contender that still wait for work go to sleep
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed."""
+
+    prompt_tokens: int = 500
+    tokens: int = 64
+    context: int = 256
+    """Tokens in the cache when decoding starts."""
+    rounds: int = 5
+    threads: int | None = None
+    """None for torch's number."""
+    kv: Precision | None = None
+    """The precision of keys and values; None for float16."""
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence it takes."""
+        return max(self.prompt_tokens, self.context + self.tokens)
+
+
+@dataclass
+class Rounds:
+    """Seconds of one contender, round by round."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Tokens per second of one contender, and the bytes of its weights."""
+
+    name: str
+    prefill: float
+    decode: float
+    weight_bytes: int
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class PrecisionSpeed:
+    """All that is measured of one precision; sizes in bytes, speeds in tokens per second, times in seconds."""
+
+    precision: str
+    prefill: float
+    decode: float
+    weight_bytes: int
+    """Read per token."""
+    kv_bytes: int
+    """Of keys and values read per token, on average over the tokens timed."""
+    bandwidth: float
+    """Bytes read per second while decoding."""
+    bandwidth_share: float
+    """Of a plain read of memory."""
+    resident_bytes: int | None
+    """Growth of the process since before the model was opened; None where the system does not tell."""
+    file_bytes: int
+    kv_cache_bytes: int
+    """Held for the tokens of a turn."""
+    switch: float | None
+    """To switch to this precision from another one."""
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A precision beside another engine: how many times as fast, as the median over rounds."""
+
+    precision: str
+    against: str
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that should hold, and by how much it does or does not."""
+
+    what: str
+    value: float
+    needed: float
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything `otaro bench` shows."""
+
+    model: str
+    machine: str
+    threads: int
+    kernels: str
+    kernels_reason: str
+    path: str
+    """What computes a token: our decode path, or transformers and why."""
+    settings: Settings
+    read_bandwidth: float
+    precisions: list[PrecisionSpeed]
+    others: list[Contender]
+    ratios: list[Ratio]
+    bars: list[Bar]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        kv = self.settings.kv
+        return {**asdict(self), "settings": {**asdict(self.settings), "kv": kv and str(kv)}}
+
+
+def bench(
+    directory: str,
+    settings: Settings,
+    precisions: Sequence[Precision] | None = None,
+    *,
+    with_transformers: bool = False,
+    with_llama: bool = False,
+    gguf_dir: Path | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Bench:
+    """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
+    if with_llama:
+        library()  # a missing package shows before anything is measured
+    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
+    chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
+    nested.require(chosen[0])
+    kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
+    turns = (1 + settings.rounds) * (len(chosen) + with_transformers + len(kinds))
+    with ExitStack() as stack:
+        threads = stack.enter_context(_threads(settings.threads))
+        kernels, reason = ops.backend()
+        _import_model_class(nested.path)
+        before = resident_bytes()
+        model = load(nested.path, chosen[-1])
+        _check_positions(model.config, settings)
+        ids = _random_ids(model.config.vocab_size, settings.positions)
+        why_not = Decoder.why_not(model)
+        if why_not and settings.kv:
+            raise OtaroError(f"keys and values at {settings.kv} need the decode path, but {why_not}")
+        ours = Forward(model) if why_not else DecodePath(model, settings.kv)
+        timer = _Timer(ids, settings, turns, progress)
+
+        grown: dict[str, int | None] = {}
+        for precision in reversed(chosen):
+            timer.add(str(precision), _AtPrecision(model, precision, ours))
+            gc.collect()
+            now = resident_bytes()
+            grown[str(precision)] = None if now is None or before is None else now - before
+        others: dict[str, int] = {}
+        if with_transformers:
+            plain = plain_model(model)
+            others[TRANSFORMERS] = sum(tensor.nbytes for tensor in plain.parameters())
+            timer.add(TRANSFORMERS, Forward(plain))
+        folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
+        for kind in kinds:
+            path = gguf_path(model, kind, folder)
+            if not path.is_file():
+                timer.say(f"writing {path.name}")
+                write_gguf(model, kind, path)
+            engine = LlamaCpp(path, threads=threads, positions=settings.positions)
+            stack.callback(engine.close)
+            others[_llama(kind)] = path.stat().st_size
+            timer.add(_llama(kind), engine)
+        rounds, read_bandwidth = timer.run()
+        switches = switch_times(model, chosen)
+
+        rows = []
+        for precision in chosen:
+            mine = rounds[str(precision)]
+            weight_bytes = weight_bytes_per_token(model, precision)
+            kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
+            decode = settings.tokens / median(mine.decode)
+            rows.append(
+                PrecisionSpeed(
+                    precision=str(precision),
+                    prefill=settings.prompt_tokens / median(mine.prefill),
+                    decode=decode,
+                    weight_bytes=weight_bytes,
+                    kv_bytes=kv_bytes,
+                    bandwidth=(weight_bytes + kv_bytes) * decode,
+                    bandwidth_share=(weight_bytes + kv_bytes) * decode / read_bandwidth,
+                    resident_bytes=grown[str(precision)],
+                    file_bytes=_file_bytes(nested, precision),
+                    kv_cache_bytes=round(ours.kv_bytes_per_token * settings.positions),
+                    switch=switches.get(precision),
+                    rounds=mine,
+                )
+            )
+        ratios = _ratios(rounds, [str(p) for p in chosen], others)
+        return Bench(
+            model=str(nested.path),
+            machine=cpu_name(),
+            threads=threads,
+            kernels=kernels,
+            kernels_reason=reason,
+            path=f"transformers: {why_not}" if why_not else "decode path",
+            settings=settings,
+            read_bandwidth=read_bandwidth,
+            precisions=rows,
+            others=[
+                Contender(
+                    name,
+                    settings.prompt_tokens / median(rounds[name].prefill),
+                    settings.tokens / median(rounds[name].decode),
+                    size,
+                    rounds[name],
+                )
+                for name, size in others.items()
+            ],
+            ratios=ratios,
+            bars=list(_bars(rows, ratios)) if others else [],
+        )
+
+
+class _AtPrecision:
+    """The one nested model at one of its precisions."""
+
+    def __init__(self, model: Any, precision: Precision, engine: Engine) -> None:
+        self._model, self._precision, self._engine = model, precision, engine
+        self.feed = engine.feed
+
+    def keep(self, length: int) -> None:
+        """Forget later tokens; every turn begins with this, so the precision is set here."""
+        set_precision(self._model, self._precision)
+        self._engine.keep(length)
+
+
+class _Timer:
+    """Lets engines take turns."""
+
+    def __init__(self, ids: list[int], settings: Settings, turns: int, progress: Progress) -> None:
+        self._ids, self._settings, self._progress = ids, settings, progress
+        self._turns, self._done = turns, 0
+        self._engines: dict[str, Engine] = {}
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Let an engine take part; its warm-up is now."""
+        self._engines[name] = engine
+        self._turn(name)
+
+    def say(self, what: str) -> None:
+        """Tell what is going on."""
+        self._progress(what, self._done, self._turns)
+
+    def run(self) -> tuple[dict[str, Rounds], float]:
+        """Seconds of every engine in every round, and the bytes per second of a plain read."""
+        rounds = {name: Rounds() for name in self._engines}
+        buffer = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        reads = []
+        for _ in range(self._settings.rounds):
+            for name, mine in rounds.items():
+                prefill, decode = self._turn(name)
+                mine.prefill.append(prefill)
+                mine.decode.append(decode)
+            reads.append(_seconds(buffer.sum))
+        return rounds, READ_BYTES / median(reads)
+
+    def _turn(self, name: str) -> tuple[float, float]:
+        self.say(name)
+        time.sleep(_PAUSE)
+        engine, prompt, context = self._engines[name], self._settings.prompt_tokens, self._settings.context
+        engine.keep(0)
+        prefill = _seconds(lambda: engine.feed(self._ids[:prompt]))
+        engine.keep(min(context, prompt))
+        if context > prompt:
+            engine.feed(self._ids[prompt:context])
+
+        def decode() -> None:
+            for token in self._ids[context : context + self._settings.tokens]:
+                engine.feed([token])
+
+        seconds = _seconds(decode)
+        self._done += 1
+        self.say(name)
+        return prefill, seconds
+
+
+def weight_bytes_per_token(model: Any, precision: Precision) -> int:
+    """Bytes of packed weights that computing one token reads."""
+    attached = attachment(model)
+    schema = attached.nested.schema
+    entries = [schema.packed_entries(plane) for plane in range(BASE, precision.mantissa_bits + 1)]
+    sizes: dict[str, int] = {}
+    for module in attached.modules.values():
+        name = module.packed.name
+        if isinstance(module, SefpEmbedding):
+            continue  # reads a row
+        # In memory an exponent takes a byte.
+        size = prod(schema.exponents_shape(name)) + sum(prod(plane[name][1]) for plane in entries)
+        if isinstance(module, SefpExperts):
+            size = size * model.config.num_experts_per_tok // module.packed.shape[0]
+        sizes[name] = size  # by name: what is shared is read once
+    return sum(sizes.values())
+
+
+def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision, float]:
+    """Median seconds to switch to each precision from the one before it in turn; none if there is but one."""
+    times: dict[Precision, list[float]] = {p: [] for p in precisions}
+    if len(times) < 2:
+        return {}
+    for _ in range(SWITCHES):
+        for precision, mine in times.items():
+            mine.append(_seconds(lambda p=precision: set_precision(model, p)))  # type: ignore[misc]
+    return {precision: median(mine) for precision, mine in times.items()}
+
+
+def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Mapping[str, int]) -> list[Ratio]:
+    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS] + [(p, TRANSFORMERS) for p in precisions]
+    ratios = []
+    for precision, other in pairs:
+        if other in others:
+            ours, theirs = rounds[precision], rounds[other]
+            prefill = median(b / a for a, b in zip(ours.prefill, theirs.prefill, strict=True))
+            decode = median(b / a for a, b in zip(ours.decode, theirs.decode, strict=True))
+            ratios.append(Ratio(precision, other, prefill, decode))
+    return ratios
+
+
+def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio]) -> Iterator[Bar]:
+    """What the project asks of itself, as far as it was measured."""
+    for ratio in ratios:
+        if ratio.against != TRANSFORMERS and ratio.precision != "E5M8":
+            yield _bar(f"decode at {ratio.precision}, times {ratio.against}", ratio.decode, 1.0)
+    for ratio in ratios:
+        if ratio.against == _llama("Q8_0"):
+            yield _bar(f"prefill at {ratio.precision}, times {ratio.against}", ratio.prefill, 0.8)
+    if slowest := [ratio.decode for ratio in ratios if ratio.against == TRANSFORMERS]:
+        yield _bar(f"decode at any precision, times {TRANSFORMERS} in float32", min(slowest), 5.0)
+    if len(rows) == len(PRECISIONS):
+        least = min(coarser.decode / finer.decode for finer, coarser in pairwise(rows))
+        yield Bar("decode with one bit dropped, times that with it, at the least", least, 1.0, least > 1.0)
+
+
+def _bar(what: str, value: float, needed: float) -> Bar:
+    return Bar(what, value, needed, value >= needed)
+
+
+def _llama(kind: str) -> str:
+    return f"llama.cpp {kind}"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _random_ids(vocabulary: int, count: int) -> list[int]:
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _check_positions(config: Any, settings: Settings) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and settings.positions > limit:
+        raise OtaroError(
+            f"the model has {limit} positions, but --prompt-tokens {settings.prompt_tokens}, "
+            f"--context {settings.context} and --tokens {settings.tokens} take {settings.positions}"
+        )
+
+
+@contextmanager
+def _threads(wanted: int | None) -> Iterator[int]:
+    """Compute on so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield wanted or before
+    finally:
+        torch.set_num_threads(before)
+
+
+def _import_model_class(path: Path) -> None:
+    """Build a model without weights, so that what Python imports for it does not count as its memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def _file_bytes(nested: NestedDirectory, precision: Precision) -> int:
+    return sum((nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1))
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None on systems without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_name() -> str:
+    """The processor, in its maker's words where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
