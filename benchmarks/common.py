@@ -12,17 +12,23 @@ from typing import Any
 
 import torch
 
+from otaro.evaluate.speed import cpu_name
+
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M"
 
 
-def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike."""
+def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[str, float]:
+    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike.
+
+    Threads that a contender leaves waiting for work fall asleep in a `pause` before the next one.
+    """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()  # warm-up
     for _ in range(rounds):
         for name, contender in contenders.items():
+            time.sleep(pause)
             started = time.perf_counter()
             contender()
             times[name].append(time.perf_counter() - started)
@@ -31,13 +37,8 @@ def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
 
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
     return {
-        "machine": model,
+        "machine": cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,0 +1,155 @@
+"""One matrix times one to eight tokens, at every precision, beside ggml and float32: time, bandwidth, share of a plain read.
+
+    python benchmarks/bench_linear.py [--shape 4096x14336] [--tokens 1 8] [--rounds 15] [--threads 2]
+
+Each contender goes through copies of its matrix that take more than 150 MB together, so that weights come from memory and not
+from a cache, and contenders alternate in one run. Ours run with every vector instruction set of this CPU (`--instructions
+portable` adds the plain C++, which is some hundred times slower). ggml's products need llama-cpp-python (`pip install
+'otaro[llama]'`) and are left out without it; "repacked" is the layout that llama.cpp gives to some types when it loads a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import ggml
+import numpy as np
+import torch
+from common import alternate, finish
+
+import otaro
+from otaro.file.planes import pack_codes
+from otaro.kernels import cpu
+from otaro.sefp.codec import encode
+from otaro.sefp.precision import COARSEST, GROUP_SIZE
+
+LARGE = "4096x14336"
+SMOLLM2 = ("576x576", "192x576", "1536x576", "576x1536", "49152x576")
+ROTATED = 150_000_000  # bytes
+BARS = {"Q4_0": 2.2 / 4.6, "Q4_K": 2.2 / 3.1}
+"""The share of ggml's time that E5M3 may take on the large matrix with one token."""
+
+Contender = tuple[str, float, int, Callable[[], Any]]  # name, bytes of a matrix, copies, a pass over all copies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", default=[LARGE, *SMOLLM2], help="rows x length of the matrix")
+    parser.add_argument("--tokens", nargs="+", type=int, help="by default 1, 2, 4 and 8 for the first shape and 1 for others")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--instructions", nargs="+", default=cpu.available()[:-1], help="of " + ", ".join(cpu.available()))
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    if ggml.library() is None:
+        print("llama-cpp-python is not installed: without ggml's products")
+    if cpu.MISSING:
+        print(f"without our kernels: {cpu.MISSING}")
+    results = []
+    for shape in asked.shape:
+        rows, length = map(int, shape.split("x"))
+        for tokens in asked.tokens or ((1, 2, 4, 8) if shape == asked.shape[0] else (1,)):
+            results.append(measure(rows, length, tokens, asked))
+    bars = list(judged(results))
+    finish({"benchmark": "linear", "rounds": asked.rounds, "products": results, "bars": bars})
+
+
+def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """Time all contenders on one shape, and print them."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(rows, length) * 0.02, torch.randn(tokens, length)
+    buffer = torch.ones(1 << 25, dtype=torch.int64)
+    with ExitStack() as stack:
+        contenders: list[Contender] = [("plain read", buffer.nbytes, 1, buffer.sum)]
+        contenders += [*ours(weight, x, asked.instructions), float32(weight, x), *ggmls(weight, x, asked.threads, stack)]
+        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds, pause=0.02)
+    seconds = {name: passes[name] / copies for name, _, copies, _ in contenders}
+    rates = {name: size / seconds[name] for name, size, _, _ in contenders}
+    print(f"{rows} x {length}, {tokens} token{'s' if tokens > 1 else ''}, {asked.threads} threads, {asked.rounds} rounds")
+    print(f"{'':24}{'MB':>9}{'ms':>9}{'GB/s':>8}{'of plain read':>15}")
+    for name, size, _, _ in contenders:
+        share = rates[name] / rates["plain read"]
+        print(f"{name:24}{size / 1e6:9.2f}{seconds[name] * 1e3:9.3f}{rates[name] / 1e9:8.1f}{share:15.0%}")
+    print()
+    return {"shape": [rows, length], "tokens": tokens, "seconds": seconds, "bytes_per_s": rates}
+
+
+def ours(weight: torch.Tensor, x: torch.Tensor, instructions: list[str]) -> Iterator[Contender]:
+    """Our kernels: every instruction set at every precision, on the same copies."""
+    if cpu.MISSING:
+        return
+    encoded = encode(weight)
+    base, planes = pack_codes(encoded.finest_codes)
+    copies = copies_of(base.nbytes + encoded.exponents.nbytes)
+    stored = [[tensor.clone().numpy() for tensor in (base, encoded.exponents, *planes)] for _ in range(copies)]
+    out = torch.empty(len(x), len(weight))
+    for name in instructions:
+        for precision in otaro.PRECISIONS:
+            count = precision.mantissa_bits - COARSEST
+            size = sum(array.nbytes for array in stored[0][: 2 + count])
+            yield f"{precision} {name}", size, copies, partial(multiply, name, x, stored, count, out)
+
+
+def multiply(instructions: str, x: torch.Tensor, stored: list[list[Any]], planes: int, out: torch.Tensor) -> None:
+    """Each copy times x."""
+    cpu.choose(instructions)
+    kernels = importlib.import_module("otaro.kernels._cpu")  # past the checks of ops, as the decode path calls them
+    given, taken, length = x.numpy(), out.numpy(), x.shape[1]
+    for base, exponents, *rest in stored:
+        kernels.linear(given, base, exponents, rest[:planes], length, GROUP_SIZE, False, taken)
+
+
+def float32(weight: torch.Tensor, x: torch.Tensor) -> Contender:
+    """Torch's own product."""
+    matrices = [weight.clone() for _ in range(copies_of(weight.nbytes))]
+    return "float32 torch", weight.nbytes, len(matrices), lambda: [x @ matrix.T for matrix in matrices]
+
+
+def ggmls(weight: torch.Tensor, x: torch.Tensor, threads: int, stack: ExitStack) -> Iterator[Contender]:
+    """Products of ggml on matrices as they lie in a file and as llama.cpp lays them out; a wrong result stops the benchmark."""
+    if ggml.library() is None:
+        return
+    exact = (x.double() @ weight.double().T).numpy()
+    for kind in ("F16", "Q8_0", "Q5_0", "Q4_0", "Q4_K"):
+        if kind == "Q4_K" and weight.shape[1] % 256:
+            continue  # its blocks are 256 long
+        data = ggml.quantised(weight.numpy(), kind)
+        for repacked in (False, True):
+            copies = copies_of(data.nbytes)
+            products = ggml.Products(data, kind, len(weight), x.numpy(), copies, threads, repacked)
+            stack.callback(products.close)
+            if products.supported:
+                products.run()
+                error = np.abs(products.result() - exact).mean() / np.abs(exact).mean()
+                assert error < 0.15, f"ggml's {kind} is off by {error:.0%}: it was called wrongly"
+                yield f"ggml {kind}{' repacked' if repacked else ''}", data.nbytes, copies, products.run
+
+
+def copies_of(size: int) -> int:
+    return ROTATED // size + 1
+
+
+def judged(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Print whether the bars hold: E5M3 with the best instructions against ggml, on the large matrix with one token."""
+    for result in results:
+        seconds = result["seconds"]
+        if result["shape"] != [*map(int, LARGE.split("x"))] or result["tokens"] != 1:
+            continue
+        mine = min((s for name, s in seconds.items() if name.startswith("E5M3")), default=None)
+        for kind, needed in BARS.items():
+            for name in (f"ggml {kind}", f"ggml {kind} repacked"):
+                if mine is None or name not in seconds:
+                    continue
+                ratio = mine / seconds[name]
+                missed = "" if ratio <= needed else f", missed by {ratio / needed - 1:.0%}"
+                print(f"E5M3 takes {ratio:.2f} of the time of {name}; at most {needed:.2f} was asked for{missed}")
+                yield {"against": name, "ratio": ratio, "needed": needed, "holds": ratio <= needed}
+
+
+if __name__ == "__main__":
+    main()
