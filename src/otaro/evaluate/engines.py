@@ -17,6 +17,8 @@ from otaro.runtime.decode import Decoder
 from otaro.runtime.precision import attachment
 from otaro.sefp.precision import Precision
 
+_GROWTH = 64  # tokens by which a decoder's cache grows
+
 
 class Engine(Protocol):
     """Reads tokens and remembers them."""
@@ -45,8 +47,8 @@ class DecodePath:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of keys and values; known once something was read."""
-        return float(self._cache.nbytes / self._cache.length)
+        """Of keys and values, once something was read."""
+        return float(self._cache.nbytes / (-(-self._cache.length // _GROWTH) * _GROWTH))
 
 
 class Forward:
@@ -72,7 +74,7 @@ class Forward:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of keys and values; known once something was read."""
+        """Of keys and values, once something was read."""
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)
         return float(held / self._cache.get_seq_length())
 

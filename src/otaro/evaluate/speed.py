@@ -16,9 +16,11 @@ finest, each mapping one more shard, so that every figure is that of a process w
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +112,7 @@ class PrecisionSpeed:
     """Growth of the process since before the model was opened; None where the system does not tell."""
     file_bytes: int
     kv_cache_bytes: int
-    """Held for the tokens of a turn."""
+    """Held at the end of a turn, when memory is looked at."""
     switch: float | None
     """To switch to this precision from another one."""
     rounds: Rounds
@@ -181,10 +183,9 @@ def bench(
     with ExitStack() as stack:
         threads = stack.enter_context(_threads(settings.threads))
         kernels, reason = ops.backend()
-        _import_model_class(nested.path)
-        before = resident_bytes()
+        _check_positions(load(nested.path, chosen[-1]).config, settings)
+        before = resident_bytes()  # the model is gone again, what Python imported for it stays and does not count
         model = load(nested.path, chosen[-1])
-        _check_positions(model.config, settings)
         ids = _random_ids(model.config.vocab_size, settings.positions)
         why_not = Decoder.why_not(model)
         if why_not and settings.kv:
@@ -195,7 +196,6 @@ def bench(
         grown: dict[str, int | None] = {}
         for precision in reversed(chosen):
             timer.add(str(precision), _AtPrecision(model, precision, ours))
-            gc.collect()
             now = resident_bytes()
             grown[str(precision)] = None if now is None or before is None else now - before
         others: dict[str, int] = {}
@@ -233,7 +233,7 @@ def bench(
                     bandwidth_share=(weight_bytes + kv_bytes) * decode / read_bandwidth,
                     resident_bytes=grown[str(precision)],
                     file_bytes=_file_bytes(nested, precision),
-                    kv_cache_bytes=round(ours.kv_bytes_per_token * settings.positions),
+                    kv_cache_bytes=round(ours.kv_bytes_per_token * (settings.context + settings.tokens)),
                     switch=switches.get(precision),
                     rounds=mine,
                 )
@@ -421,21 +421,18 @@ def _threads(wanted: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _import_model_class(path: Path) -> None:
-    """Build a model without weights, so that what Python imports for it does not count as its memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(config)
-
-
 def _file_bytes(nested: NestedDirectory, precision: Precision) -> int:
     return sum((nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1))
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None on systems without /proc."""
+    """Memory of this process that is in RAM; None on systems without /proc.
+
+    What is free but still held, by Python or by the allocator, is given back first: it depends on what ran before.
+    """
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it, musl does not
+        trim(0)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
