@@ -1,0 +1,93 @@
+"""`otaro bench`."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from otaro.cli.main import app
+from otaro.errors import OtaroError, PrecisionError
+from otaro.evaluate import llama_cpp, speed
+
+QUICK = ["--prompt-tokens", "6", "--tokens", "2", "--context", "3", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small_read(monkeypatch):
+    monkeypatch.setattr(speed, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(speed, "SWITCHES", 3)
+
+
+def bench(*arguments, **settings):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], catch_exceptions=False, **settings)
+
+
+def test_the_tables_name_machine_kernels_and_precisions(tiny):
+    shown = bench(tiny, *QUICK, "--transformers", env={"COLUMNS": "80"}).stdout
+    assert speed.cpu_name() in shown
+    assert "kernels cpu:" in shown or "kernels reference" in shown
+    assert "prefill of 6 tokens; decode of 2 after 3; median of 1 round" in shown
+    assert shown.count("E5M8") == shown.count("E5M3") == 3, "speed, memory, against transformers"
+    assert "a plain read of memory runs at" in shown
+    assert "times transformers in float32" in shown
+    tables = [line for line in shown.splitlines() if " E5M" in line]
+    assert all(len(line) <= 80 and "…" not in line for line in tables)
+
+
+def test_json_is_one_line(tiny):
+    done = bench(tiny, *QUICK, "--json", "--precision", "E5M3,E5M8")
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert [row["precision"] for row in result["precisions"]] == ["E5M8", "E5M3"]
+    assert result["settings"] == {
+        "prompt_tokens": 6, "tokens": 2, "context": 3, "rounds": 1, "threads": None, "kv": None
+    }  # fmt: skip
+    assert result["threads"] == 1
+    assert result["versions"]["otaro"]
+    assert result["others"] == result["ratios"] == result["bars"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (["--precision", "E5M9"], PrecisionError, "unknown precision 'E5M9'"),
+        (["--kv", "fp8"], PrecisionError, "unknown precision 'fp8'"),
+        (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
+        (["--gguf-dir", "x"], OtaroError, "--gguf-dir keeps the files of --against llama.cpp, which is not given"),
+        (["--context", "600"], OtaroError, "the model has 512 positions"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(tiny, flags, error, message):
+    with pytest.raises(error, match=message):
+        bench(tiny, *flags)
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"], ["--threads", "0"], ["--context", "-1"]])
+def test_numbers_out_of_range_are_refused(tiny, flags):
+    done = bench(tiny, *flags)
+    assert done.exit_code == 2
+    assert flags[0] in done.stderr
+
+
+def test_without_llama_cpp_the_comparison_says_how_to_get_it(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    llama_cpp.library.cache_clear()
+    with pytest.raises(OtaroError, match=r"needs llama-cpp-python .* pip install"):
+        bench(tiny, *QUICK, "--against", "llama.cpp")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+def test_against_llama_cpp_four_pairs_are_shown_and_files_kept(tiny, tmp_path):
+    flags = [*QUICK, "--against", "llama.cpp", "--gguf-dir", tmp_path / "gguf"]
+    result = json.loads(bench(tiny, *flags, "--json").stdout)
+    pairs = [(ratio["precision"], ratio["against"].split()[-1]) for ratio in result["ratios"]]
+    assert pairs == [("E5M8", "F16"), ("E5M7", "Q8_0"), ("E5M4", "Q5_0"), ("E5M3", "Q4_0")]
+    assert len(result["bars"]) == 5
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "gguf").iterdir()}
+    assert len(files) == 4
+    shown = bench(tiny, *flags, "--precision", "E5M3").stdout
+    assert "llama.cpp Q4_0" in shown
+    assert "E5M7" not in shown
+    assert {path: path.stat().st_mtime_ns for path in files} == files, "used again"

@@ -1,0 +1,171 @@
+"""What `otaro bench` counts is right; how fast anything is, no test says."""
+
+import json
+from statistics import median
+
+import pytest
+import torch
+
+import otaro
+from otaro.errors import OtaroError, ShardMissingError
+from otaro.evaluate import speed
+from otaro.evaluate.speed import Rounds, Settings, bench, weight_bytes_per_token
+
+QUICK = Settings(prompt_tokens=8, tokens=3, context=4, rounds=2)
+# The matrices of the built-in model: six layers, and the embedding, which is the head too.
+MATRICES = 6 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128) + 1536 * 128
+
+
+@pytest.fixture(scope="module")
+def small_read():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "READ_BYTES", 1 << 20)
+        patch.setattr(speed, "SWITCHES", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(tiny, small_read):
+    said = []
+    result = bench(str(tiny), QUICK, with_transformers=True, progress=lambda *now: said.append(now))
+    return result, said
+
+
+def test_every_precision_is_measured_from_fine_to_coarse(measured):
+    result, _ = measured
+    assert [row.precision for row in result.precisions] == [str(p) for p in otaro.PRECISIONS]
+    for row in result.precisions:
+        assert len(row.rounds.prefill) == len(row.rounds.decode) == QUICK.rounds
+        assert row.prefill == QUICK.prompt_tokens / median(row.rounds.prefill)
+        assert row.decode == QUICK.tokens / median(row.rounds.decode)
+        assert row.switch > 0
+
+
+@pytest.mark.parametrize("precision", otaro.PRECISIONS, ids=str)
+def test_bytes_per_token_are_those_of_the_matrices(measured, precision):
+    result, _ = measured
+    row = next(row for row in result.precisions if row.precision == str(precision))
+    assert row.weight_bytes == MATRICES * (precision.mantissa_bits + 1) // 8 + MATRICES // 64  # a byte of exponent for 64
+    per_token = 6 * 2 * 2 * 32 * 2  # layers, keys and values, heads, their width, float16
+    assert row.kv_bytes == per_token * (QUICK.context + 2)  # the second of three tokens is the average
+    assert row.kv_cache_bytes == per_token * (QUICK.context + QUICK.tokens)
+
+
+def test_bandwidth_is_bytes_by_time(measured):
+    result, _ = measured
+    for row in result.precisions:
+        assert row.bandwidth == (row.weight_bytes + row.kv_bytes) * row.decode
+        assert row.bandwidth_share == row.bandwidth / result.read_bandwidth
+    sizes = [row.weight_bytes for row in result.precisions]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_memory_is_told_beside_the_shards(measured, tiny):
+    result, _ = measured
+    for row in result.precisions:
+        planes = range(3, otaro.Precision(row.precision).mantissa_bits + 1)
+        assert row.file_bytes == sum((tiny / f"model-m{plane}.safetensors").stat().st_size for plane in planes)
+        assert row.resident_bytes is None or row.resident_bytes > 0
+
+
+def test_transformers_is_compared_with_every_precision(measured):
+    result, _ = measured
+    (other,) = result.others
+    assert other.name == "transformers"
+    norms = (2 * 6 + 1) * 128
+    assert other.weight_bytes == 4 * (MATRICES + norms)
+    for ratio, row in zip(result.ratios, result.precisions, strict=True):
+        assert (ratio.precision, ratio.against) == (row.precision, other.name)
+        assert ratio.decode == median(b / a for a, b in zip(row.rounds.decode, other.rounds.decode, strict=True))
+    held = next(bar for bar in result.bars if "transformers" in bar.what)
+    assert held.value == min(ratio.decode for ratio in result.ratios)
+    assert held.holds == (held.value >= 5)
+
+
+def test_progress_ends_where_it_said(measured):
+    _, said = measured
+    assert said[-1][1] == said[-1][2] == 7 * (1 + QUICK.rounds)
+    assert [done for _, done, _ in said] == sorted(done for _, done, _ in said)
+
+
+def test_the_result_is_json(measured):
+    result, _ = measured
+    assert json.loads(json.dumps(result.to_dict()))["settings"]["kv"] is None
+
+
+def test_keys_and_values_may_be_packed(tiny, small_read):
+    settings = Settings(prompt_tokens=8, tokens=3, context=4, rounds=1, kv=otaro.Precision("E5M7"))
+    result = bench(str(tiny), settings, [otaro.Precision("E5M3")])
+    (row,) = result.precisions
+    assert row.kv_bytes < 6 * 2 * 2 * 32 * 2 * (settings.context + 2)
+    assert row.switch is None, "there is nothing to switch from"
+    assert result.to_dict()["settings"]["kv"] == "E5M7"
+
+
+def test_the_number_of_threads_is_as_before(tiny, small_read):
+    settings = Settings(prompt_tokens=2, tokens=1, context=5, rounds=1, threads=2)  # the context goes beyond the prompt
+    assert bench(str(tiny), settings, [otaro.Precision("E5M3")]).threads == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_an_embedding_that_is_not_the_head_is_left_out(make_nested):
+    model = otaro.load(make_nested("llama"))
+    rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [(120, 96)]
+    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two exponents
+    assert weight_bytes_per_token(model, otaro.Precision("E5M3")) == expected
+
+
+def test_of_experts_those_count_that_a_token_takes(make_nested):
+    model = otaro.load(make_nested("mixtral"))
+    precision = otaro.Precision("E5M3")
+    two = weight_bytes_per_token(model, precision)
+    model.config.num_experts_per_tok = 4
+    four = weight_bytes_per_token(model, precision)
+    experts = 2 * (2 * 112 * (16 * 3 + 2) + 96 * (16 * 4 + 2))  # layers; gate and up, down
+    assert four - two == 2 * experts
+
+
+def test_a_model_without_a_decode_path_goes_through_transformers(make_nested, small_read):
+    quick = Settings(prompt_tokens=4, tokens=2, context=3, rounds=1)
+    result = bench(str(make_nested("mixtral")), quick, [otaro.Precision("E5M3")])
+    assert result.path.startswith("transformers: ")
+    assert result.precisions[0].kv_bytes == round(2 * 2 * 2 * 24 * 4 * 4.5)  # float32
+    with pytest.raises(OtaroError, match="keys and values at E5M7 need the decode path, but"):
+        bench(str(make_nested("mixtral")), Settings(kv=otaro.Precision("E5M7"), prompt_tokens=4, tokens=2, context=3))
+
+
+def test_more_tokens_than_positions_are_refused(tiny):
+    with pytest.raises(OtaroError, match="512 positions, but --prompt-tokens 500, --context 500 and --tokens 64 take 564"):
+        bench(str(tiny), Settings(context=500))
+
+
+def test_a_missing_shard_is_refused_and_the_others_are_measured(tiny, copy_of, small_read):
+    partial = copy_of(tiny, planes=(3, 4))
+    with pytest.raises(ShardMissingError, match="E5M8 needs model-m5"):
+        bench(str(partial), QUICK, [otaro.Precision("E5M8")])
+    assert [row.precision for row in bench(str(partial), QUICK).precisions] == ["E5M4", "E5M3"]
+
+
+def test_ratios_are_taken_within_rounds():
+    rounds = {"E5M3": Rounds([1, 2, 1], [1, 1, 4]), "llama.cpp Q4_0": Rounds([2, 8, 3], [2, 3, 4])}
+    (ratio,) = speed._ratios(rounds, ["E5M5", "E5M3"], {"llama.cpp Q4_0": 1})
+    assert (ratio.precision, ratio.prefill, ratio.decode) == ("E5M3", 3, 2)
+
+
+def test_the_bars():
+    def row(precision, decode):
+        return speed.PrecisionSpeed(precision, 0, decode, 0, 0, 0, 0, None, 0, 0, None, Rounds())
+
+    names = [str(p) for p in otaro.PRECISIONS]
+    ratios = [
+        speed.Ratio("E5M8", "llama.cpp F16", 0.1, 0.1),  # nothing is asked of it
+        speed.Ratio("E5M7", "llama.cpp Q8_0", 0.8, 0.9),
+        speed.Ratio("E5M3", "llama.cpp Q4_0", 0.1, 1.5),
+        speed.Ratio("E5M8", "transformers", 0.1, 4.0),
+        speed.Ratio("E5M3", "transformers", 0.1, 8.0),
+    ]
+    rising = [row(name, decode) for name, decode in zip(names, [1, 2, 3, 4, 5, 6], strict=True)]
+    bars = list(speed._bars(rising, ratios))
+    assert [(bar.value, bar.holds) for bar in bars] == [(0.9, False), (1.5, True), (0.8, True), (4.0, False), (1.2, True)]
+    level = [row(name, decode) for name, decode in zip(names, [1, 2, 2, 4, 5, 6], strict=True)]
+    assert not list(speed._bars(level, []))[-1].holds, "strictly faster with every bit"
