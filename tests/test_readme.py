@@ -36,6 +36,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(workplace):
     assert "E5M3" in outputs["inspect"]
     assert "is sound" in outputs["verify"]
     assert outputs["generate"].startswith("The statement")
+    assert "a plain read of memory runs at" in outputs["bench"]
     assert "Perplexity on unseen text" in outputs["demo"]
     assert (workplace / "demo" / "story" / "report.html").is_file()
 

@@ -92,8 +92,10 @@ def show(result: Bench) -> None:
 
 def _head(result: Bench) -> Iterator[str]:
     """Where and how it was measured."""
+    from otaro.evaluate.speed import DECODE_PATH
+
     settings = result.settings
-    kv = settings.kv or ("float16" if result.path == "decode path" else "float32")
+    kv = settings.kv or ("float16" if result.path == DECODE_PATH else "float32")
     kernels = f"{result.kernels} ({console.escape(result.kernels_reason)})"
     yield f"[bold]{console.escape(result.model)}[/]"
     yield f"{console.escape(result.machine)}, {_many(result.threads, 'thread')}; kernels {kernels}"

@@ -49,6 +49,7 @@ from otaro.runtime.precision import attachment, set_precision
 from otaro.sefp.precision import PRECISIONS, Precision
 
 TRANSFORMERS = "transformers"
+DECODE_PATH = "decode path"
 READ_BYTES = 1 << 28
 SWITCHES = 200
 _PAUSE = 0.02  # seconds between turns: threads of the last contender that still wait for work go to sleep
@@ -87,9 +88,9 @@ class Contender:
     """Tokens per second of one contender, and the bytes of its weights."""
 
     name: str
+    weight_bytes: int
     prefill: float
     decode: float
-    weight_bytes: int
     rounds: Rounds
 
 
@@ -215,27 +216,24 @@ def bench(
             timer.add(_llama(kind), engine)
         rounds, read_bandwidth = timer.run()
         switches = switch_times(model, chosen)
-
         rows = []
         for precision in chosen:
-            mine = rounds[str(precision)]
+            row = _tokens_per_second(rounds[str(precision)], settings)
             weight_bytes = weight_bytes_per_token(model, precision)
             kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
-            decode = settings.tokens / median(mine.decode)
+            bandwidth = (weight_bytes + kv_bytes) * row["decode"]
             rows.append(
                 PrecisionSpeed(
                     precision=str(precision),
-                    prefill=settings.prompt_tokens / median(mine.prefill),
-                    decode=decode,
+                    **row,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
-                    bandwidth=(weight_bytes + kv_bytes) * decode,
-                    bandwidth_share=(weight_bytes + kv_bytes) * decode / read_bandwidth,
+                    bandwidth=bandwidth,
+                    bandwidth_share=bandwidth / read_bandwidth,
                     resident_bytes=grown[str(precision)],
                     file_bytes=_file_bytes(nested, precision),
                     kv_cache_bytes=round(ours.kv_bytes_per_token * (settings.context + settings.tokens)),
                     switch=switches.get(precision),
-                    rounds=mine,
                 )
             )
         ratios = _ratios(rounds, [str(p) for p in chosen], others)
@@ -245,23 +243,22 @@ def bench(
             threads=threads,
             kernels=kernels,
             kernels_reason=reason,
-            path=f"transformers: {why_not}" if why_not else "decode path",
+            path=f"transformers: {why_not}" if why_not else DECODE_PATH,
             settings=settings,
             read_bandwidth=read_bandwidth,
             precisions=rows,
-            others=[
-                Contender(
-                    name,
-                    settings.prompt_tokens / median(rounds[name].prefill),
-                    settings.tokens / median(rounds[name].decode),
-                    size,
-                    rounds[name],
-                )
-                for name, size in others.items()
-            ],
+            others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
             ratios=ratios,
             bars=list(_bars(rows, ratios)) if others else [],
         )
+
+
+def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
+    return {
+        "prefill": settings.prompt_tokens / median(rounds.prefill),
+        "decode": settings.tokens / median(rounds.decode),
+        "rounds": rounds,
+    }
 
 
 class _AtPrecision:
@@ -300,10 +297,10 @@ class _Timer:
         buffer = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         reads = []
         for _ in range(self._settings.rounds):
-            for name, mine in rounds.items():
+            for name in sorted(rounds, key=_neighbours):
                 prefill, decode = self._turn(name)
-                mine.prefill.append(prefill)
-                mine.decode.append(decode)
+                rounds[name].prefill.append(prefill)
+                rounds[name].decode.append(decode)
             reads.append(_seconds(buffer.sum))
         return rounds, READ_BYTES / median(reads)
 
@@ -389,6 +386,11 @@ def _bar(what: str, value: float, needed: float) -> Bar:
 
 def _llama(kind: str) -> str:
     return f"llama.cpp {kind}"
+
+
+def _neighbours(name: str) -> str:
+    """A key that sorts each precision beside the engine it is compared with, the closer in time the better."""
+    return {_llama(kind): f"{precision} then {kind}" for precision, kind in KINDS.items()}.get(name, name)
 
 
 def _seconds(call: Callable[[], object]) -> float:
