@@ -23,6 +23,7 @@ import torch
 from common import alternate, finish
 
 import otaro
+from otaro.evaluate.speed import READ_BYTES, plain_read
 from otaro.file.planes import pack_codes
 from otaro.kernels import cpu
 from otaro.sefp.codec import encode
@@ -63,14 +64,13 @@ def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> d
     """Time all contenders on one shape, and print them."""
     torch.manual_seed(0)
     weight, x = torch.randn(rows, length) * 0.02, torch.randn(tokens, length)
-    buffer = torch.ones(1 << 25, dtype=torch.int64)
     with ExitStack() as stack:
-        contenders: list[Contender] = [("plain read", buffer.nbytes, 1, buffer.sum)]
+        contenders: list[Contender] = [("plain read", READ_BYTES, 1, plain_read(READ_BYTES))]
         contenders += [*ours(weight, x, asked.instructions), float32(weight, x), *ggmls(weight, x, asked.threads, stack)]
         passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds, pause=0.02)
     seconds = {name: passes[name] / copies for name, _, copies, _ in contenders}
     rates = {name: size / seconds[name] for name, size, _, _ in contenders}
-    print(f"{rows} x {length}, {tokens} token{'s' if tokens > 1 else ''}, {asked.threads} threads, {asked.rounds} rounds")
+    print(f"{rows} x {length}; tokens: {tokens}, threads: {asked.threads}, rounds: {asked.rounds}")
     print(f"{'':24}{'MB':>9}{'ms':>9}{'GB/s':>8}{'of plain read':>15}")
     for name, size, _, _ in contenders:
         share = rates[name] / rates["plain read"]
