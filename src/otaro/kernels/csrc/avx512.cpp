@@ -162,10 +162,112 @@ struct Avx512 {
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
 };
 
+// Many tokens. Sixteen rows are unpacked and turned, so that a register has four weights of each: its products with four activations,
+// broadcast, need no sum across, and a row stays in its lane to the end.
+constexpr int kTileRows = 16, kTileTokens = 64;
+
+OTARO_INLINE void transpose(__m512i (&v)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // v[4 k + i] has column 4 l + i of rows 4 k to 4 k + 3 in its lane l
+    const __m512i a = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88), b = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88), d = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    t[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) v[i] = t[i];
+}
+
+// Products of sixteen rows, four weights to a register, with 64 activation bytes.
+OTARO_INLINE __m512i turned_products(__m512i sums, const __m512i (&rows)[16], const int8_t* digits) {
+#pragma GCC unroll 16
+  for (int q = 0; q < 16; ++q) {
+    int32_t four;
+    std::memcpy(&four, digits + 4 * q, sizeof four);
+    sums = _mm512_dpbusd_epi32(sums, rows[q], _mm512_set1_epi32(four));
+  }
+  return sums;
+}
+
+template <int M, bool Truncate>
+void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out, int64_t stride) {
+  constexpr Meaning means = meaning(M, Truncate);
+  const int64_t blocks = weight.blocks(), groups = weight.groups(), per_group = weight.units_per_group();
+  alignas(64) float lanes[kTileTokens][kLanes][kTileRows] = {};
+  alignas(64) int32_t tops[kTileTokens][kTileRows];
+  for (int64_t unit = 0; unit < x.units; ++unit) {
+    const bool both = 2 * unit + 1 < blocks;
+    __m512i low[16], top[16];
+    alignas(16) int8_t exponents[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t row = first_row + (r < rows ? r : rows - 1);
+      const Avx512::Codes<M, Truncate> codes(Bytes<M>(weight, row), 2 * unit, both);
+      low[r] = codes.low;
+      if constexpr (M == kFinest) top[r] = codes.top;
+      exponents[r] = weight.exponents[row * groups + unit / per_group];
+    }
+    transpose(low);
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(exponents))),
+                                            _mm512_set1_epi32(127 - means.shift));
+    const __m512 steps = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+    const int8_t* digits = x.digits + x.first_block(unit, 0) * 2 * kBlock;
+    if constexpr (M == kFinest) {
+      transpose(top);
+      for (int t = 0; t < x.tokens; ++t) {
+        const int8_t* at = digits + t * 4 * kBlock;
+        const __m512i high = turned_products(_mm512_setzero_si512(), top, at);
+        _mm512_store_si512(tops[t], turned_products(_mm512_slli_epi32(high, 8), top, at + 2 * kBlock));
+      }
+    }
+    for (int t = 0; t < x.tokens; ++t) {
+      const int8_t* at = digits + t * 4 * kBlock;
+      const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();
+      const __m512i high = turned_products(start, low, at), of_low = turned_products(_mm512_setzero_si512(), low, at + 2 * kBlock);
+      __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high, 8), of_low);
+      if constexpr (Truncate && M == kFinest) sums = _mm512_sub_epi32(sums, start);
+      if constexpr (means.factor == 2) sums = _mm512_add_epi32(sums, sums);
+      const int64_t slot = t * x.units + unit;
+      const __m512i dots = _mm512_add_epi32(sums, _mm512_set1_epi32(Avx512::constant(M, Truncate) * x.sums[slot]));
+      const __m512 terms = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot])));
+      float* lane = lanes[t][unit % kLanes];
+      _mm512_store_ps(lane, _mm512_add_ps(_mm512_load_ps(lane), terms));
+    }
+  }
+  const auto wanted = static_cast<__mmask16>((1u << rows) - 1);
+  for (int t = 0; t < x.tokens; ++t) {
+    __m512 sums[kLanes];
+    for (int j = 0; j < kLanes; ++j) sums[j] = _mm512_load_ps(lanes[t][j]);
+    for (int half = kLanes / 2; half; half /= 2)
+      for (int j = 0; j < half; ++j) sums[j] = _mm512_add_ps(sums[j], sums[j + half]);
+    _mm512_mask_storeu_ps(out + t * stride + first_row, wanted, sums[0]);
+  }
+}
+
+template <int M, bool Truncate>
+void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+  for (int64_t row = begin; row < end; row += kTileRows)
+    for (int first = 0; first < x.tokens; first += kTileTokens) {
+      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
+      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
+    }
+}
+
 }  // namespace otaro::avx512
 
 namespace otaro {
 const Kernels kAvx512 = {"avx512", avx512::ByPair::digit_weight, avx512::quantise<avx512::ByPair>,
-                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear), OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
-                         OTARO_INSTANCES(avx512::decode)};
+                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear), OTARO_INSTANCES(avx512::many),
+                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots), OTARO_INSTANCES(avx512::decode)};
 }

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <new>
 
+#include "multiply.h"
 #include "select.h"
 
 namespace otaro {
@@ -17,7 +18,7 @@ struct Product {
 };
 
 // Products of the same activations in one region: rows of all matrices are numbered through. A chunk of rows is small enough to
-// stay in the cache while tokens pass, eight at a time.
+// stay in the cache while tokens pass.
 void multiply(const Kernels& kernels, Pool& pool, std::initializer_list<Product> products, const Activations& x) {
   constexpr int64_t kChunkBytes = 256 << 10;
   int64_t rows = 0, row_bytes = 1;
@@ -33,9 +34,7 @@ void multiply(const Kernels& kernels, Pool& pool, std::initializer_list<Product>
       const int64_t from = std::max(begin, first) - first, to = std::min(end, first + weight.rows) - first;
       first += weight.rows;
       if (from >= to) continue;
-      const auto linear = kernels.linear[weight.bits - kCoarsest][weight.truncate];
-      for (int t = 0; t < x.tokens; t += kMaxTokens)
-        linear(weight, x.some(t, std::min(kMaxTokens, x.tokens - t)), from, to, product.out + t * weight.rows, weight.rows);
+      multiply_rows(kernels, weight, x, from, to, product.out);
       if (const float* bias = product.linear.bias)
         for (int t = 0; t < x.tokens; ++t)
           for (int64_t row = from; row < to; ++row) product.out[t * weight.rows + row] += bias[row];

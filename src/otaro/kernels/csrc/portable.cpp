@@ -119,6 +119,6 @@ void decode(const Packed& weight, int64_t row, float* out) {
 }  // namespace otaro::portable
 
 namespace otaro {
-const Kernels kPortable = {"portable", portable::digit_weight_by_block, portable::quantise, OTARO_INSTANCES(portable::linear),
+const Kernels kPortable = {"portable", portable::digit_weight_by_block, portable::quantise, OTARO_INSTANCES(portable::linear), {},
                            OTARO_INSTANCES(portable::dots), OTARO_INSTANCES(portable::decode)};
 }

@@ -311,32 +311,59 @@ OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, int8_t ex
   }
 }
 
-// One token. Bytes of rows follow each other, so one pointer walks through all of them.
+// The whole eights of units of a row, for one token. Lanes and others take turns; in the end 0 + 1 is 1 + 0.
+template <class Machine, int M, bool Truncate>
+OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const int8_t* exponents, int64_t units, __m256& lanes, __m256& others) {
+  lanes = others = _mm256_setzero_ps();
+  for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
+    typename Machine::Sums sums[1][8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
+    const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
+    const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
+    lanes = others;
+    others = added;
+  }
+}
+
+// One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is left over (576 is nine),
+// those of eight rows are summed across together.
 template <class Machine, int M, bool Truncate>
 void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end, float* out) {
+  constexpr Meaning means = meaning(M, Truncate);
   Activations x = of_x;
   x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
   const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
+  const int left = static_cast<int>(units - whole);
   const int8_t* exponents = weight.exponents + begin * groups;
   Bytes<M> bytes(weight, begin);
-  for (int64_t row = begin; row < end; ++row, exponents += groups) {
-    __m256 lanes = _mm256_setzero_ps(), others = _mm256_setzero_ps();
-    for (int64_t unit = 0; unit < whole; unit += 8, bytes.skip(16)) {
-      typename Machine::Sums sums[1][8];
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
-      const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
-      lanes = others;  // the next eight units belong to the other lanes; in the end 0 + 1 is 1 + 0
-      others = added;
-    }
-    if (units - whole == 1) {
-      add_one<Machine, M, Truncate, 1>(bytes, x, exponents[whole], whole, &lanes);
+  int64_t row = begin;
+  for (; left == 1 && row + 8 <= end; row += 8) {
+    __m256 lanes[8], others[8];
+    typename Machine::Sums sums[1][8];
+    int8_t last[8];
+#pragma GCC unroll 1
+    for (int r = 0; r < 8; ++r, exponents += groups) {
+      add_eights<Machine, M, Truncate>(bytes, x, exponents, whole, lanes[r], others[r]);
+      unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
       bytes.skip(2);
-    } else if (units != whole) {
-      add_rest<Machine, M, Truncate, 1, true>(bytes, x, exponents, 1, whole, static_cast<int>(units - whole), false, &lanes);
-      bytes.skip(2 * (units - whole));
+      last[r] = exponents[whole];
     }
+    const __m256i products = Machine::across(sums[0]), offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
+    const __m256i dots = _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
+    const __m256 scales = _mm256_mul_ps(steps_of<means.shift>(last, 1, 0, 8), _mm256_set1_ps(x.scales[whole]));
+    float terms[8];
+    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), scales));
+    for (int r = 0; r < 8; ++r) {
+      const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+      out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
+    }
+  }
+  for (; row < end; ++row, exponents += groups) {
+    __m256 lanes, others;
+    add_eights<Machine, M, Truncate>(bytes, x, exponents, whole, lanes, others);
+    if (left) add_rest<Machine, M, Truncate, 1, true>(bytes, x, exponents, 1, whole, left, false, &lanes);
+    bytes.skip(2 * left);
     out[row] = sum_lanes(_mm256_add_ps(lanes, others));
   }
 }
