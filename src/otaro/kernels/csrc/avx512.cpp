@@ -207,29 +207,32 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
   alignas(64) float lanes[kTileTokens][kLanes][kTileRows] = {};
   alignas(64) int32_t tops[kTileTokens][kTileRows];
   for (int64_t unit = 0; unit < x.units; ++unit) {
-    const bool both = 2 * unit + 1 < blocks;
-    __m512i low[16], top[16];
+    const int8_t* digits = x.digits + x.first_block(unit, 0) * 2 * kBlock;
+    const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
+    const auto codes = [&](int r) __attribute__((always_inline)) {
+      return Avx512::Codes<M, Truncate>(Bytes<M>(weight, row_of(r)), 2 * unit, 2 * unit + 1 < blocks);
+    };
+    if constexpr (M == kFinest) {  // first, and alone: sixteen registers are half of all
+      __m512i top[16];
+      for (int r = 0; r < kTileRows; ++r) top[r] = codes(r).top;
+      transpose(top);
+      for (int t = 0; t < x.tokens; ++t) {
+        const int8_t* at = digits + t * 4 * kBlock;
+        const __m512i high = turned_products(_mm512_setzero_si512(), top, at);
+        const __m512i low = turned_products(_mm512_setzero_si512(), top, at + 2 * kBlock);
+        _mm512_store_si512(tops[t], _mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+      }
+    }
+    __m512i low[16];
     alignas(16) int8_t exponents[kTileRows];
     for (int r = 0; r < kTileRows; ++r) {
-      const int64_t row = first_row + (r < rows ? r : rows - 1);
-      const Avx512::Codes<M, Truncate> codes(Bytes<M>(weight, row), 2 * unit, both);
-      low[r] = codes.low;
-      if constexpr (M == kFinest) top[r] = codes.top;
-      exponents[r] = weight.exponents[row * groups + unit / per_group];
+      low[r] = codes(r).low;
+      exponents[r] = weight.exponents[row_of(r) * groups + unit / per_group];
     }
     transpose(low);
     const __m512i biased = _mm512_add_epi32(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(exponents))),
                                             _mm512_set1_epi32(127 - means.shift));
     const __m512 steps = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-    const int8_t* digits = x.digits + x.first_block(unit, 0) * 2 * kBlock;
-    if constexpr (M == kFinest) {
-      transpose(top);
-      for (int t = 0; t < x.tokens; ++t) {
-        const int8_t* at = digits + t * 4 * kBlock;
-        const __m512i high = turned_products(_mm512_setzero_si512(), top, at);
-        _mm512_store_si512(tops[t], turned_products(_mm512_slli_epi32(high, 8), top, at + 2 * kBlock));
-      }
-    }
     for (int t = 0; t < x.tokens; ++t) {
       const int8_t* at = digits + t * 4 * kBlock;
       const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();
