@@ -70,6 +70,12 @@ def make_model(architecture: str, **changes: object) -> transformers.PreTrainedM
     return model
 
 
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., transformers.PreTrainedModel]:
+    """random_model("qwen2", sliding_window=8) is a model of its own; see `make_model`."""
+    return make_model
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tensors are small here: on a busy machine a second thread costs far more in waiting than it saves."""

@@ -45,3 +45,25 @@ def logits():
             return model(ids).logits
 
     return run
+
+
+@pytest.fixture(scope="session")
+def make_variant(random_model, tmp_path_factory):
+    """make_variant("llama", {"attention_bias": True}) packs such a model; returns its directory, and a function from a precision
+    to the ordinary model, in float64, on weights decoded at it."""
+
+    def make(architecture, changes):
+        directory = tmp_path_factory.mktemp("variant")
+        random_model(architecture, **changes).save_pretrained(directory / "checkpoint")
+        otaro.pack(directory / "checkpoint", directory / "nested")
+
+        def truth(precision):
+            model = AutoModelForCausalLM.from_pretrained(directory / "checkpoint", dtype=torch.float64)
+            stored = AutoModelForCausalLM.from_pretrained(directory / "checkpoint").state_dict()
+            for name in NestedDirectory(directory / "nested").schema.packed:
+                model.get_parameter(name).data = otaro.encode(stored[name]).decode(precision).double()
+            return model
+
+        return directory / "nested", truth
+
+    return make

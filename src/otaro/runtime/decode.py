@@ -27,6 +27,8 @@ from otaro.kernels import cpu, ops
 from otaro.runtime.modules import PackedWeight, SefpModule
 from otaro.sefp.precision import Precision
 
+_cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _LINEARS = {
     "query": "self_attn.q_proj",
@@ -148,8 +150,8 @@ class Decoder:
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
         try:
-            for start in range(0, len(tokens), cpu._cpu.max_step):
-                some = tokens[start : start + cpu._cpu.max_step]
+            for start in range(0, len(tokens), _cpu.max_step):
+                some = tokens[start : start + _cpu.max_step]
                 last = start + len(some) == len(tokens)
                 rows = logits[start : start + len(some)] if all_logits else logits
                 self._native.step(some, cache.native, self._precisions(), rows.numpy() if last or all_logits else None)
@@ -183,7 +185,7 @@ class Decoder:
         """The native view of a packed weight, shared where weights are tied."""
         if id(packed) not in self._native_matrices:
             schema = packed.nested.schema
-            self._native_matrices[id(packed)] = cpu._cpu.Matrix(
+            self._native_matrices[id(packed)] = _cpu.Matrix(
                 packed.base.numpy(),
                 packed.exponents.numpy(),
                 packed.shape[-1],
@@ -209,7 +211,7 @@ class Decoder:
                 parts[name] = None if norm is None else _array(norm.weight)
             parts["window"] = _window(config, layer.self_attn)
             layers.append(parts)
-        return cpu._cpu.Decoder(
+        return _cpu.Decoder(
             config.num_attention_heads,
             config.num_key_value_heads,
             first.head_dim,

@@ -1,0 +1,344 @@
+"""The decoder against transformers, step by step: every architecture, precision, reconstruction and kind of cache.
+
+The slow path runs the same packed modules and rounds keys and values as the decoder's cache does; what is left
+between the two is the order of float32 sums. Truth is the same model in float64 on decoded weights.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import otaro
+from otaro.errors import OtaroError
+from otaro.file.planes import pack_codes
+from otaro.kernels import cpu
+from otaro.kernels.ops import FEW_TOKENS
+from otaro.runtime.decode import Decoder
+from otaro.sefp.precision import PRECISIONS, Precision
+
+pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
+
+SERVED = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+IDS = [(7 * i + i * i // 3) % 120 for i in range(150)]  # more than two segments of 64 positions
+EXACT = object()
+KV = (None, Precision("E5M7"), Precision("E5M3"))
+
+
+class RoundingCache(DynamicCache):
+    """Keeps keys and values as the decoder's cache does: in float16, or encoded at a precision."""
+
+    def __init__(self, kv, **kwargs):
+        super().__init__(**kwargs)
+        self.kv = kv
+
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(self._rounded(keys), self._rounded(values), *args, **kwargs)
+
+    def _rounded(self, tensor):
+        if self.kv is EXACT:
+            return tensor
+        rounded = tensor.half() if self.kv is None else otaro.encode(tensor.float().contiguous()).decode(self.kv)
+        return rounded.to(tensor.dtype)
+
+
+def slow(model, ids, kv=None):
+    """Logits [ids, vocabulary] of transformers, as many tokens at a time as packed modules multiply on integers."""
+    cache, rows = RoundingCache(kv, config=model.config), []
+    with torch.no_grad():
+        for start in range(0, len(ids), FEW_TOKENS):
+            rows.append(model(torch.tensor([ids[start : start + FEW_TOKENS]]), past_key_values=cache).logits[0])
+    return torch.cat(rows)
+
+
+def fast(model, ids, kv=None):
+    decoder = Decoder(model)
+    return decoder.forward(ids, decoder.new_cache(kv), all_logits=True)
+
+
+def error(logits, truth):
+    return float((logits.double() - truth).pow(2).mean().sqrt())
+
+
+def check_against_slow_path(model, truth_model, ids=IDS[:40], kv=None):
+    # A code that flips by a rounding error moves a packed key by a whole step: there the truth is without any rounding of keys.
+    truth = slow(truth_model, ids, kv and EXACT)
+    ours, theirs = fast(model, ids, kv), slow(model, ids, kv)
+    assert error(ours, truth) <= 2 * error(theirs, truth)
+    if kv is None:
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.fixture(params=SERVED)
+def served(request):
+    return request.param
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, reconstruction, kv):
+    model = otaro.load(make_nested(served, reconstruction))
+    assert Decoder.why_not(model) is None
+    for precision in PRECISIONS if kv is None else PRECISIONS[::4]:
+        otaro.set_precision(model, precision)
+        truth = decoded_model(served, precision, reconstruction, torch.float64)
+        check_against_slow_path(model, truth, IDS[:24], kv)
+
+
+VARIANTS = {
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear positions": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama3 positions": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "yarn positions": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "a window": ("mistral", {"sliding_window": 9}),
+    "a window across segments": ("mistral", {"sliding_window": 70}),
+    "a window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "one kv head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 12, "head_dim": 8}),
+    "a kv head each": ("llama", {"num_key_value_heads": 4}),
+    "wide heads": ("qwen3", {"head_dim": 80}),
+}
+
+
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_architectures(make_variant, variant, kv):
+    nested, truth = make_variant(*VARIANTS[variant])
+    check_against_slow_path(otaro.load(nested, "E5M6"), truth("E5M6"), IDS[:100] if "segments" in variant else IDS[:40], kv)
+
+
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+def test_a_prompt_gives_the_same_bits_at_once_in_pieces_and_token_by_token(make_nested, served, kv):
+    decoder = Decoder(otaro.load(make_nested(served), "E5M5"))
+    ids = IDS * 2  # more than one call takes
+    once = decoder.forward(ids, decoder.new_cache(kv), all_logits=True)
+    for sizes in ((1,), (7, 64, 1, 100), (255, 3)):
+        cache, rows = decoder.new_cache(kv), []
+        while cache.length < len(ids):
+            size = sizes[len(rows) % len(sizes)]
+            rows.append(decoder.forward(ids[cache.length : cache.length + size], cache, all_logits=True))
+        assert torch.equal(torch.cat(rows), once), sizes
+    assert torch.equal(decoder.forward(ids, decoder.new_cache(kv)), once[-1])
+
+
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+def test_instructions_and_threads_do_not_change_a_bit(make_nested, served, kv, monkeypatch):
+    model = otaro.load(make_nested(served), "E5M6")
+    results = []
+    for instructions in cpu.available():
+        monkeypatch.setenv("OTARO_KERNELS", f"cpu:{instructions}")
+        for threads in (1, 2, 3) if instructions == cpu.best() else (1,):
+            torch.set_num_threads(threads)
+            decoder = Decoder(model)
+            cache = decoder.new_cache(kv)
+            pieces = [decoder.forward(some, cache, all_logits=True) for some in (IDS[:70], IDS[70:71], IDS[71:])]
+            results.append(torch.cat(pieces))
+    torch.set_num_threads(1)
+    assert len(results) >= 3
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_precision_may_change_between_any_two_tokens(make_nested):
+    model = otaro.load(make_nested("qwen2"), "E5M3")
+    changes = ["E5M3", "E5M8", {"*": "E5M4", "*.self_attn.*": "E5M7"}, "E5M5", {"lm_head": "E5M8"}]
+    decoder, cache = Decoder(model), None
+    cache, theirs = decoder.new_cache(), RoundingCache(None, config=model.config)
+    for token, precision in zip(IDS[:20], changes * 4, strict=True):
+        otaro.set_precision(model, precision)
+        ours = decoder.forward([token], cache)
+        with torch.no_grad():
+            slow_logits = model(torch.tensor([[token]]), past_key_values=theirs).logits[0, -1]
+        assert torch.allclose(ours, slow_logits, rtol=1e-3, atol=1e-3)
+        assert ours.argmax() == slow_logits.argmax()
+
+
+def test_planes_are_attached_when_a_precision_needs_them(make_nested):
+    model = otaro.load(make_nested("llama"), "E5M3")
+    decoder = Decoder(model)
+    decoder.forward(IDS[:3], decoder.new_cache())
+    assert not hasattr(model.lm_head.packed, "plane4")
+    otaro.set_precision(model, "E5M5")
+    finer = decoder.forward(IDS[:3], decoder.new_cache())
+    assert torch.equal(finer, fast(otaro.load(make_nested("llama"), "E5M5"), IDS[:3])[-1])
+
+
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+def test_a_cropped_cache_goes_on_as_if_nothing_had_been_read(make_nested, kv):
+    decoder = Decoder(otaro.load(make_nested("llama"), "E5M4"))
+    cache, fresh = decoder.new_cache(kv), decoder.new_cache(kv)
+    decoder.forward(IDS[:140], cache)
+    bytes_before = cache.nbytes
+    cache.crop(30)
+    assert (cache.length, cache.nbytes) == (30, bytes_before // 3)
+    decoder.forward(IDS[:30], fresh)
+    assert torch.equal(decoder.forward(IDS[50:60], cache), decoder.forward(IDS[50:60], fresh))
+    cache.crop(-4)
+    assert cache.length == 36
+    cache.crop(1000)
+    assert cache.length == 36
+
+
+def test_memory_of_the_cache(make_nested):
+    decoder = Decoder(otaro.load(make_nested("llama"), "E5M4"))
+    sizes = {}
+    for kv in (None, *PRECISIONS):
+        cache = decoder.new_cache(kv)
+        assert cache.nbytes == 0
+        decoder.forward(IDS[:65], cache)
+        sizes[kv] = cache.nbytes
+    assert sizes[None] == 128 * 2 * 2 * 2 * 32 * 2  # positions, keys and values, layers, kv heads, head of 24 padded, bytes
+    packed = [sizes[precision] for precision in PRECISIONS]
+    assert packed == sorted(packed, reverse=True)
+    assert max(packed) < sizes[None]
+
+
+def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
+    decoder, other = (Decoder(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
+    cache = decoder.new_cache()
+    decoder.forward(IDS[:5], cache)
+    expected = decoder.forward(IDS[5:6], cache)
+    cache.crop(5)
+    for ids, message in (
+        ([], "one token or more"),
+        ([[1, 2]], "one token or more"),
+        ([3, 120], "token 120 is not in the vocabulary of 120"),
+        ([-1], "token -1"),
+        (IDS[:300] * 2 + [999], "token 999"),
+    ):
+        with pytest.raises(OtaroError, match=message):
+            decoder.forward(ids, cache)
+        assert cache.length == 5
+    with pytest.raises(OtaroError, match="another model"):
+        other.forward([1], cache)
+    with pytest.raises(OtaroError, match="serves the decoder alone"):
+        cache.update(None, None, 0)
+    assert torch.equal(decoder.forward(IDS[5:6], cache), expected)
+
+
+def test_a_packed_cache_refuses_what_sefp_cannot_hold(make_nested):
+    model = otaro.load(make_nested("qwen2"), "E5M8")
+    model.model.layers[1].self_attn.v_proj.bias.data[3] = 1e6
+    decoder = Decoder(model)
+    cache = decoder.new_cache(Precision("E5M8"))
+    with pytest.raises(OtaroError, match="float16"):
+        decoder.forward([1, 2], cache)
+    assert cache.length == 0
+
+
+def test_why_not(make_nested, make_variant):
+    def reason(name="llama", change=lambda model: None, **kwargs):
+        model = otaro.load(make_nested(name), **kwargs)
+        change(model)
+        return Decoder.why_not(model)
+
+    assert "mixtral" in reason("mixtral")
+    assert "bfloat16" in reason(dtype=torch.bfloat16)
+    assert "float16" in reason(change=lambda model: torch.nn.Module.half(model))
+    assert "gelu" in reason(change=lambda model: setattr(model.config, "hidden_act", "gelu"))
+    assert "hooks" in reason(change=lambda model: model.lm_head.register_forward_hook(print))
+    assert "not all of its weights" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Linear(96, 120)))
+    assert reason(change=lambda model: model.train()) is None  # nothing to drop out
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    nested, _ = make_variant("llama", {"rope_parameters": dynamic})
+    assert "dynamic" in Decoder.why_not(otaro.load(nested))
+    with pytest.raises(OtaroError, match="mixtral"):
+        Decoder(otaro.load(make_nested("mixtral")))
+
+
+def test_without_the_extension_there_is_a_reason(make_nested, monkeypatch):
+    monkeypatch.setenv("OTARO_KERNELS", "reference")
+    model = otaro.load(make_nested("llama"))
+    assert "OTARO_KERNELS=reference" in Decoder.why_not(model)
+
+
+def test_a_copy_of_a_model_has_a_decoder_of_its_own(make_nested):
+    from otaro.runtime.generate import decoder_of
+
+    model = otaro.load(make_nested("llama"), "E5M4")
+    first = decoder_of(model)
+    assert decoder_of(model) is first
+    twin = copy.deepcopy(model)
+    otaro.set_precision(twin, "E5M3")
+    assert decoder_of(twin) is not first
+    assert not torch.equal(*(one.forward(IDS[:5], one.new_cache()) for one in (first, decoder_of(twin))))
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(96))
+    assert decoder_of(model) is not first
+
+
+@pytest.fixture(params=cpu.available())
+def instructions(request):
+    cpu._cpu.choose(request.param)
+    yield
+    cpu._cpu.choose(cpu.best())
+
+
+def test_the_exponential_is_right_to_about_a_unit_in_the_last_place(instructions):
+    x = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(np.float32)
+    out = np.empty_like(x)
+    cpu._cpu.exponential(x, out)
+    exact = np.exp(x.astype(np.float64))
+    unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+    assert np.max(np.abs(out - exact) / unit) < 1.5
+    edges = np.array([-np.inf, -1000, -87.5, 0, 1000, np.inf, np.nan], dtype=np.float32)
+    out = np.empty_like(edges)
+    cpu._cpu.exponential(edges, out)
+    assert out[:4].tolist() == [0, 0, 0, 1]
+    assert out[4] == out[5] > 1e38
+    assert np.isnan(out[6])
+
+
+def test_halves_are_rounded_as_torch_rounds_them(instructions):
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.half).float()
+    between = torch.nextafter(every, torch.tensor(torch.inf))
+    middle = (every + torch.roll(every, 1)) / 2
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).int().view(torch.float32)
+    x = torch.cat([every, between, middle, random])
+    out = np.empty(len(x), dtype=np.float32)
+    cpu._cpu.through_halves(x.numpy(), out)
+    assert torch.equal(torch.from_numpy(out).nan_to_num(-7, 1e9, -1e9), x.half().float().nan_to_num(-7, 1e9, -1e9))
+
+
+@pytest.mark.parametrize("length", [24, 64, 80, 128])
+def test_rows_are_encoded_as_the_codec_says(instructions, length):
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(200, length, generator=generator) * 2.0 ** torch.randint(-30, 15, (200, 1), generator=generator)
+    x[0], x[1, 0], x[2, 5], x[3, 0] = 0.0, -1e-30, 65535.9, -65535.9
+    x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))  # scaled, the second underflows; its floor is still below zero
+    reference = otaro.encode(x)
+    base, planes = pack_codes(reference.finest_codes)
+    for bits in range(3, 9):
+        ours = [np.zeros(tuple(plane.shape), dtype=np.uint8) for plane in (base, *planes[: bits - 3])]
+        exponents = np.zeros(tuple(reference.exponents.shape), dtype=np.int8)
+        cpu._cpu.encode(x.numpy(), ours[0], ours[1:], exponents)
+        assert np.array_equal(exponents, reference.exponents.numpy())
+        for mine, theirs in zip(ours, [base, *planes], strict=False):
+            assert np.array_equal(mine, theirs.numpy())
+    for bad in (65536.0, torch.inf, torch.nan):
+        x[7, 3] = bad
+        with pytest.raises(ValueError, match="65536"):
+            cpu._cpu.encode(x.numpy(), ours[0], ours[1:], exponents)
