@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from otaro.file.pack import pack
     from otaro.runtime.hf import SefpConfig
     from otaro.runtime.load import load
-    from otaro.runtime.precision import at_precision, precisions_of, set_precision
+    from otaro.runtime.precision import at_precision, precisions_of, set_precision, trim
     from otaro.sefp.codec import SefpTensor, encode
     from otaro.sefp.precision import PRECISIONS, Precision
 
@@ -36,6 +36,7 @@ _HOME = {
     "set_precision": "otaro.runtime.precision",
     "at_precision": "otaro.runtime.precision",
     "precisions_of": "otaro.runtime.precision",
+    "trim": "otaro.runtime.precision",
     "SefpConfig": "otaro.runtime.hf",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "pack",
     "precisions_of",
     "set_precision",
+    "trim",
 ]
 
 

@@ -49,8 +49,10 @@ def logits():
 
 @pytest.fixture(scope="session")
 def make_variant(random_model, tmp_path_factory):
-    """make_variant("llama", {"attention_bias": True}) packs such a model; returns its directory, and a function from a precision
-    to the ordinary model, in float64, on weights decoded at it."""
+    """make_variant("llama", {"attention_bias": True}) packs such a model and returns its directory and a function.
+
+    The function gives, for a precision, the ordinary model in float64 on weights decoded at it.
+    """
 
     def make(architecture, changes):
         directory = tmp_path_factory.mktemp("variant")

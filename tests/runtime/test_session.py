@@ -5,6 +5,7 @@ import torch
 
 import otaro
 from otaro.builtin import MODEL_DIR
+from otaro.kernels import cpu
 from otaro.runtime.session import ChatSession
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -20,8 +21,17 @@ def packed(tmp_path_factory):
     return out
 
 
+@pytest.fixture(params=["decoder", "transformers"])
+def path(request, monkeypatch):
+    if request.param == "transformers":
+        monkeypatch.setenv("OTARO_KERNELS", "reference")
+    elif cpu.MISSING:
+        pytest.skip(cpu.MISSING)
+    return request.param
+
+
 @pytest.fixture(params=["plain text", "chat template"])
-def session(packed, request):
+def session(packed, path, request):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(packed)
@@ -49,15 +59,20 @@ def test_a_turn_with_reused_cache_says_what_a_fresh_run_says(session):
 def test_the_cache_holds_exactly_the_tokens_of_the_conversation(session):
     session.reply("The module", **GREEDY)
     assert session.cached_tokens == len(session._ids) - 1  # the last token was said but not yet read
+    assert (session.model.generation.cache_bytes or 1) > 0
 
 
-def test_switching_precision_keeps_the_cache(session):
+def test_switching_precision_keeps_the_cache(session, path):
     session.reply("The following", **GREEDY)
     kept = session.cached_tokens
-    keys = session._cache.layers[0].keys.clone()
+    keys = session._cache.layers[0].keys.clone() if path == "transformers" else None
     otaro.set_precision(session.model, "E5M3")
     assert session.cached_tokens == kept
     session.reply("functions", **GREEDY)
+    assert (session.model.generation.served_by, session.model.generation.reused_tokens) == (path, session.reused)
+    assert session.reused > kept // 2
+    if keys is None:
+        return
     common = min(kept, session._cache.layers[0].keys.shape[-2])
     same = torch.equal(session._cache.layers[0].keys[..., : common // 2, :], keys[..., : common // 2, :])
     assert same, "keys of earlier tokens were computed anew"
@@ -91,6 +106,7 @@ def test_an_interrupted_answer_leaves_the_conversation_as_it_was(session):
     assert fresh_answer(session, session._ids[:cut]) == session._ids
 
 
+@pytest.mark.parametrize("path", ["transformers"], indirect=True)
 def test_a_cache_that_cannot_be_cut_is_computed_anew(session, monkeypatch):
     from transformers import DynamicCache
 
@@ -106,3 +122,17 @@ def test_a_cache_that_cannot_be_cut_is_computed_anew(session, monkeypatch):
     session.reply("and then", **GREEDY)
     cut = len(session._ids) - session.produced
     assert fresh_answer(session, session._ids[:cut]) == session._ids
+
+
+@pytest.mark.parametrize("path", ["decoder"], indirect=True)
+def test_keys_and_values_may_be_packed(session):
+    packed = ChatSession(session.model, session.tokenizer, otaro.Precision("E5M7"))
+    for one in (session, packed):
+        one.reply("The module", **GREEDY)
+    assert packed._cache.nbytes < session._cache.nbytes
+
+
+@pytest.mark.parametrize("path", ["transformers"], indirect=True)
+def test_packed_keys_need_the_decoder(session):
+    with pytest.raises(otaro.OtaroError, match=r"kv=E5M7 needs the decoder.*OTARO_KERNELS=reference"):
+        ChatSession(session.model, session.tokenizer, otaro.Precision("E5M7"))

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from otaro.cli import console
 from otaro.cli.generate import (
+    DecodeOption,
     DeviceOption,
     DirectoryArgument,
+    KvOption,
     MaxNewTokensOption,
+    PrefillOption,
+    ScheduleOption,
     SeedOption,
+    StopOption,
     TemperatureOption,
     TopPOption,
     open_model,
+    phases,
+    remark,
     sampling,
+    stopping,
 )
 
 HELP = """\
@@ -32,18 +39,30 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    stop: StopOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    schedule: ScheduleOption = None,
+    kv: KvOption = None,
     device: DeviceOption = "cpu",
 ) -> None:
     """Talk to a model; /precision E5M3 switches in mid-conversation and keeps the KV cache."""
     from otaro.runtime.session import ChatSession
+    from otaro.sefp.precision import Precision
 
+    chosen = phases(prefill, decode, schedule, None)
     model, tokenizer = open_model(directory, precision, device)
-    session = ChatSession(model, tokenizer)
+    session = ChatSession(model, tokenizer, Precision(kv) if kv else None)
     at = console.describe_precision(model)
     console.err.print(f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False)
     if not session.uses_template:
         console.err.print("This model has no chat template: it continues your text instead of answering it.", highlight=False)
-    options = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, seed)}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        **sampling(temperature, top_p, seed),
+        **stopping(stop, tokenizer),
+        **chosen,
+    }
     while (line := _read_line(f"{console.describe_precision(model)}> ")) is not None:
         if line.startswith("/"):
             if line.split()[0] in ("/exit", "/quit"):
@@ -87,12 +106,9 @@ def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
     from transformers import TextStreamer
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    started = time.perf_counter()
     try:
         session.reply(text, streamer=streamer, **options)
     except KeyboardInterrupt:
         console.err.print("\ninterrupted; the conversation goes on without this turn")
         return
-    rate = session.produced / (time.perf_counter() - started)
-    note = f"{session.produced} tokens, {rate:.1f} per second, {session.reused} tokens reused"
-    console.err.print(f"[dim]{note}[/]", highlight=False)
+    remark(session.model.generation)

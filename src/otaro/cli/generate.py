@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +14,16 @@ MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many toke
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)]
 SeedOption = Annotated[int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)]
+PrefillOption = Annotated[str | None, typer.Option(help="Read the prompt at this precision.", show_default=False)]
+DecodeOption = Annotated[str | None, typer.Option(help="Write new tokens at this precision.", show_default=False)]
+ScheduleOption = Annotated[
+    str | None,
+    typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,...", show_default=False),
+]
+KvOption = Annotated[
+    str | None, typer.Option(help="Keep keys and values at this precision [default: float16].", show_default=False)
+]
+StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.", show_default=False)]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
@@ -26,6 +35,11 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    stop: StopOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    schedule: ScheduleOption = None,
+    kv: KvOption = None,
     device: DeviceOption = "cpu",
     json: console.JsonOption = False,
 ) -> None:
@@ -34,6 +48,7 @@ def generate(
 
     from otaro.runtime.session import padding_token
 
+    chosen = phases(prefill, decode, schedule, kv)
     if prompt == "-":
         prompt = sys.stdin.read()
     model, tokenizer = open_model(directory, precision, device)
@@ -41,22 +56,21 @@ def generate(
     if not ids["input_ids"].numel():
         raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
     streamer = None if json else TextStreamer(tokenizer, skip_special_tokens=True)
-    started = time.perf_counter()
     output = model.generate(
         **ids,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         pad_token_id=padding_token(tokenizer),
         **sampling(temperature, top_p, seed),
+        **stopping(stop, tokenizer),
+        **chosen,
     )
-    seconds = time.perf_counter() - started
-    new = output.shape[1] - ids["input_ids"].shape[1]
-    used = console.describe_precision(model)
+    how = model.generation
     if json:
-        text = tokenizer.decode(output[0, -new:], skip_special_tokens=True)
-        console.print_json({"prompt": prompt, "text": text, "precision": used, "tokens": new, "seconds": seconds})
+        text = tokenizer.decode(output[0, how.prompt_tokens :], skip_special_tokens=True)
+        console.print_json({"prompt": prompt, "text": text, **told(how)})
     else:
-        console.err.print(f"[dim]{used}: {new} tokens, {new / seconds:.1f} per second[/]", highlight=False)
+        remark(how)
 
 
 def open_model(directory: str, precision: str | None, device: str) -> tuple[Any, Any]:
@@ -78,3 +92,61 @@ def sampling(temperature: float, top_p: float, seed: int) -> dict[str, Any]:
     if temperature == 0.0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+def stopping(stop: list[str] | None, tokenizer: Any) -> dict[str, Any]:
+    """Arguments for `model.generate` that stop at texts."""
+    if any(not text for text in stop or ()):
+        raise typer.BadParameter("an empty text stops nothing", param_hint="--stop")
+    return {"stop_strings": stop, "tokenizer": tokenizer} if stop else {}
+
+
+def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: str | None) -> dict[str, Any]:
+    """Arguments for `model.generate` that say which precision reads, writes, and keeps keys and values."""
+    if schedule and (prefill or decode):
+        other = "--prefill" if prefill else "--decode"
+        raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
+    chosen: dict[str, Any] = {}
+    if prefill:
+        chosen["prefill"] = console.parse_precision(prefill)
+    if decode:
+        chosen["decode"] = console.parse_precision(decode)
+    if schedule:
+        steps = [part.split(":", 1) for part in schedule.split(",")]
+        if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
+            raise typer.BadParameter(f"{schedule!r} is not of the form 0:E5M8,100:E5M4", param_hint="--schedule")
+        if len({int(at) for at, _ in steps}) < len(steps):
+            raise typer.BadParameter(f"{schedule!r} names a number of tokens twice", param_hint="--schedule")
+        chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
+    if kv:
+        chosen["kv"] = kv
+    return chosen
+
+
+def told(how: Any) -> dict[str, Any]:
+    """How a generation went, for JSON."""
+    return {
+        "precision": ", then ".join(how.precisions),
+        "tokens": how.new_tokens,
+        "seconds": how.prefill_seconds + how.decode_seconds,
+        "prompt_tokens": how.prompt_tokens,
+        "reused_tokens": how.reused_tokens,
+        "prefill_tokens_per_second": how.prefill_rate,
+        "decode_tokens_per_second": how.decode_rate,
+        "cache_bytes": how.cache_bytes,
+        "served_by": how.served_by,
+        "reason": how.reason,
+    }
+
+
+def remark(how: Any) -> None:
+    """How a generation went, for people, on standard error."""
+    parts = [f"{', then '.join(how.precisions)}: {how.new_tokens} tokens, {how.decode_rate:.1f} per second"]
+    parts.append(f"prompt of {how.prompt_tokens - how.reused_tokens} at {how.prefill_rate:.1f} per second")
+    if how.reused_tokens:
+        parts.append(f"{how.reused_tokens} tokens reused")
+    if how.cache_bytes is not None:
+        parts.append(f"cache {console.size(how.cache_bytes)}")
+    if how.reason:
+        parts.append(f"by {how.served_by}: {console.escape(how.reason)}")
+    console.err.print(f"[dim]{', '.join(parts)}[/]", highlight=False, soft_wrap=True)

@@ -29,6 +29,7 @@ BASE_BYTES, PLANE_BYTES = BLOCK // 2, BLOCK // 8  # per block
 PLANES = range(COARSEST + 1, FINEST + 1)
 
 _QUADS = torch.arange(8, dtype=torch.int32)
+_EIGHTS = 4096  # eights of exponents unpacked at a time
 _LOW_NIBBLES, _LOW_BITS = 0x0F0F0F0F, 0x01010101
 
 if sys.byteorder != "little":
@@ -92,9 +93,13 @@ def unpack_exponents(stream: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
     count = int(torch.Size(shape).numel())
     groups_of_8 = -(-count // 8)
     five_bytes = pad(stream, (0, EXPONENT_BITS * groups_of_8 - stream.numel())).view(-1, EXPONENT_BITS)
-    words = pad(five_bytes, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
-    stored = (words >> (EXPONENT_BITS * _QUADS.to(stream.device))) & ((1 << EXPONENT_BITS) - 1)
-    return (stored.flatten()[:count] + MIN_EXPONENT).to(torch.int8).reshape(tuple(shape))
+    exponents = torch.empty(groups_of_8, 8, dtype=torch.int8, device=stream.device)
+    shifts = EXPONENT_BITS * _QUADS.to(stream.device)
+    # Some at a time: meanwhile an exponent takes eight bytes, and memory that was needed once is not always given back.
+    for some, out in zip(five_bytes.split(_EIGHTS), exponents.split(_EIGHTS), strict=True):
+        words = pad(some, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
+        out.copy_(((words >> shifts) & ((1 << EXPONENT_BITS) - 1)) + MIN_EXPONENT)
+    return exponents.flatten()[:count].reshape(tuple(shape))
 
 
 def _quads(weights: torch.Tensor) -> torch.Tensor:

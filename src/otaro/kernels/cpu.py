@@ -131,6 +131,11 @@ def matmul(
     return out.T.contiguous()
 
 
+def release_pages(mapped: torch.Tensor) -> None:
+    """Hand the memory of an unchanged tensor that is mapped from a file back to the operating system."""
+    _cpu.release_pages(mapped.numpy())
+
+
 def _packed(
     base: torch.Tensor,
     exponents: torch.Tensor,

@@ -109,7 +109,7 @@ class Decoder:
             return f"its heads are wider than {_MAX_HEAD}"
         if model.training and getattr(config, "attention_dropout", 0):
             return "it is in training mode and drops out"
-        if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        if any(_hooked(module) for module in model.modules()):
             return "it has forward hooks"
         modules = _modules(model)
         if not all(isinstance(module, SefpModule) for module in modules):
@@ -244,6 +244,12 @@ def _tensors(model: Any) -> list[torch.Tensor]:
     found = list(model.model.parameters())
     bias = getattr(model.lm_head, "bias", None)
     return found if bias is None else [*found, bias]
+
+
+def _hooked(module: Any) -> bool:
+    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states, stay for good."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 def _array(tensor: torch.Tensor | None) -> Any:

@@ -214,7 +214,10 @@ class Generates:
             raise OtaroError(f"kv={request.kv} needs the decoder, which does not serve here: {reason}")
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
-        watch = _Watch(self, request.phases, Generation(reason=reason, prompt_tokens=input_ids.shape[1]))
+        cache = options.get("past_key_values")
+        reused = 0 if cache is None else int(cache.get_seq_length())
+        report = Generation(reason=reason, prompt_tokens=input_ids.shape[1], reused_tokens=reused)
+        watch = _Watch(self, request.phases, report)
         result = getattr(super(), method)(input_ids, LogitsProcessorList([*processors, watch]), criteria, **options)
         self.generation = watch.close(result if isinstance(result, torch.Tensor) else result.sequences)
         return result

@@ -71,6 +71,10 @@ class PackedWeight(nn.Module):
         planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
         return self.base, self.exponents, planes, self.shape[-1], schema.group_size, schema.reconstruction == "truncate"
 
+    def planes_above(self, mantissa_bits: int) -> list[torch.Tensor]:
+        """Attached planes that so many mantissa bits do not need."""
+        return [getattr(self, f"plane{plane}") for plane in range(mantissa_bits + 1, self.bits + 1)]
+
     def extra_repr(self) -> str:
         """Name and shape, as `print(model)` shows them."""
         return f"{self.name}, {list(self.shape)}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from otaro.errors import PrecisionError
 from otaro.file.io import NestedDirectory
-from otaro.runtime.modules import SefpModule
+from otaro.kernels import cpu
+from otaro.runtime.modules import PackedWeight, SefpModule
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 PrecisionLike = str | Precision | Mapping[str, str | Precision]
@@ -77,6 +80,40 @@ def keeping_precision(model: Any) -> Iterator[None]:
 def precisions_of(model: Any) -> dict[str, Precision]:
     """The precision of every packed module, by module name."""
     return {name: module.precision for name, module in attachment(model).modules.items()}
+
+
+def trim(model: Any) -> int:
+    """Hand the memory of planes above the precisions in use back to the operating system; returns how many bytes they hold.
+
+    Planes are mapped from their files and never written to, so the system may drop them whenever memory is short; this does
+    not wait for that. The next switch to a finer precision reads them again. Planes that were copied, to another device
+    for one, are left alone, and so is everything where the system has no /proc (it is Linux's).
+    """
+    used: dict[PackedWeight, int] = {}
+    for module in attachment(model).modules.values():
+        used[module.packed] = max(used.get(module.packed, COARSEST), module.mantissa_bits)
+    mapped, dropped = _mapped_ranges(attachment(model).nested.path), 0
+    for packed, bits in used.items():
+        for plane in packed.planes_above(bits):
+            start, size = plane.data_ptr(), plane.nbytes
+            if any(begin <= start and start + size <= end for begin, end in mapped):
+                cpu.release_pages(plane)
+                dropped += size
+    return dropped
+
+
+def _mapped_ranges(directory: Path) -> list[tuple[int, int]]:
+    """Where files of a directory lie in this process's memory."""
+    maps = Path("/proc/self/maps")
+    if cpu.MISSING or not maps.exists():
+        return []
+    prefix, found = f"{directory.resolve()}{os.sep}", []
+    for line in maps.read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5) if line.count("/") else ("", "")
+        if path.startswith(prefix):
+            begin, _, end = addresses.partition("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found
 
 
 def finest_of(precision: PrecisionLike) -> Precision:

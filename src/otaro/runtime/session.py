@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from otaro.errors import OtaroError
+from otaro.runtime.decode import Decoder
+from otaro.sefp.precision import Precision
+
 
 class ChatSession:
     """Keeps messages, the tokens they became, and the keys and values computed for those tokens.
@@ -13,11 +17,12 @@ class ChatSession:
     Each turn renders the whole conversation, keeps what agrees with the tokens already seen, and computes the rest alone.
     Switching precision between turns keeps the cache: earlier tokens stay as they were read.
 
-    Models with a chat template get it; for others a turn is text to be continued.
+    Models with a chat template get it; for others a turn is text to be continued. `kv` keeps keys and values at a precision
+    instead of in float16, where the decoder serves the model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None) -> None:
+        self.model, self.tokenizer, self.kv = model, tokenizer, kv
         self.uses_template = bool(getattr(tokenizer, "chat_template", None))
         self.reset()
 
@@ -80,6 +85,13 @@ class ChatSession:
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
 
+        from otaro.runtime.generate import decoder_of
+
+        reason = Decoder.why_not(self.model)
+        if reason is None:
+            return decoder_of(self.model).new_cache(self.kv)
+        if self.kv:
+            raise OtaroError(f"kv={self.kv} needs the decoder, which does not serve this model: {reason}")
         return DynamicCache(config=self.model.config)
 
 

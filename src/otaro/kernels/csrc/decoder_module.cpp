@@ -250,13 +250,13 @@ void encode(const Array<const float, 2>& x, const Array<uint8_t, 2>& base, const
   }
 }
 
-// Lets go of the whole pages inside some bytes of a mapped file; they are read again when they are next used. The caller must be
-// sure that they are mapped from a file and unchanged: other memory would lose its content.
+// Lets go of the pages that hold some bytes of a mapped file; they are read again when they are next used. The caller must be sure
+// that they are mapped from a file and unchanged: other memory would lose its content.
 void release_pages(const Bytes& bytes) {
 #if defined(__unix__) || defined(__APPLE__)
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), start = reinterpret_cast<uintptr_t>(bytes.data());
-  const uintptr_t begin = (start + page - 1) / page * page, end = (start + bytes.size()) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  const uintptr_t begin = start / page * page, end = (start + bytes.size() + page - 1) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 #else
   static_cast<void>(bytes);
 #endif
