@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from otaro.errors import KernelError
 from otaro.file.planes import BLOCK, unpack_codes
-from otaro.sefp.codec import Reconstruction, decode_codes, power_of_two
+from otaro.sefp.codec import MAX_EXPONENT, MIN_EXPONENT, Reconstruction, decode_codes, power_of_two
 from otaro.sefp.precision import COARSEST
 
 LANES = 16
@@ -51,6 +52,7 @@ def decode(
     The precision is the one that base and planes make up: no plane gives E5M3, five give E5M8. Some rows are decoded at a time,
     so that the intermediate words stay in the cache and only the result touches memory.
     """
+    _check_exponents(exponents)
     values = torch.empty(len(base), length, dtype=dtype, device=base.device)
     # Only a CPU has a cache to fit into; elsewhere each chunk would cost launches.
     size = max(1, _CHUNK // length) if base.device.type == "cpu" else max(len(base), 1)
@@ -123,7 +125,7 @@ def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
     finite = units.isfinite().all(-1, keepdim=True)
     units = units.where(finite, 0.0)
     largest = units.abs().amax(-1, keepdim=True)
-    exponents = torch.frexp(largest).exponent.clamp(min=MIN_ACTIVATION_EXPONENT)
+    exponents = torch.frexp(largest).exponent.where(largest > 0, MIN_ACTIVATION_EXPONENT).clamp(min=MIN_ACTIVATION_EXPONENT)
     exponents += largest * power_of_two(ACTIVATION_BITS - exponents) >= MAX_ACTIVATION + 0.5
     codes = (units * power_of_two(ACTIVATION_BITS - exponents)).round().to(torch.int16)
     scales = power_of_two(exponents - ACTIVATION_BITS).where(finite, torch.nan)
@@ -162,6 +164,7 @@ def linear(
     reconstruction: Reconstruction,
 ) -> torch.Tensor:
     """Products [tokens, rows], float32, of activations [tokens, length] with packed rows."""
+    _check_exponents(exponents)
     codes, scales = quantise(x, group_size)
     shift = meaning(COARSEST + len(planes), reconstruction).shift
     units_per_group = group_size // unit_size(group_size)
@@ -183,3 +186,12 @@ def linear(
             lanes = lanes[..., :half] + lanes[..., half:]
         out[:, some] = lanes[..., 0]
     return out
+
+
+def _check_exponents(exponents: torch.Tensor) -> None:
+    """No file holds others, and with others products of powers of two are not exact. A GPU would have to be waited for."""
+    if exponents.device.type != "cpu" or not exponents.numel():
+        return
+    least, most = (int(one) for one in exponents.aminmax())
+    if least < MIN_EXPONENT or most > MAX_EXPONENT:
+        raise KernelError(f"exponents must lie between {MIN_EXPONENT} and {MAX_EXPONENT}, not between {least} and {most}")
