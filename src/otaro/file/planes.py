@@ -57,20 +57,17 @@ def pack_codes(codes: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def unpack_codes(base: torch.Tensor, planes: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make up.
-
-    Reads whole words: the tensors must start at a multiple of 4 bytes, as those of a file do.
-    """
-    words = base.contiguous().view(torch.int32)
+    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make up."""
+    words = _words(base)
     words = words.view(*words.shape[:-1], words.shape[-1] // 4, 4)
     offset = (torch.stack((words, words >> 4), -1) & _LOW_NIBBLES).flatten(-2)
     quads = _QUADS.to(base.device)
     mantissa_bits = COARSEST + len(planes)
     for plane in planes[: FINEST - COARSEST - 1]:
-        offset = (offset << 1) | ((plane.contiguous().view(torch.int32).unsqueeze(-1) >> quads) & _LOW_BITS)
+        offset = (offset << 1) | ((_words(plane).unsqueeze(-1) >> quads) & _LOW_BITS)
     codes = _bytes(offset).to(torch.int16)
     if mantissa_bits == FINEST:  # the ninth bit no longer fits a byte
-        last = (planes[-1].contiguous().view(torch.int32).unsqueeze(-1) >> quads) & _LOW_BITS
+        last = (_words(planes[-1]).unsqueeze(-1) >> quads) & _LOW_BITS
         codes = codes.mul_(2).add_(_bytes(last))
     return codes[..., :length].sub_(1 << mantissa_bits)
 
@@ -106,6 +103,12 @@ def _quads(weights: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 32 n] as 32-bit words [..., n, 8], four weights to a word."""
     words = weights.contiguous().view(torch.int32)
     return words.view(*words.shape[:-1], words.shape[-1] // 8, 8)
+
+
+def _words(stored: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 4 n] as 32-bit words [..., n]; copied where they do not start at a multiple of 4."""
+    stored = stored.contiguous()
+    return (stored if stored.storage_offset() % 4 == 0 else stored.clone()).view(torch.int32)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
     """As `reference.quantise`."""
     units = -(-x.shape[1] // _cpu.unit_size(group_size))
     codes, scales = torch.empty(x.shape, dtype=torch.int16), torch.empty(len(x), units)
-    _cpu.quantise(x.float().numpy(), group_size, codes.numpy(), scales.numpy())
+    _cpu.quantise(_aligned(x.float()), group_size, codes.numpy(), scales.numpy())
     return codes, scales
 
 
@@ -66,7 +66,7 @@ def linear(
 ) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(base))
-    _cpu.linear(x.float().numpy(), *_packed(base, exponents, planes, length, group_size, reconstruction), out.numpy())
+    _cpu.linear(_aligned(x.float()), *_packed(base, exponents, planes, length, group_size, reconstruction), out.numpy())
     return out
 
 
@@ -99,7 +99,7 @@ def embedding(
 ) -> torch.Tensor:
     """As `reference.embedding`."""
     values = torch.empty(len(ids), length, dtype=torch.float32)
-    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), ids.numpy(), values.numpy())
+    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), _aligned(ids), values.numpy())
     return values.to(dtype)
 
 
@@ -134,6 +134,11 @@ def matmul(
 def release_pages(mapped: torch.Tensor) -> None:
     """Hand the memory of an unchanged tensor that is mapped from a file back to the operating system."""
     _cpu.release_pages(mapped.numpy())
+
+
+def _aligned(tensor: torch.Tensor) -> Any:
+    """The numpy view of a tensor, or of a copy where its numbers do not lie at multiples of their size."""
+    return (tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor).numpy()
 
 
 def _packed(

@@ -218,6 +218,12 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         raise KernelError(f"{name} must be {dtype} [{wanted}], not {tensor.dtype} {list(tensor.shape)}")
     if tensor.device != like.device:
         raise KernelError(f"{name} is on {tensor.device}, the packed weight on {like.device}")
+    _check_strided(name, tensor)
+
+
+def _check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise KernelError(f"{name} must be an ordinary tensor, not {tensor.layout}; call .to_dense() first")
 
 
 def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: torch.Tensor | None) -> None:
@@ -225,7 +231,11 @@ def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: t
         raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, {length}], not {x.dtype} {list(x.shape)}")
     if x.device != base.device:
         raise KernelError(f"activations are on {x.device}, the packed weight on {base.device}")
-    if bias is not None and (bias.shape != base.shape[:1] or bias.dtype != x.dtype or bias.device != x.device):
+    _check_strided("activations", x)
+    if bias is None:
+        return
+    _check_strided("the bias", bias)
+    if bias.shape != base.shape[:1] or bias.dtype != x.dtype or bias.device != x.device:
         like = f"{x.dtype} [{base.shape[0]}] on {x.device}"
         raise KernelError(f"the bias must be {like}, not {bias.dtype} {list(bias.shape)} on {bias.device}")
 
@@ -233,6 +243,7 @@ def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: t
 def _check_quantise(x: torch.Tensor, group_size: int) -> None:
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in _FLOATS:
         raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, length], not {x.dtype} {list(x.shape)}")
+    _check_strided("activations", x)
     if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
         raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")
 
@@ -242,6 +253,7 @@ def _check_ids(ids: torch.Tensor, base: torch.Tensor) -> None:
         raise KernelError(f"ids must be int64 or int32 [count], not {ids.dtype} {list(ids.shape)}")
     if ids.device != base.device:
         raise KernelError(f"ids are on {ids.device}, the packed weight on {base.device}")
+    _check_strided("ids", ids)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
