@@ -33,11 +33,24 @@ void check(bool holds, const char* what) {
   if (!holds) refuse(what);
 }
 
+// Larger rows are refused, so that no size below overflows.
+constexpr int64_t kMostWeights = (int64_t{1} << 31) - 1;
+
+void check_sizes(int64_t length, int group_size) {
+  check(length > 0 && length <= kMostWeights, "length must be positive and below 2^31");
+  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+}
+
+// Numbers are read and written where they lie, and C++ wants them at multiples of their size.
+template <class AnyArray>
+void check_aligned(const AnyArray& array, const char* what) {
+  check(reinterpret_cast<uintptr_t>(array.data()) % alignof(decltype(*array.data())) == 0, what);
+}
+
 Packed packed(const Bytes& base, const Array<const int8_t, 2>& exponents, const std::vector<Bytes>& planes, int64_t length,
               int group_size, bool truncate) {
   Packed weight;
-  check(length > 0, "length must be positive");
-  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+  check_sizes(length, group_size);
   check(planes.size() <= kPlanes, "there are at most five planes");
   weight.rows = static_cast<int64_t>(base.shape(0));
   weight.length = length;
@@ -65,11 +78,13 @@ Packed packed(const Bytes& base, const Array<const int8_t, 2>& exponents, const 
   return weight;
 }
 
-Activations quantised(const Array<const float, 2>& x, const Packed& weight, Scratch& scratch) {
+Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight, Scratch& scratch) {
   check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
+  check(static_cast<int64_t>(x.shape(0)) <= kMostWeights, "x has too many tokens");
+  check_aligned(x, "x must start at a multiple of 4 bytes");
   const Activations activations = scratch.activations(weight, static_cast<int>(x.shape(0)));
   for (int t = 0; t < activations.tokens; ++t)
-    kernels().quantise(x.data() + t * weight.length, weight.length, activations, t);
+    kernels.quantise(x.data() + t * weight.length, weight.length, activations, t);
   return activations;
 }
 
@@ -77,9 +92,11 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Array<const
             const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, const Array<float, 2>& out) {
   const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows, "out must be [tokens, rows]");
+  check_aligned(out, "out must start at a multiple of 4 bytes");
   nb::gil_scoped_release released;
+  const Kernels& chosen = kernels();  // once: another thread may choose others meanwhile
   Scratch scratch;
-  multiply(kernels(), Pool::shared(), weight, quantised(x, weight, scratch), out.data());
+  multiply(chosen, Pool::shared(), weight, quantised(chosen, x, weight, scratch), out.data());
 }
 
 void dots(const Array<const float, 2>& x, const Bytes& base, const Array<const int8_t, 2>& exponents,
@@ -88,29 +105,33 @@ void dots(const Array<const float, 2>& x, const Bytes& base, const Array<const i
   check(x.shape(0) <= kMaxTokens, "at most eight tokens");
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
           static_cast<int64_t>(out.shape(2)) == weight.units(), "out must be [tokens, rows, units]");
+  check_aligned(out, "out must start at a multiple of 4 bytes");
+  const Kernels& chosen = kernels();
   Scratch scratch;
-  const Activations activations = quantised(x, weight, scratch);
-  kernels().dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
+  const Activations activations = quantised(chosen, x, weight, scratch);
+  chosen.dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
 }
 
 void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes, const Array<float, 2>& scales) {
   Packed weight;  // only its shape matters
   weight.length = static_cast<int64_t>(x.shape(1));
   weight.group_size = group_size;
-  check(weight.length > 0, "x must not be empty");
-  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+  check_sizes(weight.length, group_size);
   check(codes.shape(0) == x.shape(0) && codes.shape(1) == x.shape(1), "codes must have the shape of x");
   check(scales.shape(0) == x.shape(0) && static_cast<int64_t>(scales.shape(1)) == weight.units(),
         "scales must be [tokens, units]");
+  check_aligned(codes, "codes must start at a multiple of 2 bytes");
+  check_aligned(scales, "scales must start at a multiple of 4 bytes");
+  const Kernels& chosen = kernels();
   Scratch scratch;
-  const Activations quantised = otaro::quantised(x, weight, scratch);
+  const Activations quantised = otaro::quantised(chosen, x, weight, scratch);
   // From the bytes, so that a test of these codes is one of the order that kernels read.
   const int64_t size = quantised.unit_weights();
   for (int64_t t = 0; t < quantised.tokens; ++t)
     for (int64_t unit = 0; unit < quantised.units; ++unit) {
       const int8_t* digits = quantised.digits + quantised.first_block(unit, t) * 2 * kBlock;
       for (int i = 0; i < size; ++i) {
-        const int64_t k = unit * size + kernels().digit_weight(i, quantised.unit_blocks);
+        const int64_t k = unit * size + chosen.digit_weight(i, quantised.unit_blocks);
         if (k < weight.length) codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
       }
     }
@@ -124,14 +145,18 @@ void decode(const Bytes& base, const Array<const int8_t, 2>& exponents, const st
   const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : weight.rows;
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
         "out must be [rows, length]");
-  const int64_t* wanted = rows ? rows->data() : nullptr;
-  for (int64_t i = 0; wanted && i < count; ++i)
-    check(wanted[i] >= 0 && wanted[i] < weight.rows, "a row number is out of range");
+  check_aligned(out, "out must start at a multiple of 4 bytes");
+  std::vector<int64_t> wanted;  // a copy: what was checked stays what is used, whoever writes to the array meanwhile
+  if (rows) {
+    check_aligned(*rows, "rows must start at a multiple of 8 bytes");
+    wanted.assign(rows->data(), rows->data() + count);
+    for (int64_t row : wanted) check(row >= 0 && row < weight.rows, "a row number is out of range");
+  }
   nb::gil_scoped_release released;
   Pool& pool = Pool::shared();
   const auto decode_row = kernels().decode[weight.bits - kCoarsest][weight.truncate];
   pool.run(count, pool.grain(count), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) decode_row(weight, wanted ? wanted[i] : i, out.data() + i * length);
+    for (int64_t i = begin; i < end; ++i) decode_row(weight, rows ? wanted[i] : i, out.data() + i * length);
   });
 }
 

@@ -1,5 +1,8 @@
 #include "pool.h"
 
+#include <new>
+#include <system_error>
+
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
@@ -48,7 +51,8 @@ Pool::~Pool() { resize(1); }
 void Pool::set_threads(int count) { wanted_.store(count < 1 ? 1 : count, std::memory_order_relaxed); }
 
 void Pool::resize(int count) {
-  if (static_cast<int>(helpers_.size()) == count - 1) return;
+  if (resized_ == count) return;
+  resized_ = count;
   {
     std::lock_guard lock(sleep_);
     stop_.store(true);
@@ -57,7 +61,10 @@ void Pool::resize(int count) {
   for (std::thread& helper : helpers_) helper.join();
   helpers_.clear();
   stop_.store(false);
-  for (int i = 1; i < count; ++i) helpers_.emplace_back([this] { help(); });
+  try {
+    for (int i = 1; i < count; ++i) helpers_.emplace_back([this] { help(); });
+  } catch (const std::system_error&) {  // the system gives no more threads: those that there are do the work
+  }
 }
 
 void Pool::run_chunks(int64_t count, int64_t grain, Call call, void* context) {
@@ -73,7 +80,8 @@ void Pool::run_chunks(int64_t count, int64_t grain, Call call, void* context) {
   }
   work();
   epoch_.fetch_add(1);  // closed
-  while (inside_.load()) relax();
+  // A helper may have lost its core to somebody else; then spinning on would only keep the next core from it.
+  for (int spins = 0; inside_.load(); ++spins) spins < kSpins ? relax() : std::this_thread::yield();
 }
 
 void Pool::work() {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace otaro {
@@ -21,7 +22,8 @@ class Pool {
   void set_threads(int count);
   int threads() const { return wanted_.load(std::memory_order_relaxed); }
 
-  // body(begin, end) for [0, count), in chunks of `grain`. If another thread is in a region, the caller works alone.
+  // body(begin, end) for [0, count), in chunks of `grain`. If another thread is in a region, the caller works alone. The body
+  // throws nothing and starts no region of its own.
   template <class Body>
   void run(int64_t count, int64_t grain, Body&& body) {
     if (grain < 1) grain = 1;
@@ -53,6 +55,7 @@ class Pool {
 
   std::atomic<int> wanted_{1};
   std::vector<std::thread> helpers_;
+  int resized_ = 1;  // the number of threads last asked for; fewer helpers than that where the system gave no more
   std::mutex region_;  // held by the caller of a region
 
   // The region in progress. It is open while `epoch_` is odd. A helper counts itself in, looks whether the region is still open,
