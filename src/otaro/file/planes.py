@@ -106,9 +106,11 @@ def _quads(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _words(stored: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., 4 n] as 32-bit words [..., n]; copied where they do not start at a multiple of 4."""
+    """Bytes [..., 4 n] as 32-bit words [..., n]; copied where torch would not view them so."""
     stored = stored.contiguous()
-    return (stored if stored.storage_offset() % 4 == 0 else stored.clone()).view(torch.int32)
+    if stored.storage_offset() % 4 or stored.stride(-1) != 1:
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(torch.int32)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
