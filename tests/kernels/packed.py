@@ -1,0 +1,114 @@
+"""Packed weights at random, and the backends to multiply them with.
+
+Base and planes are random bytes, so every code occurs, encodable or not, and the weights that fill up the last block of a row
+are garbage, as a file may have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
+from otaro.kernels import cpu, ops, reference
+from otaro.sefp.precision import COARSEST, PRECISIONS
+
+INSTRUCTIONS = ("portable", "avx2", "avx512")
+GRIDS = [(p.mantissa_bits, r) for p in PRECISIONS for r in (False, True)]
+"""Mantissa bits and whether negative weights are cut toward zero: all twelve that there are."""
+
+
+class Packed(NamedTuple):
+    """A packed weight, in the order in which the operations take it: ops.linear(x, *packed)."""
+
+    base: torch.Tensor
+    exponents: torch.Tensor
+    planes: list[torch.Tensor]
+    length: int
+    group_size: int
+    truncate: bool
+
+    @property
+    def bits(self) -> int:
+        return COARSEST + len(self.planes)
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        return self.base, self.exponents, self.planes
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the functions of a backend take besides."""
+        reconstruction = "truncate" if self.truncate else "midpoint"
+        return {"length": self.length, "group_size": self.group_size, "reconstruction": reconstruction}
+
+    def at(self, bits: int, truncate: bool) -> Packed:
+        """The same bytes at a lower precision, or with another meaning."""
+        return self._replace(planes=self.planes[: bits - COARSEST], truncate=truncate)
+
+
+def make_packed(
+    rows: int, length: int, group_size: int, bits: int = 8, truncate: bool = False, seed: int = 0, spread: int = 15
+) -> Packed:
+    """Random bytes, and exponents from -spread to spread + 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_bytes(columns: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
+
+    groups = -(-length // group_size)
+    exponents = torch.randint(-spread, spread + 2, (rows, groups), generator=generator, dtype=torch.int8)
+    planes = [random_bytes(PLANE_BYTES * blocks(length)) for _ in range(bits - COARSEST)]
+    return Packed(random_bytes(BASE_BYTES * blocks(length)), exponents, planes, length, group_size, truncate)
+
+
+def make_activations(tokens: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Numbers whose size changes from one stretch of 32 to the next, with zeros, a power of two and a stretch of zeros."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    powers = torch.randint(-20, 20, (tokens, -(-length // 32)), generator=generator).repeat_interleave(32, 1)[:, :length]
+    x = torch.randn(tokens, length, generator=generator) * 2.0**powers
+    x[torch.rand(x.shape, generator=generator) < 0.1] = 0
+    x[:, length // 2 : length // 2 + 1] = 1.0
+    x[:, 128:192] = 0
+    return x
+
+
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal in type, shape and every bit. NaN counts as equal to NaN: its sign and payload are no result."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return False
+    if not got.is_floating_point():
+        return torch.equal(got, expected)
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return bool(((got.contiguous().view(words) == expected.contiguous().view(words)) | (got.isnan() & expected.isnan())).all())
+
+
+def cannot_run(instructions: str) -> str:
+    """Why this machine cannot compute with these instructions, or nothing."""
+    if cpu.MISSING:
+        return cpu.MISSING
+    return "" if instructions in cpu.available() else f"this CPU has no {instructions}: it can run {', '.join(cpu.available())}"
+
+
+def skip_unless_runnable(instructions: str) -> None:
+    if reason := cannot_run(instructions):
+        pytest.skip(reason)
+
+
+def backends(names: Iterable[str] = INSTRUCTIONS) -> list[str]:
+    return ["reference", *(f"cpu:{name}" for name in names)]
+
+
+def use(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this backend serve, or skip the test and say why it cannot."""
+    if backend != "reference":
+        skip_unless_runnable(backend.removeprefix("cpu:"))
+    monkeypatch.setenv(ops.OVERRIDE, backend)
+    assert ops.backend()[0] == backend
+
+
+def reference_linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    return reference.linear(x, *packed.stored, **packed.about)
