@@ -75,6 +75,7 @@ def embedding(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Values [ids, length] of some rows."""
+    _check_exponents(exponents)  # all of them: whether a weight is refused must not depend on the rows
     return decode(
         base[ids], exponents[ids], [plane[ids] for plane in planes],
         length=length, group_size=group_size, reconstruction=reconstruction, dtype=dtype,
