@@ -40,7 +40,8 @@ def backend(device: torch.device | str = "cpu") -> tuple[str, str]:
         return "reference", f"{OVERRIDE}={asked}"
     name, _, instructions = asked.partition(":")
     if name != "cpu":
-        raise KernelError(f"{OVERRIDE}={asked} is none of reference, cpu, {', '.join(f'cpu:{one}' for one in cpu.available())}")
+        known = ["reference", "cpu", *(f"cpu:{one}" for one in cpu.available())]
+        raise KernelError(f"{OVERRIDE}={asked} is none of {', '.join(known)}")
     if cpu.MISSING:
         raise KernelError(f"{OVERRIDE}={asked}, but {cpu.MISSING}")
     if instructions and instructions not in cpu.available():
