@@ -312,15 +312,12 @@ def test_activations_that_want_a_gradient_are_multiplied_all_the_same(backend):
 # What torch asks of an operation
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 8, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_linear_is_an_operation_as_torch_wants_it(backend, tokens, dtype):
-    packed = make_packed(3, 100, 64, 5)
-    for bias in (None, torch.zeros(3, dtype=dtype)):
-        torch.library.opcheck(ops.linear, (torch.randn(tokens, 100).to(dtype), *packed, bias))
+@pytest.mark.parametrize(("tokens", "bias"), [(0, None), (1, torch.zeros(3)), (9, None)], ids=["none", "one", "nine"])
+def test_linear_is_an_operation_as_torch_wants_it(backend, tokens, bias, installed):
+    torch.library.opcheck(ops.linear, (torch.randn(tokens, 100), *make_packed(3, 100, 64, 5), bias))
 
 
-def test_the_other_operations_are_as_torch_wants_them(backend):
+def test_the_other_operations_are_as_torch_wants_them(backend, installed):
     packed = make_packed(3, 100, 64, 5)
     torch.library.opcheck(ops.decode, (*packed, torch.float16))
     torch.library.opcheck(ops.embedding, (torch.tensor([2, 0]), *packed, torch.float32))
@@ -328,14 +325,13 @@ def test_the_other_operations_are_as_torch_wants_them(backend):
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_rows_and_one_row_are_as_torch_wants_them(backend, rows):
+def test_no_rows_and_one_row_are_as_torch_wants_them(backend, rows, installed):
     packed = make_packed(rows, 33, 32, 8)
-    for tokens in (1, 9):
-        torch.library.opcheck(ops.linear, (torch.randn(tokens, 33), *packed))
+    torch.library.opcheck(ops.linear, (torch.randn(9, 33), *packed))
     torch.library.opcheck(ops.decode, (*packed, torch.float32))
 
 
-def test_compiled_modules_give_the_same_bits(backend, nested_dir, installed):
+def test_compiled_modules_give_the_same_bits(installed, backend, nested_dir):
     model = otaro.load(nested_dir, "E5M5")
     linear = model.get_submodule("model.layers.0.self_attn.q_proj")
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
@@ -471,7 +467,7 @@ def test_a_fork_in_the_middle_of_other_threads_work_does_not_hang(restored_threa
         worker.join()
 
 
-def test_threads_are_as_many_as_torch_uses_and_sleep_when_idle(in_child, installed):
+def test_threads_are_as_many_as_torch_uses_and_sleep_when_idle(installed, in_child):
     skip_unless_runnable("portable")
     done = in_child("""
         import os, time, torch
