@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check sanitize format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,6 +34,9 @@ check: setup ## lint, formatting, types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+sanitize: setup ## test the kernels under AddressSanitizer and UBSan
+	@.ci/sanitize $(BIN)/python
 
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .
