@@ -29,7 +29,7 @@ BASE_BYTES, PLANE_BYTES = BLOCK // 2, BLOCK // 8  # per block
 PLANES = range(COARSEST + 1, FINEST + 1)
 
 _QUADS = torch.arange(8, dtype=torch.int32)
-_EIGHTS = 4096  # eights of exponents unpacked at a time
+_EIGHTS = 512  # eights of exponents unpacked at a time
 _LOW_NIBBLES, _LOW_BITS = 0x0F0F0F0F, 0x01010101
 
 if sys.byteorder != "little":
