@@ -11,17 +11,17 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with everything the project needs, developer tools included
 
-$(RUNS): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/otaro/kernels/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("otaro needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch, then the project (a minute or two the first time)"
+	@echo "installing torch, then the project with its C++ extension (two minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]'
 	@touch $@
 
 $(READY): $(RUNS)
 	@echo "installing the developer's tools"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro[dev]' # which is there already: adds what its extras ask for
 	@touch $@
 
 demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
