@@ -151,6 +151,62 @@ def test_generate_takes_precisions_by_module(packed):
     assert json.loads(run(*words).stdout)["precision"] == "E5M3 to E5M5"
 
 
+def test_generate_takes_precisions_by_phase(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 6, "--json")
+    report = json.loads(run(*words, "--prefill", "E5M8", "--decode", "E5M4").stdout)
+    assert report["precision"] == "E5M8, then E5M4"
+    report = json.loads(run(*words, "--schedule", "0:E5M6, 3:E5M3", "--kv", "E5M7").stdout)
+    assert report["precision"] == "E5M6, then E5M3"
+    assert (report["served_by"], report["reason"]) == ("decoder", "")
+    assert report["cache_bytes"] > 0
+    assert report["decode_tokens_per_second"] > 0
+
+
+def test_generate_stops_at_a_text(packed):
+    words = ("generate", packed, "--prompt", "The statement", "--max-new-tokens", 30, "--json")
+    full = json.loads(run(*words).stdout)["text"]
+    first, second = full[8:11], full[20:24]
+    cut = json.loads(run(*words, "--stop", second, "--stop", first).stdout)["text"]
+    assert first in cut
+    assert full.startswith(cut)
+    assert len(cut) < len(full)
+
+
+def test_generate_says_who_served_and_why(packed, monkeypatch):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 3)
+    said = run(*words).stderr
+    assert "per second, prompt of" in said
+    assert "cache " in said
+    assert "transformers" not in said
+    monkeypatch.setenv("OTARO_KERNELS", "reference")
+    assert "by transformers: OTARO_KERNELS=reference" in run(*words).stderr
+    report = json.loads(run(*words, "--json").stdout)
+    assert (report["served_by"], report["reason"], report["cache_bytes"]) == ("transformers", "OTARO_KERNELS=reference", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedule", "0:E5M8", "--prefill", "E5M8"], ["--schedule", "leave out --prefill"]),
+        (["--schedule", "0:E5M8", "--decode", "E5M8"], ["--schedule", "leave out --decode"]),
+        (["--schedule", "E5M8"], ["--schedule", "not of the form 0:E5M8,100:E5M4"]),
+        (["--schedule", "0:E5M8,0:E5M4"], ["--schedule", "twice"]),
+        (["--stop", ""], ["--stop", "stops nothing"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments, words):
+    for command in (["generate", packed, "--prompt", "x"], ["chat", packed]):
+        said = " ".join(refused(*command, *arguments).stderr.replace("│", " ").split())
+        assert all(word in said for word in words)
+
+
+def test_chat_takes_phases_and_packed_keys(packed):
+    options = ("--prefill", "E5M8", "--decode", "E5M4", "--kv", "E5M7", "--max-new-tokens", 4)
+    result = run("chat", packed, *options, text="The statement\n")
+    assert "E5M8, then E5M4: 4 tokens" in result.stderr
+
+
 def test_chat_switches_precision_and_keeps_the_cache(packed):
     result = run(
         "chat",

@@ -89,12 +89,12 @@ def unpack_exponents(stream: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
     """The inverse: int8 exponents of the given shape."""
     count = int(torch.Size(shape).numel())
     groups_of_8 = -(-count // 8)
-    five_bytes = pad(stream, (0, EXPONENT_BITS * groups_of_8 - stream.numel())).view(-1, EXPONENT_BITS)
     exponents = torch.empty(groups_of_8, 8, dtype=torch.int8, device=stream.device)
     shifts = EXPONENT_BITS * _QUADS.to(stream.device)
     # Some at a time: meanwhile an exponent takes eight bytes, and memory that was needed once is not always given back.
-    for some, out in zip(five_bytes.split(_EIGHTS), exponents.split(_EIGHTS), strict=True):
-        words = pad(some, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
+    for some, out in zip(stream.split(EXPONENT_BITS * _EIGHTS), exponents.split(_EIGHTS), strict=True):
+        five_bytes = pad(some, (0, EXPONENT_BITS * len(out) - len(some))).view(-1, EXPONENT_BITS)
+        words = pad(five_bytes, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
         out.copy_(((words >> shifts) & ((1 << EXPONENT_BITS) - 1)) + MIN_EXPONENT)
     return exponents.flatten()[:count].reshape(tuple(shape))
 

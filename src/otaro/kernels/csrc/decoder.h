@@ -18,7 +18,7 @@
 
 namespace otaro {
 
-constexpr int64_t kMaxStep = 256;  // tokens of one call
+constexpr int64_t kMaxStep = 64;  // tokens of one call
 
 // The functions on floats of the same instruction set.
 const Floats& floats_of(const Kernels& kernels);

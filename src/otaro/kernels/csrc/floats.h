@@ -263,26 +263,46 @@ static bool encode(const float* row, int64_t length, int bits, uint8_t* base, ui
   return true;
 }
 
-OTARO_INLINE Eight load_as_floats(const uint16_t* from) { return from_halves(from); }
-OTARO_INLINE Eight load_as_floats(const float* from) { return load8(from); }
+// Sixteen floats side by side: one register of AVX-512, else two vectors.
+#ifdef __AVX512F__
+typedef float Sixteen __attribute__((vector_size(64)));
+
+OTARO_INLINE Sixteen load16(const float* from) {
+  Sixteen value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+OTARO_INLINE Sixteen load16(const uint16_t* from) {
+  return reinterpret_cast<Sixteen>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+
+OTARO_INLINE void store16(float* to, Sixteen value) { std::memcpy(to, &value, sizeof value); }
+OTARO_INLINE Sixteen add_scaled(Sixteen sum, float weight, Sixteen value) { return sum + weight * value; }
+#else
+struct Sixteen {
+  Eight low, high;
+};
+
+OTARO_INLINE Sixteen load16(const float* from) { return {load8(from), load8(from + 8)}; }
+OTARO_INLINE Sixteen load16(const uint16_t* from) { return {from_halves(from), from_halves(from + 8)}; }
+OTARO_INLINE void store16(float* to, const Sixteen& value) { store8(to, value.low), store8(to + 8, value.high); }
+OTARO_INLINE Sixteen add_scaled(const Sixteen& sum, float weight, const Sixteen& value) {
+  return {sum.low + weight * value.low, sum.high + weight * value.high};
+}
+#endif
 
 // sums[row * stride + j] = start + sum over i in [begin, end) of weights[row * weight_stride + i] * elements[i * step + j], j < 16.
 template <int Rows, bool Add, class Element>
 OTARO_INLINE void mix(const float* weights, int64_t weight_stride, const Element* elements, int64_t step, int64_t begin,
                       int64_t end, float* sums, int64_t stride) {
-  Eight low[Rows], high[Rows];
-  for (int r = 0; r < Rows; ++r) {
-    low[r] = Add ? load8(sums + r * stride) : Eight{};
-    high[r] = Add ? load8(sums + r * stride + 8) : Eight{};
-  }
+  Sixteen of_row[Rows];
+  for (int r = 0; r < Rows; ++r) of_row[r] = Add ? load16(sums + r * stride) : Sixteen{};
   for (int64_t i = begin; i < end; ++i) {
-    const Eight a = load_as_floats(elements + i * step), b = load_as_floats(elements + i * step + 8);
-    for (int r = 0; r < Rows; ++r) {
-      const float weight = weights[r * weight_stride + i];
-      low[r] += weight * a, high[r] += weight * b;
-    }
+    const Sixteen element = load16(elements + i * step);
+    for (int r = 0; r < Rows; ++r) of_row[r] = add_scaled(of_row[r], weights[r * weight_stride + i], element);
   }
-  for (int r = 0; r < Rows; ++r) store8(sums + r * stride, low[r]), store8(sums + r * stride + 8, high[r]);
+  for (int r = 0; r < Rows; ++r) store16(sums + r * stride, of_row[r]);
 }
 
 // As many rows at a time as registers hold.
