@@ -110,6 +110,15 @@ struct Bytes {
     base += blocks * kBaseBytes;
     for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
   }
+
+  // Have the cache fetch what will be read a few hundred nanoseconds from now. Left alone, prefetchers stop at the end of every page
+  // and start anew with a miss, for each of up to six streams. Addresses beyond the end do no harm.
+  OTARO_INLINE void prefetch(int64_t blocks) const {
+    constexpr int kAhead = 4096;
+    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(base) + kAhead + i, _MM_HINT_T0);
+    for (int p = 0; p < M - kCoarsest; ++p)
+      _mm_prefetch(reinterpret_cast<const char*>(planes[p]) + kAhead / (kBaseBytes / kPlaneBytes), _MM_HINT_T0);
+  }
 };
 
 // How AVX2 computes; the functions below are written in terms of such a machine.
@@ -317,6 +326,7 @@ OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const int8_t
   lanes = others = _mm256_setzero_ps();
   for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
     typename Machine::Sums sums[1][8];
+    bytes.prefetch(16);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
     const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
@@ -345,6 +355,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
 #pragma GCC unroll 1
     for (int r = 0; r < 8; ++r, exponents += groups) {
       add_eights<Machine, M, Truncate>(bytes, x, exponents, whole, lanes[r], others[r]);
+      bytes.prefetch(2);
       unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
       bytes.skip(2);
       last[r] = exponents[whole];
