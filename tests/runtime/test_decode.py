@@ -5,6 +5,8 @@ between the two is the order of float32 sums. Truth is the same model in float64
 """
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -274,6 +276,17 @@ def test_without_the_extension_there_is_a_reason(make_nested, monkeypatch):
     monkeypatch.setenv("OTARO_KERNELS", "reference")
     model = otaro.load(make_nested("llama"))
     assert "OTARO_KERNELS=reference" in Decoder.why_not(model)
+
+
+def test_a_decoder_does_not_keep_its_model_and_does_not_need_it(make_nested):
+    model = otaro.load(make_nested("llama"), "E5M4")
+    decoder, gone = Decoder(model), weakref.ref(model)
+    expected = decoder.forward(IDS[:5], decoder.new_cache())
+    del model
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(decoder.forward(IDS[:5], decoder.new_cache()), expected)
+    decoder.forward(IDS * 8, decoder.new_cache())  # positions that it has not seen before
 
 
 def test_a_copy_of_a_model_has_a_decoder_of_its_own(make_nested):

@@ -15,7 +15,6 @@ Why layers fused in the extension and not a compiled graph: see docs/decode.md.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +78,8 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         if reason := self.why_not(model):
             raise OtaroError(f"the decoder does not serve this model: {reason}")
-        self.model = weakref.proxy(model)
+        # Parts of the model, and not the model itself: it must be free to go when only its decoder is left.
+        self._rotary = model.model.rotary_emb
         self.vocabulary = int(model.config.vocab_size)
         self._keep = _tensors(model)
         self._modules = _modules(model)
@@ -178,7 +178,7 @@ class Decoder:
             start, half = self._native.positions, self._half
             end = -(-count // _POSITIONS) * _POSITIONS
             with torch.no_grad():
-                cosines, sines = self.model.model.rotary_emb(torch.empty(0), torch.arange(start, end).unsqueeze(0))
+                cosines, sines = self._rotary(torch.empty(0), torch.arange(start, end).unsqueeze(0))
             self._native.extend_positions(*(t[0, :, :half].contiguous().numpy() for t in (cosines, sines)))
 
     def _matrix(self, packed: PackedWeight) -> Any:
