@@ -43,7 +43,7 @@ struct Matrix {
 
   Matrix(Bytes base_, Array<const int8_t, 2> exponents_, int64_t length, int group_size, bool truncate)
     : base(std::move(base_)), exponents(std::move(exponents_)) {
-    check(length > 0, "length must be positive");
+    check(length > 0 && length < int64_t{1} << 31, "length must be positive and below 2^31");
     check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
     packed.rows = static_cast<int64_t>(base.shape(0));
     packed.length = length;
