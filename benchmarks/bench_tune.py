@@ -32,15 +32,16 @@ from transformers import (
 )
 
 from otaro.sefp.precision import PRECISIONS
-from otaro.tune.config import Options
+from otaro.tune.config import BEST, Options
 from otaro.tune.trainer import OtaroTrainer
 
 METHODS: dict[str, Options | None] = {
     "trainer": None,
-    "fp": Options(method="fp", distill=0.0),
-    "otaro": Options(method="otaro", distill=0.0, weights=None),
-    "otaro, host": Options(method="otaro", distill=0.0, weights=None, accumulator="host"),
-    "distill": Options(distill_at=PRECISIONS),  # a teacher at every step; the recipe has one at the lower precisions alone
+    "fp": Options(method="fp"),
+    "otaro": Options(method="otaro"),
+    "otaro, host": Options(method="otaro", accumulator="host"),
+    "distill": Options(distill=0.5, distill_at=PRECISIONS),  # a teacher at every step
+    "best": BEST,  # a teacher at the lower precisions alone; pulled and averaged
 }
 
 

@@ -64,13 +64,37 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
     assert (stated["training"]["optimizer"], stated["options"]["reconstruction"]) == ("sgd", "truncate")
 
 
-@pytest.mark.parametrize("steady", [[], ["--pull", "23", "--average", "0.7", "--rates", "size"]], ids=" ".join)
-def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path, steady):
-    whole = json.loads(tune(text, tmp_path / "whole", *steady, "--json").stdout)
-    again = tune(text, tmp_path / "whole", *steady, "--resume", "--json")  # from its last checkpoint, at step 4
+@pytest.mark.parametrize(
+    ("flags", "rate", "added"),
+    [
+        ([], 1e-4, {"weights": [1.0, 1.0, 1.0, 1.0, 1.25, 2.6], "distill": 0.5, "pull": 23.0, "average": 0.7, "rates": "size"}),
+        (["--method", "fp"], 5e-5, {"weights": [1.0] * 6, "distill": 0.0, "pull": 0.0, "average": 0.0, "rates": "same"}),
+        (["--method", "bps", "--pull", "5"], 5e-5, {"distill": 0.0, "pull": 5.0, "average": 0.0, "rates": "same"}),
+        (["--method", "fixed:E5M4", "--lr", "2e-4"], 2e-4, {"distill": 0.0, "pull": 0.0}),
+        (["--method", "uniform", "--average", "0"], 1e-4, {"distill": 0.5, "pull": 23.0, "average": 0.0}),
+        (["--recipe", "paper", "--method", "bps"], 1e-5, {"distill": 0.0, "pull": 0.0, "reconstruction": "truncate"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch, tmp_path, flags, rate, added):
+    chosen = []
+    monkeypatch.setattr("otaro.cli.tune.TuningRun.go", lambda run: chosen.append(run) or {})
+    done = CliRunner().invoke(app, ["tune", "builtin", "--data", "builtin", "--out", str(tmp_path), "--json", *flags])
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    stated = chosen[0].stated
+    assert stated["training"]["lr"] == rate
+    assert {name: stated["options"][name] for name in added} == added
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora", "4"], ["--method", "otaro"]], ids=" ".join)
+def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path, flags):
+    if "--lora" in flags:
+        pytest.importorskip("peft", reason="peft is not installed")
+    whole = json.loads(tune(text, tmp_path / "whole", *flags, "--json").stdout)
+    again = tune(text, tmp_path / "whole", *flags, "--resume", "--json")  # from its last checkpoint, at step 4
     assert again.exit_code == 0, again.output + repr(again.exception)
     assert json.loads(again.stdout)["after"] == whole["after"]
-    other = tune(text, tmp_path / "whole", *steady, "--resume", "--distill", 0.1)
+    other = tune(text, tmp_path / "whole", *flags, "--resume", "--distill", 0.1)
     assert "--resume: options differ" in str(other.exception)
 
 
@@ -81,6 +105,7 @@ def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_
         (["--method", "fixed:E5M9"], "--method fixed:E5M9"),
         (["--weights", "1,2"], "--weights gives 2 numbers for 6"),
         (["--weights", "one"], "--weights one: give numbers"),
+        (["--lr", "0.1"], "--pull 23 undoes every step at --lr 0.1"),
         (["--pull", "-1"], "--pull -1.0: must be a number, and not negative"),
         (["--average", "70"], "--average 70.0: must be between 0 and 1"),
         (["--epochs", "1"], "--epochs and --steps contradict"),

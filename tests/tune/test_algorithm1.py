@@ -114,7 +114,7 @@ def trained(model, directory, **options):
         report_to=[],
         disable_tqdm=True,
     )
-    settings = {"method": "otaro", "exploration": LAMBDA, "delay": DELAY, "distill": 0.0, **options}
+    settings = {"method": "otaro", "exploration": LAMBDA, "delay": DELAY, **options}
     log = directory / "log.jsonl"
     data = list(examples())
     OtaroTrainer(model, arguments, train_dataset=data, otaro=Options(**settings), otaro_log=log).train()

@@ -12,7 +12,7 @@ import pytest
 from otaro.errors import OtaroError
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.accumulate import GradientAccumulator
-from otaro.tune.config import METHODS, ConfigError, Options, Training, recipe, with_precisions
+from otaro.tune.config import BEST, METHODS, ConfigError, Options, Training, recipe, with_precisions
 from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, UniformSearch
 
 M8, M7, M6, M5, M4, M3 = PRECISIONS
@@ -25,8 +25,8 @@ M8, M7, M6, M5, M4, M3 = PRECISIONS
         ({"method": ""}, "--method "),
         ({"method": "fixed"}, "--method fixed"),
         ({"method": "E5M4"}, "--method E5M4"),
-        ({"precisions": (), "weights": None}, "--precisions"),
-        ({"precisions": (M8, M4, M8), "weights": None}, "--precisions"),
+        ({"precisions": ()}, "--precisions"),
+        ({"precisions": (M8, M4, M8)}, "--precisions"),
         ({"exploration": -0.1}, "--lambda -0.1"),
         ({"delay": 0}, "--delay 0"),
         ({"delay": -3}, "--delay -3"),
@@ -36,7 +36,7 @@ M8, M7, M6, M5, M4, M3 = PRECISIONS
         ({"reconstruction": "nearest"}, "--reconstruction nearest"),
         ({"weights": (1.0, 2.0)}, "--weights gives 2 numbers for 6 --precisions"),
         ({"weights": ()}, "--weights gives 0 numbers for 6 --precisions"),
-        ({"precisions": (M8, M4)}, "--weights gives 6 numbers for 2 --precisions"),
+        ({"precisions": (M8, M4), "weights": (1.0,) * 6}, "--weights gives 6 numbers for 2 --precisions"),
         ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, -0.5)}, "--weights"),
         ({"weights": (0.0,) * 6}, "--weights"),
         ({"group_size": 0}, "--group-size 0"),
@@ -104,7 +104,7 @@ def test_refusals_are_errors_of_this_library_and_value_errors():
         {"group_size": 32},
         {"weights": None},
         {"weights": (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
-        {"precisions": (M4,), "weights": None},
+        {"precisions": (M4,)},
         {"method": "fixed:E5M3"},
         {"ultra_low": ()},
     ],
@@ -153,12 +153,38 @@ def test_the_recipe_paper_changes_nothing_else_of_the_training():
     assert changed == {"optimizer", "lr", "schedule", "clip"}
 
 
-def test_the_recipe_best_is_the_default():
+ADDED = {"weights", "distill", "pull", "average", "rates"}
+
+
+def test_the_recipe_best_is_what_the_log_of_experiments_found():
     options, training = recipe("best")
-    assert (options, training) == (Options(), Training())
-    assert (options.method, options.reconstruction, training.optimizer) == ("uniform", "midpoint", "adamw")
-    assert options.distill == 0.5
-    assert options.weights == (1.0, 1.0, 1.0, 1.0, 1.5, 2.0)
+    assert (options.method, options.weights) == ("uniform", (1.0, 1.0, 1.0, 1.0, 1.25, 2.6))
+    assert (options.distill, options.distill_at) == (0.5, (M5, M4, M3))
+    assert (options.pull, options.average, options.rates) == (23.0, 0.7, "size")
+    assert {field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default} == ADDED
+    assert training == Training(lr=1e-4)
+    assert recipe("best", "uniform") == (options, training)  # its own method
+
+
+@pytest.mark.parametrize("method", ["otaro", "bps", "fixed:E5M4", "fp"])
+def test_another_method_comes_without_what_the_recipe_best_adds(method):
+    assert recipe("best", method) == (Options(method=method), Training())
+    assert Training().lr == 5e-5  # the better one for `fixed:`
+    plain = Options(method=method, weights=None, distill=0.0, pull=0.0, average=0.0, rates="same")
+    assert Options(method=method) == plain
+
+
+@pytest.mark.parametrize("method", ["uniform", "bps", "fp"])
+def test_another_method_keeps_the_settings_of_the_paper(method):
+    options, training = recipe("paper")
+    assert recipe("paper", method) == (dataclasses.replace(options, method=method), training)
+
+
+def test_a_pull_that_would_undo_every_step_is_refused():
+    with pytest.raises(ConfigError, match=re.escape("--pull 23 undoes every step at --lr 0.05")):
+        BEST.check_rate(0.05)
+    BEST.check_rate(0.04)
+    Options().check_rate(100.0)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +235,7 @@ def test_each_method_has_its_search_and_only_otaro_delays_updates(method, kind, 
 
 
 def test_searches_get_the_options_they_were_made_for():
-    search = Options(method="bps", exploration=0.7, precisions=(M4, M8), weights=None).search(seed=0)
+    search = Options(method="bps", exploration=0.7, precisions=(M4, M8)).search(seed=0)
     assert (search.precisions, search.exploration) == ([M8, M4], 0.7)
     search = Options(precisions=(M4, M8), weights=(3.0, 1.0)).search(seed=0)
     assert search.scores() == {"E5M4": 0.75, "E5M8": 0.25}
@@ -231,7 +257,7 @@ def test_the_accumulator_gets_its_options():
     assert (accumulator.delay, accumulator.reduction, accumulator.place) == (7, "mean", "host")
 
 
-@pytest.mark.parametrize("options", [Options(), recipe("paper")[0], Options(method="fixed:E5M4"), Options(ultra_low=())])
+@pytest.mark.parametrize("options", [Options(), BEST, recipe("paper")[0], Options(method="fixed:E5M4"), Options(ultra_low=())])
 def test_to_dict_is_json_and_names_every_option(options):
     stated = options.to_dict()
     assert json.loads(json.dumps(stated)) == stated
@@ -248,20 +274,19 @@ def test_to_dict_is_a_copy():
 
 
 def test_other_precisions_keep_their_own_weights():
-    options = with_precisions(Options(), ["E5M8", "E5M4"])
-    assert (options.precisions, options.weights) == ((M8, M4), (1.0, 1.5))
-    assert dataclasses.replace(options, precisions=PRECISIONS, weights=Options().weights) == Options()
+    options = with_precisions(BEST, ["E5M8", "E5M4"])
+    assert (options.precisions, options.weights) == ((M8, M4), (1.0, 1.25))
+    assert dataclasses.replace(options, precisions=PRECISIONS, weights=BEST.weights) == BEST
 
 
 def test_the_same_precisions_keep_their_weights():
-    assert with_precisions(Options(), [str(p) for p in PRECISIONS]) == Options()
-    assert with_precisions(Options(weights=None), ["E5M8", "E5M4"]).weights is None
+    assert with_precisions(BEST, [str(p) for p in PRECISIONS]) == BEST
+    assert with_precisions(Options(), ["E5M8", "E5M4"]).weights is None
 
 
 def test_naming_precisions_in_another_order_does_not_move_weights_to_others():
-    options = with_precisions(Options(), [str(p) for p in reversed(PRECISIONS)])
-    if options.weights is not None:
-        assert dict(zip(options.precisions, options.weights, strict=True))[M3] == 2.0
+    options = with_precisions(BEST, [str(p) for p in reversed(PRECISIONS)])
+    assert dict(zip(options.precisions, options.weights, strict=True))[M3] == 2.6
 
 
 def test_precisions_named_twice_or_not_existing_are_refused():

@@ -1,7 +1,8 @@
-"""Two processes that talk through gloo: DDP through the trainer, and FSDP2 by hand.
+"""Two processes that talk through gloo: DDP and FSDP2 through the trainer, and FSDP2 by hand.
 
-On the CPU Trainer turns FSDP into DDP, so `fully_shard` is applied to a prepared model directly, in a loop that does what the
-trainer does with gradients. Both run in one launch of torchrun, since most of its time goes into imports.
+On the CPU accelerate turns FSDP into DDP, unless told otherwise, as `Sharded` does; and it cannot write whole checkpoints of
+sharded models there, only parts. So `fully_shard` is also applied to a prepared model directly, in a loop that does what the
+trainer does with gradients. All run in one launch of torchrun, since most of its time goes into imports.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 
 import pytest
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import GradientAccumulator, release, withhold
-from otaro.tune.config import Options
+from otaro.tune.config import BEST, Options
 from otaro.tune.fake_quant import Precisely, prepare
 from otaro.tune.trainer import OtaroTrainer
 
@@ -26,14 +28,22 @@ pytestmark = pytest.mark.skipif(
     reason="this build of torch cannot run several processes through gloo",
 )
 
+OTARO = {"method": "otaro", "exploration": 30.0, "delay": 3}
 CASES = {  # options and arguments
-    "otaro": ({"method": "otaro"}, {}),
-    "otaro_micro": ({"method": "otaro", "accumulate": "mean", "distill": 0.5}, {"gradient_accumulation_steps": 2}),
+    "otaro": (Options(**OTARO), {}),
+    "otaro_micro": (Options(**OTARO, accumulate="mean", distill=0.5), {"gradient_accumulation_steps": 2}),
+    "best": (BEST, {}),
     "uniform": (
-        {"method": "uniform", "distill": 0.5},
+        Options(distill=0.5),
         # With its usual epsilon Adam blows rounding errors of tiny gradients up to whole steps.
         {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-3, "max_grad_norm": 1.0},
     ),
+}
+SHARDED = {
+    "fsdp_otaro": ("otaro", {}),
+    "fsdp_best": ("best", {}),
+    "fsdp_best_resumed": ("best", {}),
+    "fsdp_best_empty": ("best", {"empty": True}),
 }
 PATH = ["E5M8", "E5M4", "E5M6", "E5M3", "E5M5", "E5M4", "E5M3", "E5M7", "E5M3"]  # of the sharded model; a delay of 3
 
@@ -44,10 +54,29 @@ def examples():
     return [{"input_ids": ids, "labels": ids.where(torch.arange(10) >= n % 4, -100)} for n, ids in enumerate(tokens)]
 
 
-def train(checkpoint, directory, case, batch_size):
-    """Through the trainer; returns weights and, in the first process, the log."""
-    own, changes = CASES[case]
-    settings = {"optim": "sgd", "learning_rate": 2.0**-7, "max_grad_norm": 0.0, **changes}
+class Sharded(OtaroTrainer):
+    """With FSDP2, on the CPU too."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
+def train_sharded(checkpoint, directory, case, *, empty=False, resume=None):
+    """As `train`. `empty`: only the first process holds weights already, and the other gets them when they are sharded."""
+    layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": empty}
+    settings = {"fsdp": True, "fsdp_config": {**layers, "state_dict_type": "SHARDED_STATE_DICT"}}
+    saved = {"save_strategy": "steps", "save_steps": 6, "resume": resume}
+    return train(checkpoint, directory, case, 2, kind=Sharded, empty=empty and os.environ["RANK"] != "0", **saved, **settings)
+
+
+def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=False, resume=None, **more):
+    """Through the trainer; returns weights and path."""
+    options, changes = CASES[case]
+    settings = {"optim": "sgd", "learning_rate": 2.0**-7, "max_grad_norm": 0.0, "save_strategy": "no", **changes, **more}
     arguments = TrainingArguments(
         directory,
         use_cpu=True,
@@ -55,20 +84,25 @@ def train(checkpoint, directory, case, batch_size):
         per_device_train_batch_size=batch_size,
         train_sampling_strategy="sequential",
         lr_scheduler_type="cosine",
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         **settings,
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    options = Options(**{"exploration": 30.0, "delay": 3, "distill": 0.0, **own})
+    if empty:
+        for parameter in model.parameters():
+            parameter.data.zero_()
     log = directory / f"{case}.jsonl"
-    trainer = OtaroTrainer(model, arguments, train_dataset=examples(), otaro=options, otaro_log=log)
+    trainer = kind(model, arguments, train_dataset=examples(), otaro=options, otaro_log=log)
     paths = []
     record = trainer.search.record
     trainer.search.record = lambda precision, loss: (paths.append([str(precision), loss]), record(precision, loss))
-    trainer.train()
-    return model.state_dict(), paths
+    trainer.train(resume_from_checkpoint=resume)
+    return {name: whole(weight) for name, weight in trainer.model.state_dict().items()}, paths
+
+
+def whole(weight):
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def train_by_hand(model, batches, place):
@@ -117,6 +151,12 @@ def main(checkpoint, directory):
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         train_by_hand(model, [batch.chunk(2)[rank] for batch in batches()], place)
         results[f"sharded_{place}"] = {name: parameter.full_tensor() for name, parameter in model.state_dict().items()}
+    # At last, since the processes take FSDP for their way of working from then on.
+    for run, (case, settings) in SHARDED.items():
+        folder = Path(directory) / run.removesuffix("_resumed")
+        folder.mkdir(exist_ok=True)
+        resume = folder / "checkpoint-6" if run.endswith("_resumed") else None
+        results[run] = train_sharded(checkpoint, folder, case, resume=resume, **settings)
     torch.save(results, Path(directory) / f"rank{rank}.pt")
 
 
@@ -128,7 +168,7 @@ def ranks(checkpoint_dir, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(
-        [*launch, __file__, str(checkpoint_dir), str(directory)], capture_output=True, text=True, timeout=240, env=environment
+        [*launch, __file__, str(checkpoint_dir), str(directory)], capture_output=True, text=True, timeout=480, env=environment
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(2)], directory
@@ -157,6 +197,17 @@ def test_two_processes_walk_one_path_to_the_weights_of_one_with_twice_the_batch(
     assert [(line["step"], line["applied"]) for line in log] == [(line["step"], line["applied"]) for line in alone_log]
     norms = [[line.get("gradient_norm", 0.0) for line in lines] for lines in (log, alone_log)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("run", SHARDED)
+def test_two_processes_that_share_the_weights_out_end_with_the_same_ones(ranks, run, checkpoint_dir, tmp_path):
+    (weights, path), (others, other_path) = (rank[run] for rank in ranks[0])
+    assert path == other_path
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    alone, alone_path = train(checkpoint_dir, tmp_path, SHARDED[run][0], 4)
+    assert [precision for precision, _ in path] == [precision for precision, _ in alone_path][-len(path) :]
+    assert len(path) == (4 if run.endswith("_resumed") else 10)
+    assert_close(weights, alone)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from otaro.builtin import MODEL_DIR, heldout_text, topics_training_text
 from otaro.sefp.precision import Precision
-from otaro.tune.config import Options
+from otaro.tune.config import recipe
 from otaro.tune.data import collate, load_data, padding_id
 from otaro.tune.trainer import OtaroTrainer, losses_by_precision
 
-METHODS = {
-    "fp": Options(method="fp"),
-    # A hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten.
-    "otaro": Options(method="otaro", delay=4, distill=0.0, weights=None),
-    "best": Options(),
-}
+METHODS = {"fp": recipe("best", "fp"), "otaro": recipe("best", "otaro"), "best": recipe("best")}  # as `otaro tune` has them
+DELAY = 4  # a hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +27,20 @@ def losses(tmp_path_factory):
     dataset = load_data(str(directory / "topics.txt"), tokenizer, 128)
     ids = torch.tensor(tokenizer(heldout_text(), verbose=False)["input_ids"][: 8 * 512]).view(2, 4, 512)
     batches = [{"input_ids": batch, "labels": batch} for batch in ids]
-    arguments = TrainingArguments(
-        directory, use_cpu=True, max_steps=100, learning_rate=5e-5, per_device_train_batch_size=4, optim="adamw_torch_fused",
-        lr_scheduler_type="cosine", save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
-        remove_unused_columns=False,
-    )  # fmt: skip
     measured = {}
-    for name, options in METHODS.items():
+    for name, (options, training) in METHODS.items():
+        arguments = TrainingArguments(
+            directory, use_cpu=True, max_steps=100, learning_rate=training.lr, per_device_train_batch_size=4,
+            optim="adamw_torch_fused", lr_scheduler_type=training.schedule, save_strategy="no", logging_strategy="no",
+            report_to=[], disable_tqdm=True, remove_unused_columns=False,
+        )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         trainer = OtaroTrainer(
-            model, arguments, train_dataset=dataset, data_collator=collate(padding_id(tokenizer)), otaro=options
+            model,
+            arguments,
+            train_dataset=dataset,
+            data_collator=collate(padding_id(tokenizer)),
+            otaro=replace(options, delay=DELAY),
         )
         trainer.train()
         names = ("E5M8", "E5M4", "E5M3")

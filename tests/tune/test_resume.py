@@ -21,7 +21,7 @@ import json, os, signal, sys, traceback
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
-from otaro.tune.config import Options
+from otaro.tune.config import BEST, Options
 from otaro.tune.trainer import OtaroTrainer, forget_steps_after, last_complete_checkpoint
 
 directory, checkpoint, method, kills, settings = json.loads({told!r})
@@ -63,8 +63,7 @@ def train():
         optim="sgd" if method == "otaro" else "adamw_torch", learning_rate=2.0**-7 if method == "otaro" else 1e-3,
         lr_scheduler_type="cosine", save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
     )
-    steady = dict(pull=30.0, average=0.7, rates="size") if method == "steady" else {{}}
-    options = Options(method="uniform" if steady else method, exploration=30.0, delay=3, distill=0.0, **steady)
+    options = BEST if method == "best" else Options(method=method, exploration=30.0, delay=3)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     data = [dict(input_ids=ids, labels=ids) for ids in tokens]
     trainer = Mortal(model, arguments, train_dataset=data, callbacks=[Killer()], otaro=options, otaro_log=log)
@@ -140,7 +139,7 @@ KILLS = {
         ("before the completion mark", 12, 9),
     ],
     # Weights are averaged from the fourth step on.
-    "steady": [("between steps", 4, 3), ("after the backward pass", 7, 6), ("after saving the optimizer", 9, 6)],
+    "best": [("between steps", 4, 3), ("after the backward pass", 7, 6), ("after saving the optimizer", 9, 6)],
     "uniform": [("between steps", 4, 3), ("after saving the optimizer", 6, 3), ("after the backward pass", 10, 9)],
 }
 
@@ -159,7 +158,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
         assert (tmp_path / "whole" / "checkpoint-6" / ACCUMULATOR).is_file()
         assert any(line["applied"] for line in steps if line["precision"] in ("E5M4", "E5M3"))
     holding = [step for step in range(EVERY, STEPS + 1, EVERY) if (tmp_path / f"whole/checkpoint-{step}" / AVERAGE).is_file()]
-    assert holding == ([6, 9, 12] if method == "steady" else [])
+    assert holding == ([6, 9, 12] if method == "best" else [])
 
 
 def test_what_was_left_over_is_applied_once_by_a_run_that_was_killed_after_its_last_step(run, tmp_path):

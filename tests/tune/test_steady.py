@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from otaro.errors import OtaroError
-from otaro.tune.config import Options
-from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
+from otaro.tune.config import ConfigError, Options
+from otaro.tune.steady import WeightAverage, rates_by_size, split_groups
 from otaro.tune.trainer import OtaroTrainer
 
 RATE = 2.0**-7
@@ -31,18 +30,18 @@ class Snapshots(TrainerCallback):
 def train(checkpoint_dir, tmp_path):
     """Ten steps of plain SGD; returns the trainer, the weights at the start and after each step, and the log."""
 
-    def run(method="uniform", **steady):
+    def run(method="uniform", model=None, steps=10, **steady):
         tokens = torch.randint(3, 120, (32, 10), generator=torch.Generator().manual_seed(1))
         arguments = TrainingArguments(
-            tmp_path, use_cpu=True, max_steps=10, per_device_train_batch_size=2, train_sampling_strategy="sequential",
+            tmp_path, use_cpu=True, max_steps=steps, per_device_train_batch_size=2, train_sampling_strategy="sequential",
             optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to=[],
             disable_tqdm=True,
         )  # fmt: skip
-        model = AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
+        model = model or AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
         start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         snapshots, log = Snapshots(), tmp_path / "log.jsonl"
         data = [{"input_ids": ids, "labels": ids} for ids in tokens]
-        options = Options(method=method, distill=0.0, weights=None, **steady)
+        options = Options(method=method, **steady)
         log.unlink(missing_ok=True)
         trainer = OtaroTrainer(model, arguments, train_dataset=data, callbacks=[snapshots], otaro=options, otaro_log=log)
         trainer.train()
@@ -87,9 +86,40 @@ def test_pulled_weights_go_back_by_their_share_of_the_way_after_the_first_step(t
         torch.testing.assert_close(pulled[0][name], expected, atol=1e-7, rtol=1e-6)
 
 
-def test_a_pull_of_the_whole_way_goes_nowhere(train):
-    trainer, start, _, _ = train(pull=1e6)
-    assert all(torch.equal(parameter, start[name]) for name, parameter in trainer.model.named_parameters())
+def test_a_pull_that_would_undo_every_step_is_refused(train):
+    with pytest.raises(ConfigError, match="--pull"):
+        train(pull=1 / RATE)
+
+
+def test_pulled_adapters_take_the_merged_weight_back_by_its_share_and_no_more(train, checkpoint_dir):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=True)
+
+    def adapted():
+        torch.manual_seed(7)
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32), config)
+
+    def updates(weights):
+        names = [name.partition(".lora_A")[0] for name in weights if "lora_A" in name]
+        return [weights[f"{name}.lora_B.default.weight"] @ weights[f"{name}.lora_A.default.weight"] for name in names]
+
+    few = {"method": "fixed:E5M4", "steps": 1}
+    _, _, plain, _ = train(model=adapted(), **few)
+    trainer, start, pulled, _ = train(model=adapted(), pull=0.25 / RATE, average=0.7, rates="size", **few)
+    for whole, held in zip(updates(plain[0]), updates(pulled[0]), strict=True):
+        assert whole.any()
+        torch.testing.assert_close(held, 0.75 * whole, atol=1e-9, rtol=1e-5)
+    tuned = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, start[name])}
+    assert tuned
+    assert all("lora_" in name for name in tuned)
+
+
+def test_a_second_run_of_the_same_trainer_has_its_own_average(train):
+    trainer, _, after, _ = train(average=0.3)
+    trainer.train()
+    assert trainer.average.count == 3
+    mean = torch.stack([weights["model.norm.weight"].double() for weights in after[-3:]]).mean(0)
+    torch.testing.assert_close(trainer.model.model.norm.weight.detach().double(), mean, atol=1e-7, rtol=1e-6)
 
 
 def test_each_matrix_moves_at_its_own_rate_and_the_log_tells_the_one_they_share(train):
@@ -132,10 +162,13 @@ def test_groups_are_split_by_rate_and_keep_the_rest():
     assert described == [(1.0, 0.5, 1), (2.0, 0.5, 2), (1.0, 0.01, 1)]
 
 
-def test_weights_sharded_behind_the_anchors_back_are_refused():
-    anchor = Anchor({"w": nn.Parameter(torch.ones(4, 2))}, 1.0)
-    with pytest.raises(OtaroError, match="--pull"):
-        anchor.apply({"w": nn.Parameter(torch.ones(2, 2))}, 0.1)
+def test_the_mean_of_bfloat16_weights_is_kept_in_float32():
+    average, weight = WeightAverage(1.0), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    for step in range(1, 1001):  # the last ones add less than bfloat16 can tell from nothing
+        weight.data.fill_(1.0 if step > 500 else 0.0)
+        average.add({"w": weight}, step, 1000)
+    average.install({"w": weight})
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.5, dtype=torch.bfloat16))
 
 
 def test_an_average_goes_on_from_what_it_was():

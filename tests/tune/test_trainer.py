@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.config import Options
+from otaro.tune.config import BEST, Options
 from otaro.tune.fake_quant import Precisely, prepare, restore
-from otaro.tune.trainer import OtaroMixin, OtaroTrainer, last_complete_checkpoint, losses_by_precision
+from otaro.tune.trainer import OtaroMixin, OtaroTrainer, TrainingError, last_complete_checkpoint, losses_by_precision
 
 ULTRA_LOW = ("E5M4", "E5M3")
 FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
@@ -42,7 +43,7 @@ def arguments(directory, **changes):
 
 
 def options(**changes):
-    settings = {"method": "otaro", "exploration": 30.0, "delay": 3, "distill": 0.0}
+    settings = {"method": "otaro", "exploration": 30.0, "delay": 3}
     return Options(**{**settings, **changes})
 
 
@@ -174,7 +175,7 @@ def test_full_precision_is_plain_trainer_bit_for_bit(train, fresh, tmp_path):
 
 def test_the_schedule_advances_on_withheld_steps_and_the_leftover_gets_the_last_rate(train, fresh):
     watch = Snapshots()
-    low = options(precisions=(Precision("E5M3"),), weights=None, delay=4)
+    low = options(precisions=(Precision("E5M3"),), delay=4)
     trainer, log = train(low, max_steps=6, lr_scheduler_type="cosine", callbacks=[watch])
     expected = [2.0**-7 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
     assert [line["lr"] for line in log[:6]] == pytest.approx(expected)
@@ -234,10 +235,11 @@ def test_a_micro_batch_without_any_label_adds_nothing(train):
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
-def test_recomputed_activations_change_nothing(train):
+@pytest.mark.parametrize("chosen", [options(distill=0.5), BEST], ids=["otaro", "best"])
+def test_recomputed_activations_change_nothing(train, chosen):
     """The recomputation happens in the backward pass, which must still be at the precision of the step."""
-    plain, _ = train(options(distill=0.5))
-    recomputed, _ = train(options(distill=0.5), gradient_checkpointing=True)
+    plain, _ = train(chosen)
+    recomputed, _ = train(chosen, gradient_checkpointing=True)
     assert recomputed.model.is_gradient_checkpointing
     assert_close(weights_of(plain.model), weights_of(recomputed.model), 1e-6)
 
@@ -251,6 +253,14 @@ def test_bf16_keeps_full_weights_and_a_full_accumulator(train):
     assert mixed_log[-1]["leftover"] >= 2
 
 
+def test_the_recipe_best_keeps_full_weights_in_bf16_too(train):
+    trainer, log = train(BEST, bf16=True)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in trainer.average.tensors().values()} == {torch.float32}
+    assert trainer.average.count == 9  # of twelve steps
+    assert all(math.isfinite(line["loss"]) for line in log)
+
+
 def test_losses_by_precision_are_means_over_all_labels(fresh):
     data = examples(6)
     batches = [{key: torch.stack([e[key] for e in some]) for key in data[0]} for some in (data[:4], data[4:])]
@@ -262,20 +272,55 @@ def test_losses_by_precision_are_means_over_all_labels(fresh):
     assert found == pytest.approx([by_hand(fresh(), data, 0.0, at)[0] for at in (None, *PRECISIONS)], rel=1e-5)
 
 
-def test_it_mixes_into_trl(tmp_path):
+@pytest.fixture
+def sft(tmp_path):
+    """sft(model, options, argument=...) trains by TRL's SFTTrainer with the mixin; returns the trainer and its log."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+    def run(model, chosen, data=None, **changes):
+        settings = {"use_cpu": True, "max_steps": 8, "per_device_train_batch_size": 2, "max_length": 32, "save_strategy": "no"}
+        update = {"optim": "sgd", "learning_rate": 2.0**-7, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        arguments = trl.SFTConfig(tmp_path, bf16=False, report_to=[], **{**settings, **update, **changes})
+        log = tmp_path / "log.jsonl"
+        reader = {"processing_class": AutoTokenizer.from_pretrained(MODEL_DIR)}
+        data = datasets.Dataset.from_dict(data or {"text": ["One day a small fox went out."] * 16})
+        kind = type("OtaroSFTTrainer", (OtaroMixin, trl.SFTTrainer), {})
+        trainer = kind(model, arguments, train_dataset=data, **reader, otaro=chosen, otaro_log=log)
+        trainer.train()
+        return trainer, [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def test_it_mixes_into_trl(sft):
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    log = tmp_path / "log.jsonl"
-    settings = {"use_cpu": True, "max_steps": 8, "per_device_train_batch_size": 2, "max_length": 32, "save_strategy": "no"}
-    kind = type("OtaroSFTTrainer", (OtaroMixin, trl.SFTTrainer), {})
-    arguments = trl.SFTConfig(tmp_path, optim="sgd", learning_rate=1e-3, bf16=False, report_to=[], **settings)
-    data = datasets.Dataset.from_dict({"text": ["One day a small fox went out."] * 16})
-    reader = {"train_dataset": data, "processing_class": AutoTokenizer.from_pretrained(MODEL_DIR)}
-    kind(model, arguments, **reader, otaro=options(), otaro_log=log).train()
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    _, steps = sft(model, options())
     assert [line["precision"] for line in steps[:6]] == ["E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3"]
     assert [line["applied"] for line in steps[:6]] == [True, True, True, True, False, False]
+
+
+def test_the_default_in_trl_is_the_recipe_best(sft):
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    trainer, steps = sft(model, None, learning_rate=1e-4, gradient_checkpointing=True)
+    assert (trainer.otaro, trainer.average.count, len(steps)) == (BEST, 6, 8)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sft, share):
+    """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no gradients."""
+    tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
+    few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
+    chosen = Options(method="fixed:E5M3", distill=share)
+    ours, log = train(chosen, data=[{"input_ids": ids, "labels": ids} for ids in tokens], **few)
+    theirs, their_log = sft(fresh(), chosen, data={"input_ids": tokens.tolist()}, **few)
+    assert [line["loss"] for line in their_log] == pytest.approx([line["loss"] for line in log], rel=1e-5)
+    assert_close(weights_of(theirs.model), weights_of(ours.model), 1e-6)
+
+
+def test_a_loss_of_trl_that_passes_the_quantised_head_by_is_refused(sft, fresh):
+    with pytest.raises(TrainingError, match="loss_type='nll'"):
+        sft(fresh(), options(), loss_type="dft")
 
 
 def test_lora_trains_the_adapters_through_the_merged_weight(train, fresh):
@@ -319,15 +364,33 @@ def test_a_checkpoint_without_its_optimizer_is_not_called_complete(train):
     assert last_complete_checkpoint(run) is None
 
 
-def test_leftovers_do_not_touch_the_best_weights_that_were_loaded_at_the_end(train):
+def test_neither_leftovers_nor_averages_touch_the_best_weights_that_were_loaded_at_the_end(train):
     held = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 6, "save_steps": 6}
 
     class Evaluated(OtaroTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, eval_dataset=examples(4), **kwargs)
 
-    trainer, log = train(options(delay=100), kind=Evaluated, load_best_model_at_end=True, metric_for_best_model="loss", **held)
+    held |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    with pytest.warns(UserWarning, match="no average takes their place"):
+        trainer, log = train(options(delay=100, average=0.5), kind=Evaluated, **held)
     assert log[-1]["leftover"] > 0
     assert log[-1]["applied"] is False
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert all(torch.equal(parameter, best[name]) for name, parameter in weights_of(trainer.model).items() if name in best)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_leaves_its_checkpoints_alone(train, fresh, tmp_path):
+    class Broken(OtaroTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * math.nan if self.state.global_step == 7 else loss
+
+    with pytest.raises(TrainingError) as stopped:
+        train(BEST, kind=Broken, save_strategy="steps", save_steps=3, learning_rate=1e-4)
+    last = last_complete_checkpoint(tmp_path / "0")
+    assert last.name == "checkpoint-6"
+    assert re.search(
+        rf"the loss became nan at step 8, trained at E5M\d; the last good checkpoint is {last}", str(stopped.value)
+    )
+    assert all(weight.isfinite().all() for weight in load_file(last / "otaro_average.safetensors").values())

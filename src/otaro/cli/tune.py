@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 EVALUATED_TOKENS = 16_384
 BATCH_TOKENS = 4_096  # in a batch of an evaluation
-METHOD_HELP = "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp."
+METHOD_HELP = (
+    "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp. Any but `uniform`, which is that of "
+    "--recipe best, comes plain: what this recipe adds is off, and the rate 5e-5, unless a flag asks for it."
+)
+RECIPE_HELP = (
+    "Where options not given come from. best: --method uniform --weights 1,1,1,1,1.25,2.6 --distill 0.5 --pull 23 "
+    "--average 0.7 --rates size --lr 1e-4; paper: --method otaro --reconstruction truncate --optimizer sgd --lr 1e-5 "
+    "--schedule constant --clip 0."
+)
+PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
+AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
 
 
 def _option(help_text: str, *names: str) -> Any:
@@ -33,7 +43,7 @@ def tune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
     data: Annotated[str, typer.Option(help=".txt, .json, .jsonl, .parquet, owner/name on the Hub, or `builtin`.")],
     out: Annotated[Path, typer.Option(help="The run folder: model/, nested/, config.json, log.jsonl, checkpoints/.")],
-    recipe: Annotated[Literal["best", "paper"], typer.Option(help="Where options not given come from.")] = "best",
+    recipe: Annotated[Literal["best", "paper"], typer.Option(help=RECIPE_HELP)] = "best",
     method: Annotated[str | None, _option(METHOD_HELP)] = None,
     precisions: Annotated[str | None, _option("Those to tune for, such as E5M8,E5M4,E5M3; all six by default.")] = None,
     exploration: Annotated[float | None, _option("Exploration of the path search (5).", "--lambda")] = None,
@@ -45,11 +55,11 @@ def tune(
     accumulator: Annotated[
         Literal["device", "host"] | None, _option("Keep delayed gradients on the device or the host (device).")
     ] = None,
-    weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.5,2.")] = None,
+    weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.25,2.6.")] = None,
     distill: Annotated[float | None, _option("Share of self-distillation in the loss, 0 to 1.")] = None,
     distill_at: Annotated[str | None, _option("The precisions to distil at (E5M5,E5M4,E5M3).")] = None,
-    pull: Annotated[float | None, _option("Take weights back toward their start, by lr * PULL of the way a step.")] = None,
-    average: Annotated[float | None, _option("End with the mean weights of this share of the steps, the last ones.")] = None,
+    pull: Annotated[float | None, _option(PULL_HELP)] = None,
+    average: Annotated[float | None, _option(AVERAGE_HELP)] = None,
     rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
@@ -80,13 +90,13 @@ def tune(
     from otaro.sefp.precision import Precision
     from otaro.tune import config
 
-    options, training = config.recipe(recipe)
+    options, training = config.recipe(recipe, method)
     if epochs is not None and steps is not None:
         raise config.ConfigError("--epochs and --steps contradict each other; give one")
     if precisions is not None:
         options = config.with_precisions(options, precisions.split(","))
     given: dict[str, Any] = {
-        "method": method, "exploration": exploration, "delay": delay, "distill": distill, "group_size": group_size,
+        "exploration": exploration, "delay": delay, "distill": distill, "group_size": group_size,
         "accumulate": accumulate, "accumulator": accumulator,
         "pull": pull, "average": average, "rates": rates, "reconstruction": reconstruction,
         "weights": tuple(_numbers(weights)) if weights is not None else None,
@@ -127,6 +137,7 @@ class TuningRun:
         """`allowed` are names that --out may hold before the run."""
         from otaro.tune.config import ConfigError
 
+        options.check_rate(training.lr)
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
         stated: dict[str, Any] = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
@@ -208,6 +219,7 @@ class TuningRun:
             except ImportError:
                 raise OtaroError("--lora needs the package peft; install it with: pip install 'otaro[lora]'") from None
             rank = self.training.lora
+            torch.manual_seed(self.training.seed)  # of the adapters
             model = get_peft_model(
                 model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
             )

@@ -27,7 +27,7 @@ class ConfigError(OtaroError, ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """How precisions are chosen and gradients applied. The defaults are the recipe `best`."""
+    """How precisions are chosen and gradients applied. The defaults are the bare method; what we add to it is `recipe`."""
 
     method: str = "uniform"
     """otaro (path search and delayed low-precision updates: the paper's Algorithm 1), bps, uniform, fixed:E5M4, fp."""
@@ -39,9 +39,9 @@ class Options:
     ultra_low: tuple[Precision, ...] = (Precision("E5M4"), Precision("E5M3"))
     accumulate: Reduction = "sum"
     accumulator: Place = "device"
-    weights: tuple[float, ...] | None = (1.0, 1.0, 1.0, 1.0, 1.5, 2.0)
-    """How often `uniform` draws each precision, in their order."""
-    distill: float = 0.5
+    weights: tuple[float, ...] | None = None
+    """How often `uniform` draws each precision, in their order; None draws all alike."""
+    distill: float = 0.0
     """Share of the loss that pulls toward the same weights unquantised."""
     distill_at: tuple[Precision, ...] = (Precision("E5M5"), Precision("E5M4"), Precision("E5M3"))
     """The precisions that this is done at; the finer ones are too close to their teacher to learn from it."""
@@ -89,6 +89,11 @@ class Options:
                 raise ConfigError("--weights must be numbers, not negative, nor all zero")
         if self.group_size < 1 or self.group_size % 32:
             raise ConfigError(f"--group-size {self.group_size}: must be a positive multiple of 32")
+
+    def check_rate(self, lr: float) -> None:
+        """Refuse a pull that would undo every step."""
+        if lr * self.pull >= 1:
+            raise ConfigError(f"--pull {self.pull:g} undoes every step at --lr {lr:g}; their product must be below 1")
 
     def search(self, seed: int) -> PathSearch:
         """The search that the method asks for."""
@@ -162,19 +167,26 @@ class Training:
 
 
 Recipe = Literal["best", "paper"]
+BEST = Options(weights=(1.0, 1.0, 1.0, 1.0, 1.25, 2.6), distill=0.5, pull=23.0, average=0.7, rates="size")
 
 
-def recipe(name: Recipe) -> tuple[Options, Training]:
+def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
     """The two starting points; every flag given beside a recipe overrides it.
 
     `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5.
     `best` is ours, chosen by measurement (docs/log.md): reconstruction at midpoints, precisions drawn at random with a tilt
-    toward the low ones, self-distillation at the lower three, AdamW.
+    toward the low ones, self-distillation at the lower three, AdamW at 1e-4, and against fitting the text too closely at such
+    a rate a pull toward the start, averaged weights and rates by size.
+
+    Another method than the recipe's own takes the place of its: of `best` nothing else then remains, since all of it was
+    chosen for that one method, and a baseline is to be what its name says, at the rate that suits it.
     """
     if name == "best":
-        return Options(), Training()
+        if method in (None, BEST.method):
+            return BEST, Training(lr=1e-4)
+        return Options(method=method), Training()
     if name == "paper":
-        options = Options(method="otaro", weights=None, distill=0.0, reconstruction="truncate")
+        options = Options(method=method or "otaro", reconstruction="truncate")
         return options, Training(optimizer="sgd", lr=1e-5, schedule="constant", clip=0.0)
     raise ConfigError(f"--recipe {name}: choose from best, paper")
 

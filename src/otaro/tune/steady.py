@@ -4,9 +4,10 @@ Low precisions want a high rate: at E5M3 a weight must go far before it rounds t
 by fitting the text they are tuned on. Three remedies, each an option of its own (docs/log.md has the measurements):
 
   pull            after every step each weight goes back toward where it started by the share rate * pull of the way, as
-                  weight decay goes toward zero. It keeps one more set of weights in memory.
+                  weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's two factors only B goes
+                  back, which takes the merged weight back by that share; with both it would be twice as much.
   average         the run ends with the mean of the weights after each step of its last part, not with the last ones. Also one
-                  more set of weights, from the first averaged step on; checkpoints keep it.
+                  more set of weights, from the first averaged step on; checkpoints keep it. Of adapters, the mean of each.
   rates by size   a matrix is tuned at the rate times its root mean square over that of the model (a geometric mean over all
                   matrices, weight by weight), so that all move alike in proportion. Rounded to eighths of a power of two, so
                   that a few groups of parameters serve; norms, biases and adapters keep the rate.
@@ -20,8 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from otaro.errors import OtaroError
-
 
 def local(tensor: Any) -> torch.Tensor:
     """Of one that FSDP shards, this process's part."""
@@ -34,19 +33,17 @@ class Anchor:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], pull: float) -> None:
         self.pull = pull
-        self._start = {name: local(parameter).clone() for name, parameter in parameters.items()}
+        self._start = {name: local(p).clone() for name, p in parameters.items() if not _first_factor(name)}
 
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, nn.Parameter], rate: float) -> None:
         """Go back by rate * pull of the way."""
-        now = [local(parameter) for parameter in parameters.values()]
-        start = [self._start[name] for name in parameters]
-        if any(one.shape != other.shape for one, other in zip(now, start, strict=True)):
-            raise OtaroError("--pull needs weights that stay as they were given; shard them first, or leave it out")
-        if any(one.device != other.device for one, other in zip(now, start, strict=True)):
-            self._start = {name: self._start[name].to(parameter.device) for name, parameter in parameters.items()}
-            start = list(self._start.values())
-        torch._foreach_lerp_(now, start, min(1.0, rate * self.pull))
+        now = [local(parameters[name]) for name in self._start]
+        torch._foreach_lerp_(now, list(self._start.values()), rate * self.pull)
+
+
+def _first_factor(name: str) -> bool:
+    return "lora_A" in name or "lora_embedding_A" in name
 
 
 class WeightAverage:
@@ -63,11 +60,12 @@ class WeightAverage:
         if step <= steps * (1 - self.share):
             return
         self.count += 1
+        # In float32, whatever the weights: what a late step adds to the mean is less than bfloat16 can tell.
+        now = {name: local(parameter).float() for name, parameter in parameters.items()}
         if self.count == 1:
-            self._means = {name: local(parameter).clone() for name, parameter in parameters.items()}
+            self._means = {name: weight.clone() for name, weight in now.items()}
         else:
-            now = [local(parameter) for parameter in parameters.values()]
-            torch._foreach_lerp_([self._means[name] for name in parameters], now, 1 / self.count)
+            torch._foreach_lerp_([self._means[name] for name in now], list(now.values()), 1 / self.count)
 
     @torch.no_grad()
     def install(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -17,10 +17,12 @@ import json
 import math
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import Trainer, TrainerCallback
@@ -28,7 +30,7 @@ from transformers import Trainer, TrainerCallback
 from otaro.errors import OtaroError
 from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
-from otaro.tune.config import Options
+from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
 from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
 
@@ -43,14 +45,21 @@ class TrainingError(OtaroError):
 class OtaroMixin:
     """Mix in before a Trainer class: `class MyTrainer(OtaroMixin, SFTTrainer)`.
 
-    Takes two more arguments: `otaro=Options(...)` and `otaro_log=Path(...)`, a file that gets one line of JSON per step.
+    Takes two more arguments: `otaro=Options(...)`, by default those of the recipe `best`, and `otaro_log=Path(...)`, a file
+    that gets one line of JSON per step. The learning rate is Trainer's own; the recipe's is 1e-4. A run that is resumed must
+    be given the weights that it started with, as `pull` goes back to them.
     """
 
     def __init__(self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.otaro = otaro or Options()
+        self.otaro = otaro or recipe("best")[0]
+        self.otaro.check_rate(self.args.learning_rate)  # type: ignore[attr-defined]
         if self.args.fp16 and self.otaro.method == "otaro":  # type: ignore[attr-defined]
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:  # type: ignore[attr-defined]
+            raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
+        if self.otaro.average and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
+            warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
         prepare(self.model, self.precisely)  # type: ignore[attr-defined]
         if self.args.n_gpu > 1:  # type: ignore[attr-defined]
@@ -59,12 +68,11 @@ class OtaroMixin:
         self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
         self.delayed = self.otaro.gradient_accumulator()
         tuned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
-        # Taken here, before a checkpoint to go on from replaces the weights: they are those that the run starts with.
-        self.anchor = Anchor(tuned, self.otaro.pull) if self.otaro.pull else None
-        self._rate_factors = rates_by_size(tuned) if self.otaro.rates == "size" else {}
-        self.average = WeightAverage(self.otaro.average) if self.otaro.average else None
-        if self.anchor or self.average:
-            self.add_callback(_AfterOptimizerStep(self))  # type: ignore[attr-defined]
+        self._rate_factors = self._rates(tuned) if self.otaro.rates == "size" else {}
+        self.anchor: Anchor | None = None
+        self.average: WeightAverage | None = None
+        if self.otaro.pull or self.otaro.average:
+            self.add_callback(_SteadyCallback(self))  # type: ignore[attr-defined]
         self._log_path = otaro_log
         self._record: dict[str, Any] | None = None  # of the optimizer step under way
         self.last_record: dict[str, Any] = {}
@@ -72,6 +80,10 @@ class OtaroMixin:
         self._started = 0.0
         self._learning_rates: list[float] = []
         self._divergence = _divergence
+        self._outputs: Any = None
+        self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
+        if self._of_trl:
+            self._keep_trl_to_the_model()
 
     def compile_steps(self: Any, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
@@ -113,12 +125,39 @@ class OtaroMixin:
         if not share or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = inputs["labels"]
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        if self._of_trl:  # the outputs that it returns are those of another pass, without gradients
+            loss = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
+            outputs, self._outputs = self._outputs, None
+        else:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         with torch.no_grad(), self.precisely.at(None):
             teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"}).logits
         divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
         loss = (1 - share) * loss + share * divergence
         return (loss, outputs) if return_outputs else loss
+
+    def _keep_trl_to_the_model(self: Any) -> None:
+        """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantised.
+
+        That is what it does where a `compute_loss_func` is given, and for that of ours the outputs are kept.
+        """
+        if self.args.loss_type != "nll" or getattr(self, "aux_loss_enabled", False):
+            raise TrainingError("of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantised")
+        given, smoother, model = self.compute_loss_func, self.label_smoother, self.accelerator.unwrap_model(self.model)
+
+        def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+            self._outputs = outputs
+            items = {"num_items_in_batch": num_items_in_batch}
+            loss: torch.Tensor
+            if given is not None:
+                loss = given(outputs, labels, **items)
+            elif smoother is not None:
+                loss = smoother(outputs, labels, shift_labels=True, **items)
+            else:
+                loss = model.loss_function(outputs.logits, labels, vocab_size=outputs.logits.shape[-1], **items)
+            return loss
+
+        self.compute_loss_func = loss_of
 
     def _scaled(self: Any, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of the whole step."""
@@ -172,6 +211,19 @@ class OtaroMixin:
         if self.average is not None:
             self.average.add(parameters, self.state.global_step + 1, self.state.max_steps)
 
+    def _drop_anchor(self: Any) -> None:
+        """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
+        if self.otaro.pull and self.anchor is None:
+            tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
+            self.anchor = Anchor(tuned, self.otaro.pull)
+
+    def _rates(self: Any, tuned: dict[str, torch.nn.Parameter]) -> dict[str, float]:
+        """Of the first process: with FSDP it may be the only one that holds weights already."""
+        factors = [rates_by_size(tuned)]
+        if self.is_fsdp_enabled:
+            broadcast_object_list(factors)
+        return factors[0]
+
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with a rate for each matrix where that was asked for."""
         ours = self.optimizer is None
@@ -191,6 +243,7 @@ class OtaroMixin:
 
         Where weights are averaged, the mean then takes their place.
         """
+        self.average = WeightAverage(self.otaro.average) if self.otaro.average else None
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -259,6 +312,10 @@ class OtaroMixin:
                 devices = {name: p.device for name, p in self._named_parameters().items()}
                 kept.restore(counts[stem], load_file(file), devices)
 
+    def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._drop_anchor()  # at the weights that the run started with, not at those it goes on from
+        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial))
         mark = run / f"checkpoint-{self.state.global_step}" / COMPLETE_FILE
@@ -287,9 +344,12 @@ class OtaroMixin:
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
 
-class _AfterOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+class _SteadyCallback(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     def __init__(self, trainer: OtaroMixin) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._drop_anchor()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._after_optimizer_step()
