@@ -31,6 +31,12 @@ import otaro
 
 ROOT = Path(__file__).parents[1]
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # README's commands take the longest and cannot be shared out: what starts last must be short.
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 SIZES = {
     "vocab_size": 120,
     "hidden_size": 96,
