@@ -1,7 +1,6 @@
 // The decoder's part of the Python module: checks everything it is given, and keeps alive what the decoder points into.
 #include "decoder_module.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "decoder.h"
 #include "select.h"
 
@@ -25,14 +25,7 @@ using namespace nb::literals;
 namespace otaro {
 namespace {
 
-template <class T, int Dimensions>
-using Array = nb::ndarray<T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
-using Bytes = Array<const uint8_t, 2>;
 using Vector = Array<const float, 1>;
-
-void check(bool holds, const std::string& what) {
-  if (!holds) throw nb::value_error(what.c_str());
-}
 
 // A packed matrix of the mapped file; planes are attached when a precision first needs them.
 struct Matrix {
@@ -43,8 +36,7 @@ struct Matrix {
 
   Matrix(Bytes base_, Array<const int8_t, 2> exponents_, int64_t length, int group_size, bool truncate)
     : base(std::move(base_)), exponents(std::move(exponents_)) {
-    check(length > 0 && length < int64_t{1} << 31, "length must be positive and below 2^31");
-    check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+    check_sizes(length, group_size);
     packed.rows = static_cast<int64_t>(base.shape(0));
     packed.length = length;
     packed.group_size = group_size;
@@ -53,8 +45,7 @@ struct Matrix {
     check(has_columns(exponents, packed.groups()), "exponents must be [rows, groups]");
     packed.base = base.data();
     packed.exponents = exponents.data();
-    for (int64_t i = 0; i < packed.rows * packed.groups(); ++i)
-      check(packed.exponents[i] >= -15 && packed.exponents[i] <= 16, "exponents must lie between -15 and 16");
+    check_exponents(packed);
   }
 
   template <class Columns>

@@ -1,6 +1,4 @@
 // The Python module `otaro.kernels._cpu`: checks what it is given, cuts work into rows for the pool, and knows no torch.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "decoder_module.h"
 #include "multiply.h"
 #include "pool.h"
@@ -22,24 +21,6 @@ using namespace nb::literals;
 
 namespace otaro {
 namespace {
-
-template <class T, int Dimensions>
-using Array = nb::ndarray<T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
-using Bytes = Array<const uint8_t, 2>;
-
-[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
-
-void check(bool holds, const char* what) {
-  if (!holds) refuse(what);
-}
-
-// Larger rows are refused, so that no size below overflows.
-constexpr int64_t kMostWeights = (int64_t{1} << 31) - 1;
-
-void check_sizes(int64_t length, int group_size) {
-  check(length > 0 && length <= kMostWeights, "length must be positive and below 2^31");
-  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
-}
 
 // Numbers are read and written where they lie, and C++ wants them at multiples of their size.
 template <class AnyArray>
@@ -68,11 +49,7 @@ Packed packed(const Bytes& base, const Array<const int8_t, 2>& exponents, const 
   }
   weight.base = base.data();
   weight.exponents = exponents.data();
-  // Products of powers of two are exact only for the exponents that the format can hold.
-  uint8_t beyond = 0;  // 5 bits hold what is allowed; written so that a compiler makes vectors of it
-  const int64_t count = weight.rows * weight.groups();
-  for (int64_t i = 0; i < count; ++i) beyond |= static_cast<uint8_t>(weight.exponents[i] + 15) & 0xe0;
-  check(!beyond, "exponents must lie between -15 and 16");
+  check_exponents(weight);
   return weight;
 }
 
@@ -180,7 +157,7 @@ NB_MODULE(_cpu, m) {
   m.def("available", available, "Names of the instruction sets that this CPU can run, the best first.");
   m.def("chosen", [] { return std::string(kernels().name); });
   m.def("choose", [](const std::string& name) {
-    if (!choose(name)) refuse("this CPU cannot run '" + name + "'");
+    check(choose(name), "this CPU cannot run '" + name + "'");
   }, "name"_a);
   define_decoder(m);
 }

@@ -1,0 +1,40 @@
+// What both halves of the Python module take and refuse: contiguous arrays in memory, sizes that cannot overflow.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <string>
+
+#include "sefp.h"
+
+namespace otaro {
+
+template <class T, int Dimensions>
+using Array = nanobind::ndarray<T, nanobind::ndim<Dimensions>, nanobind::c_contig, nanobind::device::cpu>;
+using Bytes = Array<const uint8_t, 2>;
+
+template <class What>  // a literal becomes a string only when it is needed
+void check(bool holds, const What& what) {
+  if (!holds) throw nanobind::value_error(std::string(what).c_str());
+}
+
+// Larger rows are refused, so that no size below overflows.
+constexpr int64_t kMostWeights = (int64_t{1} << 31) - 1;
+
+inline void check_sizes(int64_t length, int group_size) {
+  check(length > 0 && length <= kMostWeights, "length must be positive and below 2^31");
+  check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
+}
+
+// Products of powers of two are exact only for the exponents that the format can hold: those of 5 bits. Written so that a
+// compiler makes vectors of it.
+inline void check_exponents(const Packed& weight) {
+  uint8_t beyond = 0;
+  const int64_t count = weight.rows * weight.groups();
+  for (int64_t i = 0; i < count; ++i) beyond |= static_cast<uint8_t>(weight.exponents[i] + 15) & 0xe0;
+  check(!beyond, "exponents must lie between -15 and 16");
+}
+
+}  // namespace otaro
