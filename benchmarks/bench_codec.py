@@ -21,6 +21,7 @@ from common import SMOLLM2, alternate, finish
 from otaro.builtin import MODEL_DIR
 from otaro.file.pack import pack
 from otaro.file.planes import pack_codes
+from otaro.kernels.packed import Packed
 from otaro.kernels.reference import decode
 from otaro.sefp.codec import RECONSTRUCTIONS, encode
 
@@ -44,7 +45,7 @@ def main() -> None:
     contenders["pack planes"] = lambda: [pack_codes(rows) for rows in t.finest_codes.split(128)]  # as `otaro pack` does
     for count, name in ((5, "E5M8"), (1, "E5M4"), (0, "E5M3")):
         contenders[f"planes to float32 {name}"] = lambda count=count: decode(
-            base, t.exponents, planes[:count], length=SHAPE[1], group_size=64, reconstruction="midpoint"
+            Packed(base, t.exponents, planes[:count], SHAPE[1], 64, truncate=False)
         )
     seconds = alternate(contenders, ROUNDS)
     print(f"{SHAPE[0]} x {SHAPE[1]} float16, median of {ROUNDS} alternating rounds")

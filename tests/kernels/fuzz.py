@@ -23,7 +23,7 @@ from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
 from otaro.kernels import cpu, ops, reference
 
-from .packed import same_bits
+from .packed import Packed, same_bits
 
 REFUSALS = (KernelError, ValueError, TypeError)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -250,17 +250,15 @@ def _judge(name: str, args: dict[str, Any]) -> Judge:
     if name == "quantise":
         expected = list(reference.quantise(plain["x"], plain["group_size"]))
     else:
-        stored = plain["base"], plain["exponents"], plain["planes"]
-        about = {key: plain[key] for key in ("length", "group_size")}
-        about["reconstruction"] = "truncate" if plain["truncate"] else "midpoint"
+        packed = Packed(**{field: plain[field] for field in Packed._fields})
         if name == "decode":
-            expected = [reference.decode(*stored, **about, dtype=plain["dtype"])]
+            expected = [reference.decode(packed, plain["dtype"])]
         elif name == "embedding":
-            expected = [reference.embedding(plain["ids"].long(), *stored, **about, dtype=plain["dtype"])]
+            expected = [reference.embedding(plain["ids"].long(), packed, plain["dtype"])]
         elif len(plain["x"]) > ops.FEW_TOKENS:
-            return _judge_matmul(plain["x"], reference.decode(*stored, **about), plain["bias"])
+            return _judge_matmul(plain["x"], reference.decode(packed), plain["bias"])
         else:
-            product = reference.linear(plain["x"], *stored, **about)
+            product = reference.linear(plain["x"], packed)
             expected = [(product if plain["bias"] is None else product + plain["bias"]).to(plain["x"].dtype)]
 
     def judge(got: list[torch.Tensor]) -> None:
@@ -419,12 +417,12 @@ def _expected_of_extension(name: str, args: list[Any]) -> list[torch.Tensor]:
         return list(reference.quantise(_tensor(args[0]), args[1]))
     first = 0 if name == "decode" else 1
     base, exponents, planes, length, group_size, truncate = args[first : first + 6]
-    stored = _tensor(base), _tensor(exponents), [_tensor(plane) for plane in planes]
-    about = {"length": length, "group_size": group_size, "reconstruction": "truncate" if truncate else "midpoint"}
+    tensors = _tensor(base), _tensor(exponents), [_tensor(plane) for plane in planes]
+    packed = Packed(*tensors, length, group_size, truncate)
     if name == "linear":
-        return [reference.linear(_tensor(args[0]), *stored, **about)]
+        return [reference.linear(_tensor(args[0]), packed)]
     if name == "dots":
         codes, _ = reference.quantise(_tensor(args[0]), group_size)
-        return [reference.dots(codes, stored[0], stored[2], **about).int()]
-    values = reference.decode(*stored, **about)
+        return [reference.dots(codes, packed).int()]
+    values = reference.decode(packed)
     return [values if args[6] is None else values[_tensor(args[6])]]

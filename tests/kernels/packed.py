@@ -6,13 +6,11 @@ are garbage, as a file may have them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
-from otaro.kernels import cpu, ops, reference
+from otaro.kernels import cpu, ops, packed, reference
 from otaro.sefp.precision import COARSEST, PRECISIONS
 
 INSTRUCTIONS = ("portable", "avx2", "avx512")
@@ -20,29 +18,8 @@ GRIDS = [(p.mantissa_bits, r) for p in PRECISIONS for r in (False, True)]
 """Mantissa bits and whether negative weights are cut toward zero: all twelve that there are."""
 
 
-class Packed(NamedTuple):
-    """A packed weight, in the order in which the operations take it: ops.linear(x, *packed)."""
-
-    base: torch.Tensor
-    exponents: torch.Tensor
-    planes: list[torch.Tensor]
-    length: int
-    group_size: int
-    truncate: bool
-
-    @property
-    def bits(self) -> int:
-        return COARSEST + len(self.planes)
-
-    @property
-    def stored(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        return self.base, self.exponents, self.planes
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What the functions of a backend take besides."""
-        reconstruction = "truncate" if self.truncate else "midpoint"
-        return {"length": self.length, "group_size": self.group_size, "reconstruction": reconstruction}
+class Packed(packed.Packed):
+    """A packed weight that can be seen at other precisions too."""
 
     def at(self, bits: int, truncate: bool) -> Packed:
         """The same bytes at a lower precision, or with another meaning."""
@@ -109,5 +86,5 @@ def use(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.backend()[0] == backend
 
 
-def reference_linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    return reference.linear(x, *packed.stored, **packed.about)
+def reference_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    return reference.linear(x, weight)

@@ -97,7 +97,7 @@ def test_integer_dots_are_those_of_the_reference(instructions, shape):
         cpu._cpu.dots(
             x.numpy(), *(one.numpy() for one in packed[:2]), [p.numpy() for p in packed.planes], *packed[3:], got.numpy()
         )
-        expected = reference.dots(codes, packed.base, packed.planes, **packed.about)
+        expected = reference.dots(codes, packed)
         assert torch.equal(got.double(), expected), f"E5M{bits}, truncate={truncate}"
 
 
@@ -108,7 +108,7 @@ def test_decoded_rows_and_embeddings_are_those_of_the_reference(backend, shape, 
     ids = torch.tensor([rows - 1, 0, 0, rows // 2] if rows else [], dtype=torch.int64)
     for bits, truncate in GRIDS:
         packed = packed_at(shape, bits, truncate)
-        expected = reference.decode(*packed.stored, **packed.about, dtype=dtype)
+        expected = reference.decode(packed, dtype)
         assert same_bits(ops.decode(*packed, dtype), expected), f"E5M{bits}, truncate={truncate}"
         assert same_bits(ops.embedding(ids, *packed, dtype), expected[ids]), f"E5M{bits}, truncate={truncate}"
         assert same_bits(ops.embedding(ids.int(), *packed, dtype), expected[ids]), f"E5M{bits}, truncate={truncate}"
@@ -166,7 +166,7 @@ def test_nothing_overflows_or_saturates_at_the_ends_of_the_range(backend, codes,
         expected = reference_linear(x, packed)
         assert same_bits(ops.linear(x, *packed), expected), f"E5M{bits}, truncate={truncate}"
         # These sums are whole numbers of steps below 2^24 in count per unit pattern, so float64 has them exactly.
-        exact = x.double() @ reference.decode(*packed.stored, **packed.about).double().T
+        exact = x.double() @ reference.decode(packed).double().T
         assert (expected.double() - exact).abs().max() <= exact.abs().max() * 2.0**-22
 
 
@@ -182,7 +182,7 @@ def test_many_tokens_are_as_good_as_the_plain_float32_product(backend, shape, to
     bias = torch.linspace(-1, 1, shape[0])
     for bits, truncate in ((8, False), (3, True), (5, False)):
         packed = make_packed(*shape, bits, truncate, spread=2)
-        values = reference.decode(*packed.stored, **packed.about)
+        values = reference.decode(packed)
         for added in (None, bias):
             got = ops.linear(x, *packed, added)
             plain = [x @ values.T, (values @ x.T).T]
@@ -201,7 +201,7 @@ def test_half_precision_comes_and_goes_through_float32(backend, dtype):
     assert same_bits(ops.linear(x, *packed), product.to(dtype))
     assert same_bits(ops.linear(x, *packed, bias), (product + bias.float()).to(dtype))
     many = x.repeat(3, 1)
-    values = reference.decode(*packed.stored, **packed.about).double()
+    values = reference.decode(packed).double()
     exact = many.double() @ values.T + bias.double()
     plain = torch.nn.functional.linear(many, values.to(dtype), bias)
     got = ops.linear(many, *packed, bias)
@@ -347,7 +347,7 @@ def test_compiled_modules_give_the_same_bits(installed, backend, nested_dir):
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_any_number_of_threads_gives_the_same_bits_each_time(backend, restored_threads, threads):
     packed, x = make_packed(150, 300, 64, 6), make_activations(3, 300)
-    expected = [reference_linear(x, packed), reference.decode(*packed.stored, **packed.about)]
+    expected = [reference_linear(x, packed), reference.decode(packed)]
     torch.set_num_threads(threads)
     for _ in range(20):
         assert same_bits(ops.linear(x, *packed), expected[0])

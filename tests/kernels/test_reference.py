@@ -140,7 +140,7 @@ def test_what_is_not_finite_makes_its_unit_nan_and_no_other(bad):
 def test_integer_dots_are_the_exact_sums_of_weights_times_activations(shape, bits, truncate):
     packed = make_packed(*shape, bits, truncate)
     codes, _ = reference.quantise(make_activations(2, packed.length), packed.group_size)
-    dots = reference.dots(codes, packed.base, packed.planes, **packed.about)
+    dots = reference.dots(codes, packed)
     unit = unit_of(packed.group_size)
     halves = 2 if truncate else 1  # the integers count steps for `truncate`, half steps for `midpoint`
     for row in range(shape[0]):
@@ -158,7 +158,7 @@ def test_products_are_added_in_the_order_that_the_contract_says(shape, bits, tru
     packed = make_packed(*shape, bits, truncate)
     x = make_activations(2, packed.length)
     codes, scales = reference.quantise(x, packed.group_size)
-    dots = reference.dots(codes, packed.base, packed.planes, **packed.about).long().numpy()
+    dots = reference.dots(codes, packed).long().numpy()
     got = reference_linear(x, packed).numpy()
     per_group = packed.group_size // unit_of(packed.group_size)
     shift = bits if truncate else bits + 1
@@ -177,7 +177,7 @@ def test_products_are_added_in_the_order_that_the_contract_says(shape, bits, tru
 @pytest.mark.parametrize(("bits", "truncate"), GRIDS)
 def test_decoded_values_are_the_exact_ones(bits, truncate):
     packed = make_packed(2, 130, 64, bits, truncate)
-    values = reference.decode(*packed.stored, **packed.about)
+    values = reference.decode(packed)
     for row in range(2):
         for k, code in enumerate(stored_codes(packed, row)):
             step = Fraction(2) ** (int(packed.exponents[row, k // 64]) - bits)

@@ -5,13 +5,12 @@ Tensors cross as numpy views; nothing is copied. The extension has threads of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from shutil import which
 from typing import Any
 
 import torch
 
-from otaro.sefp.codec import Reconstruction
+from otaro.kernels.packed import Packed
 
 try:
     from otaro.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/; has no stubs
@@ -54,76 +53,37 @@ def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
     return codes, scales
 
 
-def linear(
-    x: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
-    out = torch.empty(len(x), len(base))
-    _cpu.linear(_aligned(x.float()), *_packed(base, exponents, planes, length, group_size, reconstruction), out.numpy())
+    out = torch.empty(len(x), len(packed.base))
+    _cpu.linear(_aligned(x.float()), *_views(packed), out.numpy())
     return out
 
 
-def decode(
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """As `reference.decode`."""
-    values = torch.empty(len(base), length, dtype=torch.float32)
-    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), None, values.numpy())
+    values = torch.empty(len(packed.base), packed.length)
+    _cpu.decode(*_views(packed), None, values.numpy())
     return values.to(dtype)
 
 
-def embedding(
-    ids: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """As `reference.embedding`."""
-    values = torch.empty(len(ids), length, dtype=torch.float32)
-    _cpu.decode(*_packed(base, exponents, planes, length, group_size, reconstruction), _aligned(ids), values.numpy())
+    values = torch.empty(len(ids), packed.length)
+    _cpu.decode(*_views(packed), _aligned(ids), values.numpy())
     return values.to(dtype)
 
 
-def matmul(
-    x: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `reference.matmul`, a tile of rows at a time: decoded into the cache, multiplied, overwritten."""
-    rows = max(1, _TILE // length)
-    tile = torch.empty(min(rows, len(base)), length)
-    out = torch.empty(len(base), len(x), dtype=x.dtype)
+    count, rows = len(packed.base), max(1, _TILE // packed.length)
+    tile = torch.empty(min(rows, count), packed.length)
+    out = torch.empty(count, len(x), dtype=x.dtype)
     tokens, bias = x.T, bias if bias is None else bias.detach()
-    for start in range(0, len(base), rows):
+    for start in range(0, count, rows):
         some = slice(start, start + rows)
-        values = tile[: len(base[some])]
-        packed = _packed(base[some], exponents[some], [p[some] for p in planes], length, group_size, reconstruction)
-        _cpu.decode(*packed, None, values.numpy())
+        values = tile[: min(rows, count - start)]
+        _cpu.decode(*_views(packed.rows(some)), None, values.numpy())
         if bias is None:
             torch.mm(values.to(x.dtype), tokens, out=out[some])
         else:
@@ -141,13 +101,6 @@ def _aligned(tensor: torch.Tensor) -> Any:
     return (tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor).numpy()
 
 
-def _packed(
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-) -> tuple[Any, ...]:
-    views = [plane.numpy() for plane in planes]
-    return base.numpy(), exponents.numpy(), views, length, group_size, reconstruction == "truncate"
+def _views(packed: Packed) -> tuple[Any, ...]:
+    planes = [plane.numpy() for plane in packed.planes]
+    return packed.base.numpy(), packed.exponents.numpy(), planes, packed.length, packed.group_size, packed.truncate

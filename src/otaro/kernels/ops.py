@@ -20,6 +20,7 @@ import torch
 from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks
 from otaro.kernels import cpu, reference
+from otaro.kernels.packed import Packed
 
 OVERRIDE = "OTARO_KERNELS"
 FEW_TOKENS = 8
@@ -75,16 +76,14 @@ def linear(
     Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
     weights by the matrix product of the device's library.
     """
-    _check_packed(base, exponents, planes, length, group_size)
+    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
     _check_activations(x, base, length, bias)
     serving = _serving(x.device)
-    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
-    about = _about(length, group_size, truncate)
     result: torch.Tensor
     if len(x) > FEW_TOKENS:
-        result = serving.matmul(x.detach().contiguous(), *packed, **about, bias=bias)
+        result = serving.matmul(x.detach().contiguous(), packed, bias)
         return result
-    result = serving.linear(x.detach().contiguous(), *packed, **about)
+    result = serving.linear(x.detach().contiguous(), packed)
     return (result if bias is None else result + bias.detach()).to(x.dtype)
 
 
@@ -115,10 +114,9 @@ def decode(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The values [rows, length] of packed rows."""
-    _check_packed(base, exponents, planes, length, group_size)
+    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
     _check_dtype(dtype)
-    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
-    result: torch.Tensor = _serving(base.device).decode(*packed, **_about(length, group_size, truncate), dtype=dtype)
+    result: torch.Tensor = _serving(base.device).decode(packed, dtype)
     return result
 
 
@@ -149,14 +147,12 @@ def embedding(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The values [ids, length] of the packed rows with the numbers `ids`."""
-    _check_packed(base, exponents, planes, length, group_size)
+    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
     _check_dtype(dtype)
     _check_ids(ids, base)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(base):
         raise KernelError(f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {len(base)} rows")
-    packed = (base.contiguous(), exponents.contiguous(), [plane.contiguous() for plane in planes])
-    about = _about(length, group_size, truncate)
-    result: torch.Tensor = _serving(base.device).embedding(ids.long().contiguous(), *packed, **about, dtype=dtype)
+    result: torch.Tensor = _serving(base.device).embedding(ids.long().contiguous(), packed, dtype)
     return result
 
 
@@ -192,8 +188,11 @@ def _(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape[0], units, dtype=torch.float32)
 
 
-def _about(length: int, group_size: int, truncate: bool) -> dict[str, Any]:
-    return {"length": length, "group_size": group_size, "reconstruction": "truncate" if truncate else "midpoint"}
+def _checked(packed: Packed) -> Packed:
+    """The same, known to be sound, in contiguous memory."""
+    _check_packed(packed.base, packed.exponents, packed.planes, packed.length, packed.group_size)
+    planes = [plane.contiguous() for plane in packed.planes]
+    return packed._replace(base=packed.base.contiguous(), exponents=packed.exponents.contiguous(), planes=planes)
 
 
 def _check_packed(

@@ -18,7 +18,6 @@ that is not finite gives NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch.nn.functional import pad
 
 from otaro.errors import KernelError
 from otaro.file.planes import BLOCK, unpack_codes
+from otaro.kernels.packed import Packed
 from otaro.sefp.codec import MAX_EXPONENT, MIN_EXPONENT, Reconstruction, decode_codes, power_of_two
 from otaro.sefp.precision import COARSEST
 
@@ -37,65 +37,33 @@ ACTIVATION_BITS = 15
 _CHUNK = 1 << 18  # weights
 
 
-def decode(
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Values [rows, length] of packed rows: base [rows, 16 n], exponents [rows, groups], planes [rows, 4 n] each.
+def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values [rows, length].
 
-    The precision is the one that base and planes make up: no plane gives E5M3, five give E5M8. Some rows are decoded at a time,
-    so that the intermediate words stay in the cache and only the result touches memory.
+    Some rows are decoded at a time, so that the intermediate words stay in the cache and only the result touches memory.
     """
-    _check_exponents(exponents)
-    values = torch.empty(len(base), length, dtype=dtype, device=base.device)
+    _check_exponents(packed.exponents)
+    count, device = len(packed.base), packed.base.device
+    values = torch.empty(count, packed.length, dtype=dtype, device=device)
     # Only a CPU has a cache to fit into; elsewhere each chunk would cost launches.
-    size = max(1, _CHUNK // length) if base.device.type == "cpu" else max(len(base), 1)
-    for start in range(0, len(base), size):
+    size = max(1, _CHUNK // packed.length) if device.type == "cpu" else max(count, 1)
+    for start in range(0, count, size):
         some = slice(start, start + size)
-        codes = unpack_codes(base[some], [plane[some] for plane in planes], length)
-        decode_codes(codes, exponents[some], COARSEST + len(planes), group_size, reconstruction, out=values[some])
+        few = packed.rows(some)
+        codes = unpack_codes(few.base, few.planes, few.length)
+        decode_codes(codes, few.exponents, few.bits, few.group_size, few.reconstruction, out=values[some])
     return values
 
 
-def embedding(
-    ids: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values [ids, length] of some rows."""
-    _check_exponents(exponents)  # all of them: whether a weight is refused must not depend on the rows
-    return decode(
-        base[ids], exponents[ids], [plane[ids] for plane in planes],
-        length=length, group_size=group_size, reconstruction=reconstruction, dtype=dtype,
-    )  # fmt: skip
+    _check_exponents(packed.exponents)  # all of them: whether a weight is refused must not depend on the rows
+    return decode(packed.rows(ids), dtype)
 
 
-def matmul(
-    x: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Products [tokens, rows] of many tokens with decoded weights, in the type of the activations."""
-    weight = decode(base, exponents, planes, length=length, group_size=group_size, reconstruction=reconstruction, dtype=x.dtype)
-    return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x, decode(packed, x.dtype), bias)
 
 
 class Meaning(NamedTuple):
@@ -133,50 +101,33 @@ def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
     return codes.flatten(1)[:, : x.shape[1]].contiguous(), scales.squeeze(-1)
 
 
-def dots(
-    codes: torch.Tensor,
-    base: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-) -> torch.Tensor:
+def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
     """The integers of step 3, as float64 [tokens, rows, units]: doubles hold them exactly, and have a fast matrix product."""
-    weights = unpack_codes(base, planes, length)
-    means = meaning(COARSEST + len(planes), reconstruction)
+    weights = unpack_codes(packed.base, packed.planes, packed.length)
+    means = meaning(packed.bits, packed.reconstruction)
     if means.raise_negative:
         weights = weights + (weights < 0)
     weights = weights * means.factor + means.constant
-    unit = unit_size(group_size)
-    filled = -length % unit
+    unit = unit_size(packed.group_size)
+    filled = -packed.length % unit
     by_unit = pad(weights.double(), (0, filled)).unflatten(1, (-1, unit))
     return torch.einsum("tuk,ruk->tru", pad(codes.double(), (0, filled)).unflatten(1, (-1, unit)), by_unit)
 
 
-def linear(
-    x: torch.Tensor,
-    base: torch.Tensor,
-    exponents: torch.Tensor,
-    planes: Sequence[torch.Tensor],
-    *,
-    length: int,
-    group_size: int,
-    reconstruction: Reconstruction,
-) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Products [tokens, rows], float32, of activations [tokens, length] with packed rows."""
-    _check_exponents(exponents)
-    codes, scales = quantise(x, group_size)
-    shift = meaning(COARSEST + len(planes), reconstruction).shift
-    units_per_group = group_size // unit_size(group_size)
-    out = torch.empty(len(x), len(base), device=x.device)
-    size = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK << 6) // length)  # elsewhere each chunk costs launches
-    for start in range(0, len(base), size):
+    _check_exponents(packed.exponents)
+    codes, scales = quantise(x, packed.group_size)
+    shift = meaning(packed.bits, packed.reconstruction).shift
+    units_per_group = packed.group_size // unit_size(packed.group_size)
+    count = len(packed.base)
+    out = torch.empty(len(x), count, device=x.device)
+    size = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK << 6) // packed.length)  # elsewhere each chunk costs launches
+    for start in range(0, count, size):
         some = slice(start, start + size)
-        integers = dots(
-            codes, base[some], [p[some] for p in planes], length=length, group_size=group_size, reconstruction=reconstruction
-        )
-        steps = power_of_two(exponents[some].int() - shift).repeat_interleave(units_per_group, 1)[:, : integers.shape[-1]]
+        few = packed.rows(some)
+        integers = dots(codes, few)
+        steps = power_of_two(few.exponents.int() - shift).repeat_interleave(units_per_group, 1)[:, : integers.shape[-1]]
         terms = integers.float() * (steps * scales[:, None])
         lanes = torch.zeros(*terms.shape[:2], LANES, device=x.device)
         for unit in range(0, terms.shape[-1], LANES):

@@ -8,7 +8,6 @@ may still run at different precisions.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
+from otaro.kernels.packed import Packed
 from otaro.sefp.precision import Precision, of_mantissa_bits
 
 
@@ -50,9 +50,7 @@ class PackedWeight(nn.Module):
 
     def decode(self, mantissa_bits: int, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
         """Values of all rows, or of some, leading dimensions flattened."""
-        base, exponents, planes, *about = self._packed(mantissa_bits)
-        some = base[rows], exponents[rows], [plane[rows] for plane in planes]
-        values: torch.Tensor = ops.decode(*some, *about, dtype)
+        values: torch.Tensor = ops.decode(*self._packed(mantissa_bits).rows(rows), dtype)
         return values
 
     def embedding(self, ids: torch.Tensor, mantissa_bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,11 +63,12 @@ class PackedWeight(nn.Module):
         product: torch.Tensor = ops.linear(x, *self._packed(mantissa_bits), bias)
         return product
 
-    def _packed(self, mantissa_bits: int) -> tuple[Any, ...]:
-        """What the operations take: base, exponents, planes, length, group size, truncate."""
+    def _packed(self, mantissa_bits: int) -> Packed:
+        """What the operations take."""
         schema = self.nested.schema
         planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
-        return self.base, self.exponents, planes, self.shape[-1], schema.group_size, schema.reconstruction == "truncate"
+        truncate = schema.reconstruction == "truncate"
+        return Packed(self.base, self.exponents, planes, self.shape[-1], schema.group_size, truncate)
 
     def planes_above(self, mantissa_bits: int) -> list[torch.Tensor]:
         """Attached planes that so many mantissa bits do not need."""
