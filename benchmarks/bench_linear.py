@@ -23,7 +23,8 @@ import torch
 from common import alternate, finish
 
 import otaro
-from otaro.evaluate.speed import READ_BYTES, plain_read
+from otaro.evaluate.machine import plain_read
+from otaro.evaluate.speed import READ_BYTES
 from otaro.file.planes import pack_codes
 from otaro.kernels import cpu
 from otaro.sefp.codec import encode

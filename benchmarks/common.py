@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from otaro.evaluate.speed import cpu_name
+from otaro.evaluate.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M"

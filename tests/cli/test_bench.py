@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from otaro.cli.main import app
 from otaro.errors import OtaroError, PrecisionError
-from otaro.evaluate import llama_cpp, speed
+from otaro.evaluate import llama_cpp, machine, speed
 
 QUICK = ["--prompt-tokens", "6", "--tokens", "2", "--context", "3", "--rounds", "1"]
 
@@ -26,7 +26,7 @@ def bench(*arguments, **settings):
 
 def test_the_tables_name_machine_kernels_and_precisions(tiny):
     shown = bench(tiny, *QUICK, "--transformers", env={"COLUMNS": "80"}).stdout
-    assert speed.cpu_name() in shown
+    assert machine.cpu_name() in shown
     assert "kernels cpu:" in shown or "kernels reference" in shown
     assert "prefill of 6 tokens; decode of 2 after 3; median of 1 round" in shown
     assert shown.count("E5M8") == shown.count("E5M3") == 3, "speed, memory, against transformers"

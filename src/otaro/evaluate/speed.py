@@ -16,11 +16,6 @@ finest, each mapping one more shard, so that every figure is that of a process w
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +32,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
+from otaro.evaluate.machine import cpu_name, plain_read, resident_bytes
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import NESTED_FILES, resolve_model
 from otaro.file.header import BASE, shard_name
@@ -342,17 +338,6 @@ def weight_bytes_per_token(model: Any, precision: Precision) -> int:
     return sum(sizes.values())
 
 
-def plain_read(size: int) -> Callable[[], object]:
-    """A function that reads so many bytes of memory, on torch's threads, and does next to nothing with them.
-
-    It is a float32 product with a vector: the library reads several rows side by side, which on a server's CPU is a third
-    faster than a sum over one stretch of memory.
-    """
-    matrix = torch.ones(4096, size // 4096 // 4)
-    vector = torch.ones(matrix.shape[1])
-    return lambda: matrix @ vector
-
-
 def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision, float]:
     """Median seconds to switch to each precision from the one before it in turn; none if there is but one."""
     times: dict[Precision, list[float]] = {p: [] for p in precisions}
@@ -436,28 +421,3 @@ def _threads(wanted: int | None) -> Iterator[int]:
 
 def _file_bytes(nested: NestedDirectory, precision: Precision) -> int:
     return sum((nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1))
-
-
-def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None on systems without /proc.
-
-    What is free but still held, by Python or by the allocator, is given back first: it depends on what ran before.
-    """
-    gc.collect()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it, musl does not
-        trim(0)
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def cpu_name() -> str:
-    """The processor, in its maker's words where the system tells them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
