@@ -1,0 +1,173 @@
+// The words of the GPU kernels: types, packed rows, activations as integers. What is computed stands in ../reference.py.
+//
+// Sources are compiled at first use by NVRTC (../nvrtc.py), which has no headers of its own: nothing is included, and what
+// they would bring (halves, bytes) is spelt out here. Constants in CAPITALS are set by the caller, with -D.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+using uint8_t = unsigned char;
+using int8_t = signed char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+#else
+#include <cstdint>
+#endif
+
+constexpr int kWarp = 32;
+constexpr int kBlock = 32;      // weights that share their bytes
+constexpr int kBaseWords = 4;   // of a block
+constexpr int kCoarsest = 3;
+constexpr int kLanes = 16;      // partial sums of a row
+constexpr int kMaxActivation = 32639;
+constexpr int kActivationBits = 15;
+constexpr int kMinActivationExponent = -80;
+constexpr unsigned kAll = 0xffffffffu;
+
+// What a stored u means at m bits: the weight is (factor * u + constant) * 2^(exponent - shift).
+struct Meaning {
+  int factor, constant, shift;
+  bool raise_negative;  // where u's top bit is clear, u counts as u + 1
+};
+
+__host__ __device__ constexpr Meaning meaning(int bits, bool truncate) {
+  return truncate ? Meaning{1, -(1 << bits), bits, true}
+                  : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
+}
+
+// A packed matrix. Exponents are one signed byte each, or the file's stream of five bits each, with two words to spare at its end.
+struct Packed {
+  const uint32_t* base;
+  const uint32_t* planes[5];
+  const void* exponents;
+  int64_t rows;
+};
+
+// What a unit of activations has besides its integers: their sum, and 2^(e - 15), or NaN where an activation was not finite.
+struct Term {
+  int sum;
+  float scale;
+};
+
+// Activations as integers: token by token, unit by unit, the high bytes and then the low bytes of a unit's weights in their order.
+struct Activations {
+  int8_t* digits;  // [tokens, units, 2, unit]
+  Term* terms;     // [tokens, units]
+};
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+__device__ __forceinline__ float from_half(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ __forceinline__ uint16_t to_half(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+__device__ __forceinline__ float from_bfloat(uint16_t bits) { return __int_as_float(static_cast<uint32_t>(bits) << 16); }
+__device__ __forceinline__ uint16_t to_bfloat(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// The three types that activations and decoded weights come in.
+struct Float32 {
+  using Stored = float;
+  static __device__ __forceinline__ float load(float value) { return value; }
+  static __device__ __forceinline__ float store(float value) { return value; }
+};
+struct Float16 {
+  using Stored = uint16_t;
+  static __device__ __forceinline__ float load(uint16_t value) { return from_half(value); }
+  static __device__ __forceinline__ uint16_t store(float value) { return to_half(value); }
+};
+struct BFloat16 {
+  using Stored = uint16_t;
+  static __device__ __forceinline__ float load(uint16_t value) { return from_bfloat(value); }
+  static __device__ __forceinline__ uint16_t store(float value) { return to_bfloat(value); }
+};
+
+// A kernel that was launched as a dependent of the one before it starts early; it may touch what the other wrote after this.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The exponent of group `index`, counted over all rows.
+template <bool Stream>
+__device__ __forceinline__ int exponent_at(const void* exponents, int64_t index) {
+  if constexpr (Stream) {
+    const uint64_t bit = 5 * static_cast<uint64_t>(index);
+    const uint32_t* words = static_cast<const uint32_t*>(exponents) + (bit >> 5);
+    return static_cast<int>(__funnelshift_r(words[0], words[1], static_cast<uint32_t>(bit)) & 31) - 15;
+  } else {
+    return static_cast<const int8_t*>(exponents)[index];
+  }
+}
+
+// Quantises one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if the unit is 64.
+// Steps 1 and 2 of ../reference.py.
+template <int Unit>
+__device__ __forceinline__ void quantise_unit(float first, float second, int64_t slot, const Activations& out) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t largest = __float_as_uint(first) & 0x7fffffffu;
+  if (Unit == 64) largest = max(largest, __float_as_uint(second) & 0x7fffffffu);
+  largest = __reduce_max_sync(kAll, largest);
+  const bool finite = largest < 0x7f800000u;
+  int exponent = static_cast<int>(largest >> 23) - 126;  // of numbers below 2^-126 too small, and raised anyway
+  exponent = max(exponent, kMinActivationExponent);
+  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f) ++exponent;
+  const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
+  const int a = finite ? __float2int_rn(first * inverse) : 0, b = Unit == 64 && finite ? __float2int_rn(second * inverse) : 0;
+  int8_t* digits = out.digits + slot * 2 * Unit;
+  const int8_t low_a = static_cast<int8_t>(a), low_b = static_cast<int8_t>(b);
+  digits[lane] = static_cast<int8_t>((a - low_a) >> 8);
+  digits[Unit + lane] = low_a;
+  if (Unit == 64) {
+    digits[32 + lane] = static_cast<int8_t>((b - low_b) >> 8);
+    digits[Unit + 32 + lane] = low_b;
+  }
+  const int sum = __reduce_add_sync(kAll, a + b);
+  if (lane == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+}
+
+// The first `Quads` quads of a block, four bytes to a word: u in the top bits of a byte, zeros below. Of nine bits the last is
+// left out: `last_bits` has it.
+template <int Bits, int Quads>
+__device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* planes, uint32_t* u) {
+  constexpr uint32_t kHigh = 0xf0f0f0f0u;
+  // Planes 4 to 7 are turned into nibbles: w[j] has those of quad j in the low and of quad j + 4 in the high half of its bytes.
+  uint32_t w[4] = {};
+  if constexpr (Bits == 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) w[j] = (planes[0] << (3 - j)) & 0x88888888u;
+  } else if constexpr (Bits > 4) {
+    constexpr uint32_t kOdd = 0xaaaaaaaau, kUpper = 0xccccccccu;
+    const uint32_t p4 = planes[0], p5 = planes[1], p6 = Bits > 5 ? planes[2] : 0, p7 = Bits > 6 ? planes[3] : 0;
+    const uint32_t even = ((p4 << 1) & kOdd) | (p5 & ~kOdd), odd = (p4 & kOdd) | ((p5 >> 1) & ~kOdd);
+    const uint32_t even2 = ((p6 << 1) & kOdd) | (p7 & ~kOdd), odd2 = (p6 & kOdd) | ((p7 >> 1) & ~kOdd);
+    w[0] = ((even << 2) & kUpper) | (even2 & ~kUpper);
+    w[1] = ((odd << 2) & kUpper) | (odd2 & ~kUpper);
+    w[2] = (even & kUpper) | ((even2 >> 2) & ~kUpper);
+    w[3] = (odd & kUpper) | ((odd2 >> 2) & ~kUpper);
+  }
+#pragma unroll
+  for (int quad = 0; quad < Quads; ++quad) {
+    const uint32_t high = quad % 2 ? base[quad / 2] : base[quad / 2] << 4, low = quad < 4 ? w[quad % 4] : w[quad % 4] >> 4;
+    u[quad] = Bits == 3 ? high & kHigh : (high & kHigh) | (low & ~kHigh);
+  }
+}
+
+// The last of nine bits, in the lowest bit of each byte.
+__device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) { return (plane >> quad) & 0x01010101u; }

@@ -1,0 +1,208 @@
+"""CUDA sources to kernels at first use: NVRTC, which every CUDA build of torch brings along, and the driver, through ctypes.
+
+`kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand, constants set with -D, and
+remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes one structure by value and is launched on
+torch's current stream, which may be captured into a graph:
+
+    kernel(grid, threads, structure)
+
+A kernel starts as soon as the one before it lets it (compute capability 9.0), and waits inside for what the other wrote: every
+source that is launched here calls `wait_for_predecessor` before it reads or writes anything another kernel touches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import KernelError
+
+SOURCES = Path(__file__).parent / "cuda_src"
+OLDEST = (8, 0)
+"""The oldest compute capability that has the instructions of our kernels."""
+_HEADER = "sefp.cuh"
+_FLAGS = ("--std=c++17", "--extra-device-vectorization")
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@cache
+def missing(device: int) -> str:
+    """Why kernels cannot be compiled or run on this GPU, in words; empty if they can."""
+    if torch.version.hip:
+        return "this torch is built for AMD GPUs, and the kernels are CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        have, need = (".".join(map(str, one)) for one in (capability, OLDEST))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {have}, and the kernels need {need}"
+    try:
+        _nvrtc(), _driver()
+    except OSError as error:
+        return f"CUDA's compiler library could not be loaded ({error}); `pip install nvidia-cuda-nvrtc` brings it"
+    return ""
+
+
+def compiler() -> str:
+    """Name and version of what compiles."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"NVRTC {major.value}.{minor.value}"
+
+
+class Kernel:
+    """A compiled kernel on one GPU."""
+
+    def __init__(self, image: bytes, name: str, device: int) -> None:
+        driver = _driver()
+        self.device, self.name = device, name
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            _enter_context(device)
+            _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
+            _ask(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+        self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def __call__(self, grid: tuple[int, ...], threads: int, parameters: ctypes.Structure, shared: int = 0) -> None:
+        """Launch on torch's current stream."""
+        across, down, deep = (*grid, 1, 1)[:3]
+        if not across * down * deep:
+            return
+        attribute = _Attribute(_PROGRAMMATIC, 0, 1)
+        config = _Config(
+            across, down, deep, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream,
+            ctypes.pointer(attribute), int(self._dependent),
+        )  # fmt: skip
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        with torch.cuda.device(self.device):
+            _enter_context(self.device)
+            _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
+
+    def blocks_per_multiprocessor(self, threads: int, shared: int = 0) -> int:
+        """How many blocks of so many threads run on a multiprocessor at a time."""
+        count = ctypes.c_int()
+        with torch.cuda.device(self.device):
+            _enter_context(self.device)
+            status = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)
+            )
+            _ask(status, self.name)
+        return count.value
+
+
+def kernel(file: str, name: str, device: int, **constants: int) -> Kernel:
+    """The kernel `name` of a source file, compiled for this GPU with these constants."""
+    return _kernel(file, name, device, tuple(sorted(constants.items())))
+
+
+@cache
+def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
+    if reason := missing(device):
+        raise KernelError(f"there are no kernels for this GPU: {reason}")
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    flags = (f"--gpu-architecture={architecture}", *_FLAGS, *(f"-D{key}={int(value)}" for key, value in constants))
+    return Kernel(_compiled(file, flags), name, device)
+
+
+def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
+    """Machine code from the disk if it was compiled before."""
+    sources = [(SOURCES / one).read_bytes() for one in (file, _HEADER)]
+    key = hashlib.sha256(b"\0".join([compiler().encode(), *sources, *(flag.encode() for flag in flags)])).hexdigest()
+    path = _cache() / f"{key}.cubin"
+    with suppress(OSError):
+        return path.read_bytes()
+    image = compile_source(file, *sources, flags)
+    with suppress(OSError):  # a cache that cannot be written costs time, nothing else
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+            draft.write(image)
+        os.replace(draft.name, path)
+    return image
+
+
+def compile_source(file: str, source: bytes, header: bytes, flags: tuple[str, ...]) -> bytes:
+    """Machine code for the architecture that the flags name; needs no GPU."""
+    library = _nvrtc()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(_HEADER.encode())
+    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 1, headers, names)
+    try:
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        status = status or library.nvrtcCompileProgram(program, len(flags), options)
+        if status:
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise KernelError(f"{compiler()} could not compile {file} {' '.join(flags)}:\n{log.value.decode(errors='replace')}")
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otaro"
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute; its value is a union of 64 bytes, of which we need the first word."""
+
+    _fields_ = (
+        ("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15),
+    )  # fmt: skip
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+@cache
+def _nvrtc() -> Any:
+    """The compiler of torch's CUDA version: loaded already, on the library path, or in one of NVIDIA's packages."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    with suppress(OSError):
+        return ctypes.CDLL(name)
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob(f"*/lib/{name}")):
+            return ctypes.CDLL(str(path))
+    raise OSError(f"{name} is not there")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _enter_context(device: int) -> None:
+    """Make torch's context the thread's current one: a fresh thread has none until the runtime is called."""
+    current = ctypes.c_void_p()
+    _ask(_driver().cuCtxGetCurrent(ctypes.byref(current)), "a context")
+    if not current.value:
+        context = ctypes.c_void_p()
+        _ask(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "a context")
+        _ask(_driver().cuCtxSetCurrent(context), "a context")
+
+
+def _ask(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise KernelError(f"CUDA refused {what}: {(text.value or b'error').decode()} ({status})")
