@@ -92,11 +92,28 @@ def unpack_exponents(stream: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
     exponents = torch.empty(groups_of_8, 8, dtype=torch.int8, device=stream.device)
     shifts = EXPONENT_BITS * _QUADS.to(stream.device)
     # Some at a time: meanwhile an exponent takes eight bytes, and memory that was needed once is not always given back.
-    for some, out in zip(stream.split(EXPONENT_BITS * _EIGHTS), exponents.split(_EIGHTS), strict=True):
+    eights = _EIGHTS if stream.device.type == "cpu" else max(groups_of_8, 1)  # elsewhere each piece would cost launches
+    for some, out in zip(stream.split(EXPONENT_BITS * eights), exponents.split(eights), strict=True):
         five_bytes = pad(some, (0, EXPONENT_BITS * len(out) - len(some))).view(-1, EXPONENT_BITS)
         words = pad(five_bytes, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
         out.copy_(((words >> shifts) & ((1 << EXPONENT_BITS) - 1)) + MIN_EXPONENT)
     return exponents.flatten()[:count].reshape(tuple(shape))
+
+
+def exponent_word_count(count: int) -> int:
+    """32-bit words that `count` packed exponents take on a GPU: two to spare, so that a thread may read past the last one."""
+    return -(-EXPONENT_BITS * count // 32) + 2
+
+
+def exponent_words(exponents: torch.Tensor) -> torch.Tensor:
+    """`pack_exponents` as a GPU keeps it, int32."""
+    stream = pack_exponents(exponents)
+    return pad(stream, (0, 4 * exponent_word_count(exponents.numel()) - len(stream))).view(torch.int32)
+
+
+def unpack_exponent_words(words: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse: int8 exponents of the given shape."""
+    return unpack_exponents(words.view(torch.uint8)[: exponent_bytes(int(torch.Size(shape).numel()))], shape)
 
 
 def _quads(weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """CUDA sources to kernels at first use: NVRTC, which every CUDA build of torch brings along, and the driver, through ctypes.
 
-`kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand, constants set with -D, and
-remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes one structure by value and is launched on
+`kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand, constants set with -D,
+and remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes one structure by value and is launched on
 torch's current stream, which may be captured into a graph:
 
     kernel(grid, threads, structure)
@@ -31,6 +31,9 @@ OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
 _HEADER = "sefp.cuh"
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
+_STATIC_SHARED = 40 << 10  # left to what kernels declare themselves
+_OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
+_MOST_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -68,6 +71,9 @@ class Kernel:
             _enter_context(device)
             _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
             _ask(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+            # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the launch.
+            most = getattr(torch.cuda.get_device_properties(device), _OPT_IN) - _STATIC_SHARED
+            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most), name)
         self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, grid: tuple[int, ...], threads: int, parameters: ctypes.Structure, shared: int = 0) -> None:
@@ -118,12 +124,12 @@ def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     path = _cache() / f"{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
-    image = compile_source(file, *sources, flags)
+    image = compile_source(file, sources[0], sources[1], flags)
     with suppress(OSError):  # a cache that cannot be written costs time, nothing else
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
             draft.write(image)
-        os.replace(draft.name, path)
+        Path(draft.name).replace(path)
     return image
 
 

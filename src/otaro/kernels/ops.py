@@ -7,6 +7,7 @@ environment variable OTARO_KERNELS overrides the choice:
     reference       plain torch, on any device
     cpu             the C++ extension with the best instructions of this CPU
     cpu:portable    the same with given instructions: portable, avx2, avx512
+    cuda            the CUDA kernels, which NVIDIA GPUs get anyway; refused where they cannot be compiled
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 
 from otaro.errors import KernelError
-from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks
-from otaro.kernels import cpu, reference
+from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks, exponent_word_count
+from otaro.kernels import cpu, cuda, nvrtc, reference
 from otaro.kernels.packed import Packed
 
 OVERRIDE = "OTARO_KERNELS"
@@ -32,30 +33,49 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def backend(device: torch.device | str = "cpu") -> tuple[str, str]:
     """The backend that serves tensors on a device, and the reason in words."""
     asked = os.environ.get(OVERRIDE)
-    on_cpu = torch.device(device).type == "cpu"
-    if not asked:
+    device = torch.device(device)
+    on_cpu = device.type == "cpu"
+    if not asked or (asked == "cuda" and on_cpu):
+        if device.type == "cuda":
+            return _on_cuda(device)
         if not on_cpu:
-            return "reference", f"there are no kernels for {torch.device(device).type} yet"
+            return "reference", f"there are no kernels for {device.type} yet"
         return ("reference", cpu.MISSING) if cpu.MISSING else (f"cpu:{cpu.best()}", "the best that this CPU can run")
     if asked == "reference":
         return "reference", f"{OVERRIDE}={asked}"
+    if asked == "cuda":
+        name, reason = _on_cuda(device) if device.type == "cuda" else ("reference", f"it does not serve {device.type}")
+        if name != "cuda":
+            raise KernelError(f"{OVERRIDE}={asked}, but {reason}")
+        return name, reason
     name, _, instructions = asked.partition(":")
     if name != "cpu":
-        known = ["reference", "cpu", *(f"cpu:{one}" for one in cpu.available())]
+        known = ["reference", "cpu", *(f"cpu:{one}" for one in cpu.available()), "cuda"]
         raise KernelError(f"{OVERRIDE}={asked} is none of {', '.join(known)}")
     if cpu.MISSING:
         raise KernelError(f"{OVERRIDE}={asked}, but {cpu.MISSING}")
     if instructions and instructions not in cpu.available():
         raise KernelError(f"{OVERRIDE}={asked}, but this CPU can run {', '.join(cpu.available())} only")
     if not on_cpu:
-        return "reference", f"{OVERRIDE}={asked} does not serve {torch.device(device).type}"
+        return "reference", f"{OVERRIDE}={asked} does not serve {device.type}"
     return f"cpu:{instructions or cpu.best()}", f"{OVERRIDE}={asked}"
+
+
+def _on_cuda(device: torch.device) -> tuple[str, str]:
+    if not torch.cuda.is_available():
+        return "reference", "torch sees no NVIDIA GPU"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if reason := nvrtc.missing(index):
+        return "reference", reason
+    return "cuda", f"{torch.cuda.get_device_name(index)}, compiled by {nvrtc.compiler()}"
 
 
 def _serving(device: torch.device) -> Any:
     name, _ = backend(device)
     if name == "reference":
         return reference
+    if name == "cuda":
+        return cuda
     cpu.choose(name.removeprefix("cpu:"))
     return cpu
 
@@ -150,7 +170,8 @@ def embedding(
     packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
     _check_dtype(dtype)
     _check_ids(ids, base)
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(base):
+    # A GPU would have to be waited for, which a graph that is being captured cannot: there, rows that do not exist are NaN.
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(base):
         raise KernelError(f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {len(base)} rows")
     result: torch.Tensor = _serving(base.device).embedding(ids.long().contiguous(), packed, dtype)
     return result
@@ -191,6 +212,8 @@ def _(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _checked(packed: Packed) -> Packed:
     """The same, known to be sound, in contiguous memory."""
     _check_packed(packed.base, packed.exponents, packed.planes, packed.length, packed.group_size)
+    if packed.base.device.type != "cuda":
+        packed = packed.unstreamed()
     planes = [plane.contiguous() for plane in packed.planes]
     return packed._replace(base=packed.base.contiguous(), exponents=packed.exponents.contiguous(), planes=planes)
 
@@ -206,7 +229,14 @@ def _check_packed(
         raise KernelError(f"{len(planes)} planes were given, and there are {len(PLANES)} at most")
     _check("base", base, torch.uint8, (None, BASE_BYTES * blocks(length)), base)
     rows = base.shape[0]
-    _check("exponents", exponents, torch.int8, (rows, -(-length // group_size)), base)
+    groups = -(-length // group_size)
+    if exponents.dtype != torch.int32:
+        _check("exponents", exponents, torch.int8, (rows, groups), base)
+    elif exponents.dim() != 1 or len(exponents) != exponent_word_count(rows * groups) or exponents.device != base.device:
+        raise KernelError(
+            f"a stream of exponents must be int32 [{exponent_word_count(rows * groups)}] on {base.device}, "
+            f"not {list(exponents.shape)} on {exponents.device}"
+        )
     for number, plane in zip(PLANES, planes, strict=False):
         _check(f"plane {number}", plane, torch.uint8, (rows, PLANE_BYTES * blocks(length)), base)
 

@@ -42,6 +42,7 @@ def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
     Some rows are decoded at a time, so that the intermediate words stay in the cache and only the result touches memory.
     """
+    packed = packed.unstreamed()
     _check_exponents(packed.exponents)
     count, device = len(packed.base), packed.base.device
     values = torch.empty(count, packed.length, dtype=dtype, device=device)
@@ -57,6 +58,7 @@ def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values [ids, length] of some rows."""
+    packed = packed.unstreamed()
     _check_exponents(packed.exponents)  # all of them: whether a weight is refused must not depend on the rows
     return decode(packed.rows(ids), dtype)
 
@@ -116,6 +118,7 @@ def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Products [tokens, rows], float32, of activations [tokens, length] with packed rows."""
+    packed = packed.unstreamed()
     _check_exponents(packed.exponents)
     codes, scales = quantise(x, packed.group_size)
     shift = meaning(packed.bits, packed.reconstruction).shift

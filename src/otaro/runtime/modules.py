@@ -7,13 +7,16 @@ may still run at different precisions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import Self, cast
 
 import torch
 from torch import nn
 
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
+from otaro.file.planes import exponent_words
 from otaro.kernels import ops
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import Precision, of_mantissa_bits
@@ -40,6 +43,21 @@ class PackedWeight(nn.Module):
         """Map exponents and base nibbles."""
         self.exponents = self._rows(self.nested.exponents(self.name)).to(device)
         self.base = self._rows(self.nested.base.tensor(self.name)).to(device)
+        self._suit_device()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.base is not None:
+            self._suit_device()
+        return cast(Self, applied)
+
+    def _suit_device(self) -> None:
+        """Keep exponents as the kernels of the device read them: five bits each on a GPU, a byte each elsewhere."""
+        packed = self._packed(BASE)
+        if self.base.device.type == "cuda" and not packed.streamed:
+            self.exponents = exponent_words(self.exponents)
+        elif self.base.device.type != "cuda":
+            self.exponents = packed.unstreamed().exponents
 
     def reach(self, mantissa_bits: int) -> None:
         """Map the planes that are still missing for this many mantissa bits."""

@@ -45,7 +45,7 @@ struct Packed {
 };
 
 // What a unit of activations has besides its integers: their sum, and 2^(e - 15), or NaN where an activation was not finite.
-struct Term {
+struct alignas(8) Term {
   int sum;
   float scale;
 };
@@ -142,6 +142,13 @@ __device__ __forceinline__ void quantise_unit(float first, float second, int64_t
   if (lane == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
 }
 
+// (a & mask) | (b & ~mask) in one instruction. The compiler would rather split it, to share a mask that costs nothing.
+__device__ __forceinline__ uint32_t choose(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+  return result;
+}
+
 // The first `Quads` quads of a block, four bytes to a word: u in the top bits of a byte, zeros below. Of nine bits the last is
 // left out: `last_bits` has it.
 template <int Bits, int Quads>
@@ -151,23 +158,34 @@ __device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* pla
   uint32_t w[4] = {};
   if constexpr (Bits == 4) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = (planes[0] << (3 - j)) & 0x88888888u;
+    for (int j = 0; j < 4; ++j) w[j] = choose(planes[0] << (3 - j), 0, 0x88888888u);
   } else if constexpr (Bits > 4) {
     constexpr uint32_t kOdd = 0xaaaaaaaau, kUpper = 0xccccccccu;
     const uint32_t p4 = planes[0], p5 = planes[1], p6 = Bits > 5 ? planes[2] : 0, p7 = Bits > 6 ? planes[3] : 0;
-    const uint32_t even = ((p4 << 1) & kOdd) | (p5 & ~kOdd), odd = (p4 & kOdd) | ((p5 >> 1) & ~kOdd);
-    const uint32_t even2 = ((p6 << 1) & kOdd) | (p7 & ~kOdd), odd2 = (p6 & kOdd) | ((p7 >> 1) & ~kOdd);
-    w[0] = ((even << 2) & kUpper) | (even2 & ~kUpper);
-    w[1] = ((odd << 2) & kUpper) | (odd2 & ~kUpper);
-    w[2] = (even & kUpper) | ((even2 >> 2) & ~kUpper);
-    w[3] = (odd & kUpper) | ((odd2 >> 2) & ~kUpper);
+    const uint32_t even = choose(p4 << 1, p5, kOdd), odd = choose(p4, p5 >> 1, kOdd);
+    const uint32_t even2 = choose(p6 << 1, p7, kOdd), odd2 = choose(p6, p7 >> 1, kOdd);
+    w[0] = choose(even << 2, even2, kUpper);
+    w[1] = choose(odd << 2, odd2, kUpper);
+    w[2] = choose(even, even2 >> 2, kUpper);
+    w[3] = choose(odd, odd2 >> 2, kUpper);
   }
 #pragma unroll
   for (int quad = 0; quad < Quads; ++quad) {
     const uint32_t high = quad % 2 ? base[quad / 2] : base[quad / 2] << 4, low = quad < 4 ? w[quad % 4] : w[quad % 4] >> 4;
-    u[quad] = Bits == 3 ? high & kHigh : (high & kHigh) | (low & ~kHigh);
+    u[quad] = Bits == 3 ? high & kHigh : choose(high, low, kHigh);
   }
 }
 
 // The last of nine bits, in the lowest bit of each byte.
 __device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) { return (plane >> quad) & 0x01010101u; }
+
+// Asynchronous copies to shared memory.
+template <int Bytes>
+__device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

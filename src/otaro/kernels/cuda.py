@@ -1,0 +1,256 @@
+"""The CUDA kernels of `cuda_src/` behind the functions of `reference`: same names, same arguments, same bits.
+
+Two things go beyond them, for a decoder: `Digits`, activations that are integers already, and `products`, which multiplies them
+with several matrices in one launch. Exponents may be int8, one for each group, or the file's own stream of five bits each
+(`file.planes.exponent_words`), which is what a model on a GPU keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from otaro.errors import KernelError
+from otaro.file.planes import BLOCK, blocks
+from otaro.kernels import nvrtc
+from otaro.kernels.packed import Packed
+from otaro.kernels.reference import unit_size
+
+MOST_TOKENS = 16
+"""Of one launch of `products`."""
+MATRICES = 3
+INTEGER_TOKENS = 32
+"""Up to so many tokens integers are faster, in passes of `MOST_TOKENS`; for more, tiles of weights are decoded and multiplied
+by the library (benchmarks/results, "batch")."""
+
+_TILE = 1 << 24  # weights that are decoded before they are multiplied: in two bytes each they stay in the cache
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_WARP, _THREADS = 32, 128
+_ROWS, _LANES = 16, 16  # of a block of `linear`
+_MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
+
+
+class Digits(NamedTuple):
+    """Activations as 16-bit integers, in bytes."""
+
+    digits: torch.Tensor
+    """int8 [tokens, units, 2, unit]: the high bytes of a unit, then the low ones."""
+    terms: torch.Tensor
+    """int32 [tokens, units, 2]: a unit's sum, and the bits of its power of two, float32."""
+
+
+def new_digits(tokens: int, length: int, group_size: int, device: torch.device) -> Digits:
+    """Room for the activations of some tokens."""
+    unit = unit_size(group_size)
+    units = -(-length // unit)
+    digits = torch.empty(tokens, units, 2, unit, dtype=torch.int8, device=device)
+    return Digits(digits, torch.empty(tokens, units, 2, dtype=torch.int32, device=device))
+
+
+def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Digits:
+    """Activations [tokens, length] as integers."""
+    tokens, length = x.shape
+    out = out or new_digits(tokens, length, group_size, x.device)
+    units, unit = out.digits.shape[1], out.digits.shape[3]
+    kernel = nvrtc.kernel("rows.cu", "quantise", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
+    warps = tokens * units
+    parameters = _Quantise(x.data_ptr(), _activations(out), tokens, length, units)
+    kernel((-(-warps // 4),), _THREADS, parameters)
+    return out
+
+
+def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.quantise`."""
+    digits, terms = to_digits(_aligned(x), group_size)
+    codes = digits[:, :, 0].short() * 256 + digits[:, :, 1]
+    return codes.flatten(1)[:, : x.shape[1]].contiguous(), terms[..., 1].contiguous().view(torch.float32)
+
+
+def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """As `reference.linear`."""
+    out = torch.empty(len(x), len(packed.base), device=x.device)
+    if out.numel():
+        digits = to_digits(_aligned(x), packed.group_size)
+        for first in range(0, len(x), MOST_TOKENS):
+            products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
+    return out
+
+
+def products(
+    digits: Digits,
+    tokens: int,
+    matrices: Sequence[Packed],
+    outs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+    first: int = 0,
+) -> None:
+    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows]."""
+    like = matrices[0]
+    if any(one[3:] != like[3:] or one.bits != like.bits or one.exponents.dtype != like.exponents.dtype for one in matrices):
+        raise KernelError(
+            "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
+        )
+    if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
+        raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
+    unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
+    units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
+    shared = room * units * (2 * unit + 8) if room <= 2 else 0
+    shared = shared if shared <= _MOST_SHARED else 0
+    kernel, threads, most = _linear_kernel(
+        device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
+        room, like.streamed,
+        count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        count % (_LANES * unit // BLOCK) != 0, shared,
+    )  # fmt: skip
+    parameters = _Linear()
+    for i, one in enumerate(matrices):
+        parameters.matrix[i] = _packed(one)
+        bias = biases[i] if biases else None
+        parameters.bias[i] = None if bias is None else bias.data_ptr()
+    for i, out in enumerate(outs):
+        parameters.out[i], parameters.stride[i] = out[first:].data_ptr(), out.stride(0)
+    tiles = [-(-len(one.base) // _ROWS) for one in matrices]
+    share = min(1.0, most / max(sum(tiles), 1))
+    at = 0
+    for i in range(MATRICES):
+        parameters.first_block[i] = at
+        at += max(1, int(tiles[i] * share)) if i < len(tiles) and tiles[i] else 0
+    parameters.first_block[MATRICES] = at
+    parameters.x = _activations(digits, first)
+    parameters.tokens, parameters.blocks, parameters.units = tokens, count, units
+    parameters.groups = -(-like.length // like.group_size)
+    kernel((at,), threads, parameters, shared)
+
+
+@cache
+def _linear_kernel(
+    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, stream: bool, wide: bool,
+    ragged: bool, shared: int,
+) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
+    """The kernel, its threads, and how many of its blocks the GPU runs at a time.
+
+    One or two tokens wait for memory: a warp takes four lanes and loads three steps ahead. With more tokens a warp has more
+    sums to hold, takes two lanes, and loads less ahead.
+    """
+    span, depth = (4, 3) if tokens <= 2 else (2, 2)
+    units = min(span, max(1, 4 // tokens))
+    kernel = nvrtc.kernel(
+        "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
+        TOKENS=tokens, SPAN=span, UNITS=units, STREAM=stream, WIDE=wide, RAGGED=ragged, SHARED=shared > 0, DEPTH=depth,
+    )  # fmt: skip
+    threads = _WARP * _LANES // span
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return kernel, threads, processors * kernel.blocks_per_multiprocessor(threads, shared)
+
+
+def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As `reference.decode`."""
+    return _decode(packed, None, len(packed.base), dtype)
+
+
+def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As `reference.embedding`."""
+    return _decode(packed, ids, len(ids), dtype)
+
+
+def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `reference.matmul`; integers serve while they are faster, then decoded tiles."""
+    if len(x) <= INTEGER_TOKENS:
+        product = linear(x, packed)
+        return (product if bias is None else product + bias).to(x.dtype)
+    count, rows = len(packed.base), max(64, _TILE // packed.length)
+    if count <= rows:
+        return torch.nn.functional.linear(x, decode(packed, x.dtype), bias)
+    out = torch.empty(len(x), count, dtype=x.dtype, device=x.device)
+    packed = packed.unstreamed()  # once, not for each tile
+    for start in range(0, count, rows):
+        some = slice(start, start + rows)
+        values = decode(packed.rows(some), x.dtype)
+        out[:, some] = torch.nn.functional.linear(x, values, None if bias is None else bias[some])
+    return out
+
+
+def _decode(packed: Packed, ids: torch.Tensor | None, count: int, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(count, packed.length, dtype=dtype, device=packed.base.device)
+    threads = count * 4 * blocks(packed.length)
+    if not threads:
+        return out
+    kernel = nvrtc.kernel(
+        "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
+        STREAM=packed.streamed, IDS=ids is not None,
+    )  # fmt: skip
+    groups = -(-packed.length // packed.group_size)
+    parameters = _Decode(
+        _packed(packed), None if ids is None else ids.data_ptr(), out.data_ptr(), count, packed.length,
+        blocks(packed.length), groups, packed.group_size,
+    )  # fmt: skip
+    kernel((-(-threads // 256),), 256, parameters)
+    return out
+
+
+def _device(tensor: torch.Tensor) -> int:
+    index: int = tensor.get_device()
+    return index
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its numbers do not lie at multiples of 16 bytes."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _packed(packed: Packed) -> _PackedRows:
+    if packed.base.data_ptr() % 16 or any(plane.data_ptr() % 4 for plane in packed.planes):
+        raise KernelError("packed rows must lie at multiples of 16 bytes; clone() them")
+    planes = [plane.data_ptr() for plane in packed.planes] + [None] * (5 - len(packed.planes))
+    return _PackedRows(packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.exponents.data_ptr(), len(packed.base))
+
+
+def _activations(digits: Digits, first: int = 0) -> _Activations:
+    return _Activations(digits.digits[first:].data_ptr(), digits.terms[first:].data_ptr())
+
+
+class _PackedRows(ctypes.Structure):
+    """`Packed` of sefp.cuh."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p), ("planes", ctypes.c_void_p * 5), ("exponents", ctypes.c_void_p), ("rows", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Activations(ctypes.Structure):
+    """`Activations` of sefp.cuh."""
+
+    _fields_ = (("digits", ctypes.c_void_p), ("terms", ctypes.c_void_p))
+
+
+class _Quantise(ctypes.Structure):
+    """`Quantise` of rows.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p), ("out", _Activations),
+        ("tokens", ctypes.c_int64), ("length", ctypes.c_int64), ("units", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Decode(ctypes.Structure):
+    """`Decode` of rows.cu."""
+
+    _fields_ = (
+        ("packed", _PackedRows), ("ids", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64), ("length", ctypes.c_int64),
+        ("blocks", ctypes.c_int), ("groups", ctypes.c_int), ("group_size", ctypes.c_int),
+    )  # fmt: skip
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of linear.cu."""
+
+    _fields_ = (
+        ("matrix", _PackedRows * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
+        ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", _Activations),
+        ("tokens", ctypes.c_int), ("blocks", ctypes.c_int), ("units", ctypes.c_int), ("groups", ctypes.c_int),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+// Activations to integers, and packed rows to values.
+//
+// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantise` UNIT; for `decode` BITS, TRUNCATE, STREAM, IDS.
+#include "sefp.cuh"
+
+template <int>
+struct Of {
+  using Type = Float32;
+};
+template <>
+struct Of<1> {
+  using Type = Float16;
+};
+template <>
+struct Of<2> {
+  using Type = BFloat16;
+};
+using Float = Of<DTYPE>::Type;
+using Stored = Float::Stored;
+
+#ifdef UNIT
+struct Quantise {
+  const Stored* x;  // [tokens, length]
+  Activations out;
+  int64_t tokens, length, units;
+};
+
+extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int lane = threadIdx.x % kWarp;
+  const int64_t slot = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  if (slot >= p.tokens * p.units) return;
+  const int64_t first = slot % p.units * UNIT + lane, second = first + kWarp;
+  const Stored* row = p.x + slot / p.units * p.length;
+  quantise_unit<UNIT>(first < p.length ? Float::load(row[first]) : 0.0f,
+                      UNIT == 64 && second < p.length ? Float::load(row[second]) : 0.0f, slot, p.out);
+}
+#endif
+
+#ifdef BITS
+struct Decode {
+  Packed packed;
+  const int64_t* ids;  // rows to decode, or null for all
+  Stored* out;         // [count, length]
+  int64_t count, length;
+  int blocks, groups, group_size;
+};
+
+// A thread decodes the eight weights of one base word.
+extern "C" __global__ void decode(const __grid_constant__ Decode p) {
+  constexpr Meaning means = meaning(BITS, TRUNCATE);
+  constexpr int kPlanes = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
+  let_successor_start();
+  wait_for_predecessor();
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, words = kBaseWords * static_cast<int64_t>(p.blocks);
+  const int64_t number = index / words, word = index % words;
+  if (number >= p.count || 8 * word >= p.length) return;
+  const int64_t row = IDS ? p.ids[number] : number;
+  const bool there = !IDS || (row >= 0 && row < p.packed.rows);
+  const int64_t block = there ? row * p.blocks + word / kBaseWords : 0, start = 8 * word;
+  const int in_block = static_cast<int>(word % kBaseWords);
+  uint32_t base[1] = {p.packed.base[kBaseWords * block + in_block]}, planes[kPlanes ? kPlanes : 1], u[2];
+#pragma unroll
+  for (int k = 0; k < kPlanes; ++k) planes[k] = p.packed.planes[k][block] >> (2 * in_block);
+  unpack<BITS, 2>(base, planes, u);
+  const float step = power_of_two(exponent_at<STREAM>(p.packed.exponents, there ? row * p.groups + start / p.group_size : 0) - means.shift - kSpare);
+  alignas(16) Stored values[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t byte = u[i / 4] >> (8 * (i % 4)) & 255;
+    int code = static_cast<int>(byte);
+    if (BITS == 8) code = 2 * code + (planes[kPlanes ? kPlanes - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
+    if (means.raise_negative) code += byte < 128 ? 1 << kSpare : 0;
+    const float value = static_cast<float>(means.factor * code + means.constant * (1 << kSpare)) * step;
+    values[i] = Float::store(there ? value : __int_as_float(0x7fc00000));
+  }
+  Stored* out = p.out + number * p.length + start;
+  if (p.length % 8 == 0) {  // so rows, and eights, lie at multiples of 16 bytes
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof values / 16); ++i)
+      reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(values)[i];
+  } else {
+    for (int i = 0; i < 8 && start + i < p.length; ++i) out[i] = values[i];
+  }
+}
+#endif

@@ -1,0 +1,229 @@
+"""The CUDA kernels: the reference's bits on random shapes and codes. What needs no GPU comes first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from otaro.errors import KernelError
+from otaro.file.planes import exponent_word_count, exponent_words, pack_exponents, unpack_exponent_words
+from otaro.kernels import cuda, nvrtc, ops, reference
+from otaro.runtime.modules import PackedWeight
+
+from .packed import GRIDS, Packed, make_activations, make_packed, same_bits
+
+HAS_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+
+# Around blocks, units and sixteen units; groups of one unit, of several, of half a one; rows around sixteen.
+SHAPES = [
+    (3, 1, 64), (17, 33, 64), (16, 64, 64), (5, 65, 64), (40, 576, 64), (33, 1000, 96), (20, 1024, 64), (7, 300, 32),
+    (15, 512, 32), (18, 4097, 256), (33, 14336, 64), (100, 2112, 128), (1, 2048, 64),
+]  # fmt: skip
+
+
+def streamed(packed: Packed) -> Packed:
+    return packed._replace(exponents=exponent_words(packed.exponents))
+
+
+def on_gpu(packed: Packed) -> Packed:
+    return packed._replace(
+        base=packed.base.cuda(), exponents=packed.exponents.cuda(), planes=[plane.cuda() for plane in packed.planes]
+    )
+
+
+# Without a GPU
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 8, 64, 1000])
+def test_a_stream_of_exponents_is_the_files_with_room_to_read_on(count):
+    exponents = torch.randint(-15, 17, (count,), dtype=torch.int8)
+    words = exponent_words(exponents)
+    assert len(words) == exponent_word_count(count)
+    bytes_of_file = pack_exponents(exponents)
+    assert torch.equal(words.view(torch.uint8)[: len(bytes_of_file)], bytes_of_file)
+    assert torch.equal(unpack_exponent_words(words, (count,)), exponents)
+
+
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_a_stream_of_exponents_means_the_same_everywhere(tokens):
+    packed, x = make_packed(6, 300, 64, 5), make_activations(tokens, 300).clamp(-100, 100)
+    stream = streamed(packed)
+    assert same_bits(ops.linear(x, *stream), ops.linear(x, *packed))
+    assert same_bits(ops.decode(*stream, torch.float32), ops.decode(*packed, torch.float32))
+    ids = torch.tensor([5, 0])
+    assert same_bits(ops.embedding(ids, *stream, torch.float32), ops.embedding(ids, *packed, torch.float32))
+    assert torch.equal(stream.rows(slice(2, 4)).exponents, packed.exponents[2:4])
+
+
+def test_a_stream_of_another_length_is_refused():
+    packed = streamed(make_packed(6, 300, 64, 5))
+    with pytest.raises(KernelError, match=r"a stream of exponents must be int32 \[7\]"):
+        ops.decode(*packed._replace(exponents=packed.exponents[:-1]), torch.float32)
+
+
+def test_cuda_can_be_asked_for_and_leaves_the_cpu_alone(monkeypatch):
+    plain = ops.backend("cpu")
+    monkeypatch.setenv(ops.OVERRIDE, "cuda")
+    assert ops.backend("cpu") == plain
+    with pytest.raises(KernelError, match="does not serve meta"):
+        ops.backend("meta")
+
+
+def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    assert "Old GPU has compute capability 7.5, and the kernels need 8.0" in nvrtc.missing.__wrapped__(0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def fail() -> None:
+        raise OSError("libnvrtc is not there")
+
+    monkeypatch.setattr(nvrtc, "_nvrtc", fail)
+    reason = nvrtc.missing.__wrapped__(0)
+    assert "libnvrtc is not there" in reason
+    assert "pip install" in reason
+
+
+CONSTANTS = [
+    *[{"BITS": bits, "TOKENS": 1, "SPAN": 4, "UNITS": 4, "DEPTH": 3, "SHARED": 1} for bits in (3, 8)],
+    {"BITS": 5, "TOKENS": 16, "SPAN": 2, "UNITS": 1, "DEPTH": 2, "SHARED": 0},
+]
+
+
+@pytest.mark.parametrize("constants", CONSTANTS, ids=str)
+def test_sources_compile_for_a_gpu_that_is_not_there(constants):
+    try:
+        nvrtc.compiler()
+    except OSError as error:
+        pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
+    common = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "STREAM": 1, "WIDE": 1, "RAGGED": 0}
+    flags = (
+        "--gpu-architecture=sm_90",
+        "--std=c++17",
+        *(f"-D{name}={value}" for name, value in {**common, **constants}.items()),
+    )
+    sources = [(nvrtc.SOURCES / name).read_bytes() for name in ("linear.cu", "sefp.cuh")]
+    assert nvrtc.compile_source("linear.cu", sources[0], sources[1], flags)[:4] == b"\x7fELF"
+    with pytest.raises(KernelError, match=r"could not compile linear\.cu"):
+        nvrtc.compile_source("linear.cu", sources[0] + b"\nnonsense;", sources[1], flags)
+
+
+# With one
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_products_are_those_of_the_reference(shape):
+    """One token at every precision; other counts, which are other kernels, at one each: each has to be compiled."""
+    x = make_activations(16, shape[1])
+    for number, (bits, truncate) in enumerate(GRIDS):
+        packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
+        expected = reference.linear(x, packed)
+        for tokens in (1, (2, 3, 8, 16)[number % 4]):
+            got = cuda.linear(x[:tokens].cuda(), on_gpu(streamed(packed)))
+            assert same_bits(got.cpu(), expected[:tokens]), f"E5M{bits}, truncate={truncate}, {tokens} tokens"
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_small_products_of_every_count_are_those_of_the_reference(tokens):
+    packed, x = make_packed(37, 320, 64, 4), make_activations(tokens, 320)
+    assert same_bits(ops.linear(x.cuda(), *on_gpu(packed)).cpu(), reference.linear(x, packed))
+    assert same_bits(ops.linear(x.cuda(), *on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_small_decoded_rows_are_those_of_the_reference(shape, dtype):
+    ids = torch.tensor([shape[0] - 1, 0, shape[0] // 2])
+    for bits, truncate in GRIDS:
+        packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
+        expected = reference.decode(packed, dtype)
+        for form in (packed, streamed(packed)):
+            assert same_bits(ops.decode(*on_gpu(form), dtype).cpu(), expected), f"E5M{bits}, truncate={truncate}"
+            assert same_bits(ops.embedding(ids.cuda(), *on_gpu(form), dtype).cpu(), expected[ids])
+
+
+@needs_gpu
+def test_small_rows_that_do_not_exist_are_not_numbers():
+    packed = on_gpu(make_packed(5, 100, 64, 4))
+    values = ops.embedding(torch.tensor([0, 5, -1], device="cuda"), *packed, torch.float32)
+    assert values[0].isfinite().all()
+    assert values[1:].isnan().all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("group_size", [32, 64, 96])
+def test_small_quantised_activations_are_those_of_the_reference(group_size):
+    edges = torch.zeros(6, 200)
+    edges[1, 3], edges[1, 64] = 32639.5, 32639.498046875
+    edges[2, 0], edges[2, 70] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
+    edges[3, :50], edges[3, 100:] = 1e-45, 2.0**-95
+    edges[4, 0], edges[4, 80], edges[4, 199] = torch.nan, torch.inf, -torch.inf
+    edges[5] = -0.0
+    for x in (edges, make_activations(9, 1000), make_activations(2, 1)):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            got = ops.quantise(x.to(dtype).cuda(), group_size)
+            for one, expected in zip(got, reference.quantise(x.to(dtype), group_size), strict=True):
+                assert same_bits(one.cpu(), expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [9, 33, 100])
+@pytest.mark.parametrize("rows", [64, 20_000])
+def test_many_tokens_are_as_good_as_the_plain_product(rows, tokens):
+    packed, x = make_packed(rows, 1024, 64, 5, spread=2), torch.randn(tokens, 1024)
+    bias = torch.linspace(-1, 1, rows)
+    values = reference.decode(packed)
+    exact = torch.nn.functional.linear(x.double(), values.double(), bias.double())
+    plain = torch.nn.functional.linear(x.cuda(), values.cuda(), bias.cuda()).cpu()
+    got = ops.linear(x.cuda(), *on_gpu(streamed(packed)), bias.cuda()).cpu()
+    assert (got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm()
+
+
+@needs_gpu
+def test_small_matrices_share_a_launch():
+    matrices = [make_packed(rows, 576, 64, 4, seed=rows) for rows in (64, 17, 33)]
+    x, biases = make_activations(2, 576), [None, torch.randn(17), None]
+    outs = [torch.full((2, len(one.base)), 7.0, device="cuda") for one in matrices]
+    digits = cuda.to_digits(x.cuda(), 64)
+    cuda.products(digits, 2, [on_gpu(one) for one in matrices], outs, [b if b is None else b.cuda() for b in biases])
+    for one, out, bias in zip(matrices, outs, biases, strict=True):
+        expected = reference.linear(x, one)
+        assert same_bits(out.cpu(), expected if bias is None else expected + bias)
+    with pytest.raises(KernelError, match="must be of one length"):
+        cuda.products(digits, 2, [on_gpu(matrices[0]), on_gpu(make_packed(4, 576, 64, 5))], outs[:2])
+
+
+@needs_gpu
+def test_products_can_be_captured_into_a_graph_on_any_stream():
+    packed, x = on_gpu(streamed(make_packed(100, 4096, 64, 4))), make_activations(1, 4096).cuda()
+    expected = ops.linear(x, *packed)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        room = x.clone()
+        with torch.cuda.graph(graph, stream=stream):
+            got = ops.linear(room, *packed)
+        for factor in (1.0, 2.0, -4.0):
+            room.copy_(x * factor)
+            graph.replay()
+            stream.synchronize()
+            assert same_bits(got, expected * factor)
+
+
+@needs_gpu
+def test_packed_weights_keep_exponents_as_their_device_reads_them(nested_dir):
+    import otaro
+
+    model = otaro.load(nested_dir, "E5M4")
+    weight = next(module for module in model.modules() if isinstance(module, PackedWeight))
+    before = weight.exponents.clone()
+    values = weight.decode(4, torch.float32)
+    model.cuda()
+    assert weight.exponents.dtype == torch.int32
+    assert same_bits(weight.decode(4, torch.float32).cpu(), values)
+    model.cpu()
+    assert torch.equal(weight.exponents, before)
