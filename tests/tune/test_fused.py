@@ -1,8 +1,16 @@
-"""The GPU's kernel for many weights gives the very values of the plain computation."""
+"""The GPU's kernel for many weights gives the very values of the plain computation.
+
+It runs on a GPU, or by Triton's interpreter on the CPU: that one has to be chosen before Triton is imported, so the last test
+runs this file once more in a process of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,9 +20,25 @@ from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.accumulate import GradientAccumulator
 from otaro.tune.fake_quant import Precisely, prepare, quantize
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernel runs nowhere else")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: torch's CUDA builds bring it")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernel runs."""
+    if INTERPRETED:
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter")
+    return "cuda"
+
 
 SHAPES = [(1, 64), (3, 128), (576, 1536), (49, 576), (2, 3, 192), (1, 4096), (4097, 64)]
+if INTERPRETED:  # a tile takes milliseconds
+    SHAPES = [(1, 64), (3, 128), (67, 64), (22, 192), (2, 3, 192), (1, 1024), (3, 64)]
 
 
 def weights(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -28,36 +52,62 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
     return [*made, torch.zeros(5, 64, dtype=dtype)]
 
 
+@needs_triton
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precision, reconstruction):
-    from otaro.tune.fused import quantize_all, serves
+def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precision, reconstruction, device):
+    from otaro.tune.fused import BEST, Launch, quantize_all, serves
 
     given = weights(dtype)
-    on_gpu = [weight.cuda() for weight in given]
-    for group_size in (32, 64):
-        assert all(serves(weight, group_size) for weight in on_gpu)
-        for out in (dtype, torch.float32, torch.bfloat16):
-            found = quantize_all(on_gpu, precision.mantissa_bits, group_size, reconstruction, out)
+    there = [weight.to(device) for weight in given]
+    for group_size, launch in ((32, BEST), (64, BEST), (64, Launch(1024, 2))):
+        assert all(serves(weight, group_size) for weight in there)
+        for out in (torch.float32,) if INTERPRETED else (dtype, torch.float32, torch.bfloat16):
+            found = quantize_all(there, precision.mantissa_bits, group_size, reconstruction, out, launch)
             for weight, values in zip(given, found, strict=True):
                 expected = quantize(weight.float(), precision.mantissa_bits, group_size, reconstruction).to(out)
                 assert values.shape == weight.shape
                 assert torch.equal(values.cpu(), expected)
 
 
-def test_nan_stays_nan(reconstruction):
+@needs_triton
+def test_another_type_of_result(reconstruction, device):
     from otaro.tune.fused import quantize_all
 
-    weight = torch.ones(1, 64, device="cuda")
+    weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    for out in (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16):  # the interpreter cuts off for bfloat16
+        found = quantize_all([weight.to(device)], 4, 64, reconstruction, out)[0]
+        assert torch.equal(found.cpu(), quantize(weight, 4, 64, reconstruction).to(out))
+
+
+@needs_triton
+def test_nan_stays_nan(reconstruction, device):
+    from otaro.tune.fused import quantize_all
+
+    weight = torch.ones(1, 64, device=device)
     weight[0, 3] = torch.nan
     assert quantize_all([weight], 4, 64, reconstruction, torch.float32)[0][0, 3].isnan()
 
 
+@needs_triton
+def test_what_the_kernel_cannot_load_whole_is_left_to_the_plain_computation(device):
+    from otaro.tune.fused import serves
+
+    stretch = torch.zeros(3 * 64, device=device)
+    assert serves(stretch[4:68].view(1, 64), 64)  # 16 bytes further
+    assert not serves(stretch[1:65].view(1, 64), 64)  # between addresses of 16 bytes
+    assert not serves(torch.zeros(2, 96, device=device), 64)  # ends in half a group
+    assert not serves(torch.zeros(64, 2, device=device).T, 64)  # runs across
+    assert not serves(torch.zeros(0, 64, device=device), 64)
+
+
+@needs_gpu
 def test_a_short_last_group_is_left_to_the_plain_computation():
     weight = torch.randn(7, 70)
     assert torch.equal(quantize(weight.cuda(), 4, 64, "midpoint").cpu(), quantize(weight, 4, 64, "midpoint"))
 
 
+@needs_gpu
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
 def test_gradients_on_the_gpu_are_those_of_the_cpu(name, make_checkpoint):
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint(name), dtype=torch.float32)
@@ -73,6 +123,7 @@ def test_gradients_on_the_gpu_are_those_of_the_cpu(name, make_checkpoint):
         torch.testing.assert_close(gradients[1][key], gradient, atol=1e-4, rtol=1e-3)
 
 
+@needs_gpu
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_sums_in_host_memory_are_those_on_the_gpu(reduction):
     here, there = (GradientAccumulator(3, reduction, place) for place in ("device", "host"))
@@ -86,3 +137,12 @@ def test_sums_in_host_memory_are_those_on_the_gpu(reduction):
     devices = {name: torch.device("cuda") for name in ("a", "b")}
     one, other = here.take(devices), there.take(devices)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
+def test_by_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not gradients and not sums", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -5,13 +5,20 @@ work. Here one program takes one tile of whole groups, whichever weight they bel
 read from and where it goes. The number of mantissa bits is an ordinary argument, so that one compiled kernel serves all
 precisions.
 
-Imported only where there is a GPU; torch's builds for them bring Triton along.
+Weights are read once and written once, and memory is what the kernel waits for. So the compiler is told that tiles begin at
+multiples of 16 bytes and end with a group, which it cannot see in addresses from a table: a thread then loads 16 bytes at a
+time, and the threads of a group are in one warp.
+
+Imported only where there is a GPU, for which torch's builds bring Triton along, or where TRITON_INTERPRET=1 lets Triton run
+its kernels on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,39 +26,56 @@ import triton.language as tl
 
 from otaro.sefp.codec import Reconstruction
 
-TILE = 4096  # weights
+ALIGNED = 16  # bytes
+
+
+class Launch(NamedTuple):
+    """How the work is cut."""
+
+    tile: int
+    """Weights of a program: a power of two."""
+    warps: int
+    """Of a program."""
+
+
+BEST = Launch(4096, 8)
 
 
 def serves(weight: torch.Tensor, group_size: int) -> bool:
-    """Whether the kernel can take this weight: laid out row by row, in whole groups of a power of two."""
-    whole = weight.shape[-1] % group_size == 0 and group_size & (group_size - 1) == 0 and group_size <= TILE
-    return whole and weight.is_contiguous() and weight.numel() > 0
+    """Whether the kernel can take this weight: in whole groups of a power of two, row by row from an even address on."""
+    whole = weight.shape[-1] % group_size == 0 and group_size & (group_size - 1) == 0 and ALIGNED <= group_size <= BEST.tile
+    return whole and weight.is_contiguous() and weight.numel() > 0 and weight.data_ptr() % ALIGNED == 0
 
 
 def quantize_all(
-    weights: Sequence[torch.Tensor], mantissa_bits: int, group_size: int, reconstruction: Reconstruction, dtype: torch.dtype
+    weights: Sequence[torch.Tensor],
+    mantissa_bits: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    dtype: torch.dtype,
+    launch: Launch = BEST,
 ) -> list[torch.Tensor]:
     """The quantised values of weights of one type on one GPU, in `dtype`: views of one new buffer."""
     first = weights[0]
     sizes = [weight.numel() for weight in weights]
     buffer = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-    table = _table(tuple(weight.data_ptr() for weight in weights), tuple(sizes), first.device)
-    with torch.cuda.device(first.device):
+    addresses = tuple(weight.data_ptr() for weight in weights)
+    table = _table(addresses, tuple(sizes), first.element_size(), launch.tile, first.device)
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         _quantize_tiles[(len(table),)](
-            table, first.detach(), buffer, mantissa_bits, group_size, TILE, reconstruction == "truncate", num_warps=8
-        )
+            table, first.detach(), buffer, mantissa_bits, group_size, launch.tile, reconstruction == "truncate",
+            num_warps=launch.warps,
+        )  # fmt: skip
     return [part.view(weight.shape) for part, weight in zip(buffer.split(sizes), weights, strict=True)]
 
 
 @lru_cache(maxsize=16)
-def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A line per tile: its address's base and offset, how many weights it has, and their place in the buffer."""
+def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], width: int, tile: int, device: torch.device) -> torch.Tensor:
+    """A line per tile: its address, how many weights of `width` bytes it has, and their place in the buffer."""
     lines, place = [], 0
     for address, size in zip(addresses, sizes, strict=True):
-        offsets = torch.arange(0, size, TILE)
-        lines.append(
-            torch.stack([torch.full_like(offsets, address), offsets, (size - offsets).clamp(max=TILE), offsets + place], 1)
-        )
+        offsets = torch.arange(0, size, tile)
+        lines.append(torch.stack([address + width * offsets, (size - offsets).clamp(max=tile), offsets + place], 1))
         place += size
     return torch.cat(lines).to(device)
 
@@ -66,9 +90,9 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     TRUNCATE: tl.constexpr,
 ):
-    line = table + 4 * tl.program_id(0)
-    source = tl.load(line).to(like.dtype) + tl.load(line + 1)
-    count, place = tl.load(line + 2), tl.load(line + 3)
+    line = table + 3 * tl.program_id(0)
+    source = tl.multiple_of(tl.load(line).to(like.dtype), 16)  # ALIGNED
+    count, place = tl.multiple_of(tl.load(line + 1), GROUP), tl.multiple_of(tl.load(line + 2), GROUP)
     at = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + at, mask=at < count, other=0.0).to(tl.float32)
 
