@@ -1,0 +1,133 @@
+"""The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are made of.
+
+    python benchmarks/bench_table2.py                         # everything, a few minutes
+    python benchmarks/bench_table2.py --only gemv,quantise    # some parts
+    python benchmarks/bench_table2.py --quick                 # fewer rounds
+
+Weights are random: only their shapes matter here. Parts:
+
+    gemv          every product of the model with one token, beside cuBLAS in float16
+    batch         one large matrix times 1 to 64 tokens: where integers straight from the planes stop paying
+    quantise      the fused quantise kernel of a tuning step, beside a copy of the same bytes
+
+Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
+replayed in turn, and medians count. Results are checked against the reference before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpu
+import table2_products
+import torch
+from common import machine
+from table2_products import Settings, say
+
+from otaro.sefp.precision import PRECISIONS
+
+SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    "gemv": table2_products.gemv,
+    "batch": table2_products.batch,
+    "quantise": table2_products.quantise,
+}
+SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}
+"""How many times as fast as cuBLAS in float16 the products of one token must be, all together."""
+OF_COPY = 0.7
+"""The share of a copy's speed that quantising for a tuning step must reach."""
+
+
+class Bar(NamedTuple):
+    """Something that was asked for."""
+
+    what: str
+    found: float
+    asked: float
+    at_least: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was reached."""
+        return self.found >= self.asked if self.at_least else self.found <= self.asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="parts to run, with commas between them")
+    parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 5)")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to a file too")
+    # Other ways to cut the work of the quantise kernel: for whoever changes it.
+    parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    parts = asked.only.split(",")
+    if unknown := [part for part in parts if part not in SECTIONS]:
+        parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(SECTIONS)}")
+    gpu.require()
+    torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
+    rounds = asked.rounds or (5 if asked.quick else 15)
+    about = {**machine(), **gpu.machine()}
+    say(", ".join(f"{key}: {value}" for key, value in about.items()))
+    settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick, asked.variants)
+    gpu.release()
+    say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
+    results: dict[str, Any] = {"copy_bytes_per_s": settings.copy_rate}
+    for part in parts:
+        try:
+            results[part] = SECTIONS[part](settings)
+        except Exception as error:  # a GPU's time is dear: other parts still run, and the failure is part of the result
+            traceback.print_exc(file=sys.stdout)
+            results[part] = {"failed": f"{type(error).__name__}: {error}"}
+        gpu.release()
+    bars = list(judged(results))
+    print_bars(bars)
+    outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
+    line = json.dumps({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]})
+    if asked.json:
+        asked.json.write_text(line + "\n")
+    print(line)
+    if failures := [part for part in parts if "failed" in results[part]] + list(wrong(results)):
+        sys.exit(f"failed or wrong: {', '.join(failures)}")
+
+
+def judged(results: dict[str, Any]) -> Iterator[Bar]:
+    """What was asked for, as far as the parts that ran can tell."""
+    if total := results.get("gemv", {}).get("summed_seconds"):
+        for suffix in ("", " + quantise"):
+            for precision, factor in SUMMED.items():
+                name = precision + suffix
+                yield Bar(f"products of one token at {name}, times float16", total["float16"] / total[name], factor)
+        steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
+        yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
+    for title, result in results.get("quantise", {}).items():
+        if isinstance(result, dict) and result["best"]:
+            yield Bar(f"quantising, {title}: share of a copy's speed", result["of_copy"], OF_COPY)
+
+
+def print_bars(bars: list[Bar]) -> None:
+    """A line for each."""
+    if bars:
+        say("\nasked for")
+    for bar in bars:
+        sign, verdict = ">=" if bar.at_least else "<=", "holds" if bar.holds else "MISSED"
+        say(f"{verdict:8}{bar.what}: {bar.found:.3g} {sign if bar.holds else 'not ' + sign} {bar.asked:g}")
+
+
+def wrong(results: Any, path: str = "") -> Iterator[str]:
+    """Where a check failed."""
+    if isinstance(results, dict):
+        if results.get("wrong"):
+            yield path
+        for key, value in results.items():
+            yield from wrong(value, f"{path}/{key}" if path else str(key))
+
+
+if __name__ == "__main__":
+    main()

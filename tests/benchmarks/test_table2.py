@@ -1,0 +1,139 @@
+"""bench_table2.py without a GPU: every part runs on small shapes with the reference's arithmetic and made-up times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import otaro.tune
+from otaro.kernels import cuda, reference
+from otaro.tune.fake_quant import quantize
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import bench_table2
+        import gpu
+        import llama3
+        import table2_products
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return bench_table2, gpu, llama3, table2_products
+
+
+@pytest.fixture
+def pretended(modules, monkeypatch):
+    """Shapes of a toy, kernels of the reference, and times that grow with the bytes of a precision."""
+    _, gpu, llama3, products = modules
+
+    def run_products(digits, tokens, matrices, outs, biases=(), first=0, gated=False):
+        results = [reference.linear(digits[first : first + tokens], one.unstreamed()) for one in matrices]
+        if gated:
+            results = [torch.nn.functional.silu(results[0]) * results[1]]
+        for out, result in zip(outs, results, strict=True):
+            out[first : first + tokens] = result
+
+    def capture(launch, launches, kept=None):
+        for number in range(min(launches, 3)):
+            launch(number)
+        return gpu.Captured(None, launches, kept)
+
+    def alternate(contenders, rounds):
+        return {name: [1e-6 * (16 if "float16" in name else int(name[3]))] * rounds for name in contenders}
+
+    toy = [llama3.Product(one.name, (70,) * len(one.rows), 192, one.count) for one in llama3.PRODUCTS]
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(products, "PRODUCTS", toy)
+    monkeypatch.setattr(products, "ROTATED", 20_000)
+    monkeypatch.setattr(products, "BATCH_SHAPE", (70, 192))
+    monkeypatch.setattr(products, "capture", capture)
+    monkeypatch.setattr(products, "alternate", alternate)
+    monkeypatch.setattr(gpu, "release", lambda: None)
+    monkeypatch.setattr(cuda, "to_digits", lambda x, group_size, out=None: x.float())
+    monkeypatch.setattr(cuda, "products", run_products)
+    monkeypatch.setattr(cuda, "linear", lambda x, packed: reference.linear(x, packed.unstreamed()))
+    monkeypatch.setattr(cuda, "matmul", lambda x, packed: reference.matmul(x, packed.unstreamed()))
+    monkeypatch.setattr(cuda, "decode", lambda packed, dtype: reference.decode(packed.unstreamed(), dtype))
+    return products
+
+
+def test_accounting_is_the_papers(modules):
+    from otaro.sefp.precision import Precision
+
+    _, _, llama3, _ = modules
+    e5m4 = Precision("E5M4")
+    assert llama3.weight_bytes(e5m4) / llama3.GIB == pytest.approx(4.747, abs=5e-4)
+    assert llama3.cache_bytes(2000, e5m4) / llama3.GIB == pytest.approx(0.078, abs=5e-4)
+    assert (llama3.weight_bytes(None) + llama3.cache_bytes(2000, None)) / llama3.GIB == pytest.approx(15.20, abs=5e-3)
+
+
+def test_random_matrices_hold_what_they_say(modules):
+    _, _, llama3, _ = modules
+    packed, exponents = llama3.random_packed(5, 200, "cpu")
+    assert torch.equal(packed.unstreamed().exponents, exponents)
+    assert len(packed.planes) == 5
+
+
+def test_products_are_checked_timed_and_judged(modules, pretended, capsys):
+    bench, *_ = modules
+    results = {"gemv": pretended.gemv(pretended.Settings(3, 4e12))}
+    assert not list(bench.wrong(results))
+    total = results["gemv"]["summed_seconds"]
+    assert total["float16"] / total["E5M4"] == pytest.approx(4)
+    assert all(bar.holds for bar in bench.judged(results))
+    json.dumps(results)
+    assert "E5M3" in capsys.readouterr().out
+
+
+def test_a_wrong_product_is_told(modules, pretended, monkeypatch):
+    bench, *_ = modules
+    right = cuda.products
+
+    def off_by_a_bit(digits, tokens, matrices, outs, **options):
+        right(digits, tokens, matrices, outs, **options)
+        outs[0] *= 1 + 2**-20
+
+    monkeypatch.setattr(cuda, "products", off_by_a_bit)
+    results = {"gemv": pretended.gemv(pretended.Settings(1, 4e12))}
+    assert "gemv/products/head/checks/E5M4" in set(bench.wrong(results))
+
+
+def test_batches(modules, pretended, capsys):
+    bench, *_ = modules
+    results = pretended.batch(pretended.Settings(1, 4e12))
+    assert list(results["tokens"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert not list(bench.wrong(results))
+    assert "E5M4 fastest" in capsys.readouterr().out
+
+
+def test_quantising(modules, pretended, monkeypatch, capsys):
+    class Launch(NamedTuple):
+        tile: int
+        warps: int
+
+    def quantize_all(weights, bits, group_size, reconstruction, dtype, launch):
+        return [quantize(weight, bits, group_size, reconstruction).to(dtype) for weight in weights]
+
+    fused = SimpleNamespace(BEST=Launch(4096, 8), Launch=Launch, quantize_all=quantize_all)  # the kernel itself needs Triton
+    monkeypatch.setitem(sys.modules, "otaro.tune.fused", fused)
+    monkeypatch.setattr(otaro.tune, "fused", fused, raising=False)
+    monkeypatch.setattr(pretended, "weight_sets", lambda quick: [("a toy", [(65, 64), (3, 128)])])
+    monkeypatch.setattr(pretended, "alternate", lambda contenders, rounds: {name: [1e-9] for name in contenders})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    bench, *_ = modules
+    results = {"quantise": pretended.quantise(pretended.Settings(1, 4e12, variants=True))}
+    assert not list(bench.wrong(results))
+    bars = list(bench.judged(results))
+    assert len(bars) == 2
+    assert all(bar.holds for bar in bars)
+    assert "tile 8192" in capsys.readouterr().out
