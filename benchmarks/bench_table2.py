@@ -8,6 +8,7 @@ Weights are random: only their shapes matter here. Parts:
 
     gemv          every product of the model with one token, beside cuBLAS in float16
     batch         one large matrix times 1 to 64 tokens: where integers straight from the planes stop paying
+    transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     quantise      the fused quantise kernel of a tuning step, beside a copy of the same bytes
 
 Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu
+import table2_decode
 import table2_products
 import torch
 from common import machine
@@ -36,6 +38,7 @@ from otaro.sefp.precision import PRECISIONS
 SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gemv": table2_products.gemv,
     "batch": table2_products.batch,
+    "transformers": table2_decode.through_transformers,
     "quantise": table2_products.quantise,
 }
 SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}

@@ -137,3 +137,29 @@ def test_quantising(modules, pretended, monkeypatch, capsys):
     assert len(bars) == 2
     assert all(bar.holds for bar in bars)
     assert "tile 8192" in capsys.readouterr().out
+
+
+def test_transformers_decodes_after_its_context(modules, pretended, monkeypatch):
+    from transformers import LlamaConfig
+
+    bench, *_ = modules
+    decode = bench.table2_decode
+    toy = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
+    )
+    monkeypatch.setattr(decode, "config", lambda: toy)
+    monkeypatch.setattr(decode, "VOCABULARY", 50)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name, value in {"CONTEXT": 20, "CAPACITY": 32, "STEPS": 12}.items():
+        monkeypatch.setattr(decode, name, value)
+    contender, _ = decode.transformers_contender()
+    layers = contender.rewind.__closure__[0].cell_contents.layers
+    contender.step()
+    assert int(layers[1].cumulative_length) == 21
+    times = decode.rounds_of({"one": contender}, 2, steps=5)
+    assert int(layers[1].cumulative_length) == 25
+    assert len(times["one"]) == 2
+    result = decode.through_transformers(decode.Settings(1, 4e12))
+    json.dumps(result)
+    assert result["tokens_per_s"] > 0

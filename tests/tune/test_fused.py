@@ -71,7 +71,7 @@ def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precisi
 
 
 @needs_triton
-def test_another_type_of_result(reconstruction, device):
+def test_small_weights_to_another_type(reconstruction, device):
     from otaro.tune.fused import quantize_all
 
     weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
