@@ -72,8 +72,6 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
         digits = cuda.to_digits(x, GROUP_SIZE)
         contenders[str(precision)] = capture(partial(multiply, matrices, digits, outs), launches)
         contenders[f"{precision} + quantise"] = capture(partial(quantise_multiply, matrices, x, digits, outs), launches)
-        if product.name == "gate up":
-            contenders[f"{precision} gated"] = capture(partial(multiply, matrices, digits, outs[:1], gated=True), launches)
     contenders["float16 again"] = contenders["float16"]  # how far the same thing is from itself
     seconds = medians(alternate(contenders, asked.rounds))
     moves = {"float16": moved(product, None), **{str(precision): moved(product, precision) for precision in PRECISIONS}}
@@ -96,9 +94,9 @@ def rotate_half(x: torch.Tensor, matrices: list[torch.Tensor], number: int) -> N
     linear(x, matrices[number % len(matrices)])
 
 
-def multiply(rotated: list[list[Packed]], digits: Any, outs: list[torch.Tensor], number: int, gated: bool = False) -> None:
+def multiply(rotated: list[list[Packed]], digits: Any, outs: list[torch.Tensor], number: int) -> None:
     """One copy of the matrices times one token that is integers already."""
-    cuda.products(digits, 1, rotated[number % len(rotated)], outs, gated=gated)
+    cuda.products(digits, 1, rotated[number % len(rotated)], outs)
 
 
 def quantise_multiply(rotated: list[list[Packed]], x: torch.Tensor, digits: Any, outs: list[torch.Tensor], number: int) -> None:
@@ -156,8 +154,6 @@ def print_product(name: str, result: dict[str, Any], copy_rate: float) -> None:
         line = f"{row:10}{size / 1e6:9.1f}{seconds[row] * 1e6:9.2f}{rate / 1e12:7.2f}{rate / copy_rate:9.0%}{times:9.2f}x"
         if (quantised := seconds.get(f"{row} + quantise")) is not None:
             line += f"{quantised * 1e6:19.2f}{seconds['float16'] / quantised:9.2f}x{result['checks'][row]['error']:9.1e}"
-        if (gated := seconds.get(f"{row} gated")) is not None:
-            line += f"   gated {gated * 1e6:.2f} us"
         say(line)
     say(f"float16 once more: {seconds['float16 again'] * 1e6:.2f} us")
 

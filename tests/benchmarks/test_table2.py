@@ -36,10 +36,8 @@ def pretended(modules, monkeypatch):
     """Shapes of a toy, kernels of the reference, and times that grow with the bytes of a precision."""
     _, gpu, llama3, products = modules
 
-    def run_products(digits, tokens, matrices, outs, biases=(), first=0, gated=False):
+    def run_products(digits, tokens, matrices, outs, biases=(), first=0):
         results = [reference.linear(digits[first : first + tokens], one.unstreamed()) for one in matrices]
-        if gated:
-            results = [torch.nn.functional.silu(results[0]) * results[1]]
         for out, result in zip(outs, results, strict=True):
             out[first : first + tokens] = result
 

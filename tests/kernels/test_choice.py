@@ -58,7 +58,7 @@ def test_an_override_for_cpus_leaves_other_devices_to_the_reference(monkeypatch)
 @pytest.mark.parametrize("asked", ["nonsense", "CPU", "gpu:fast", ":", "reference:avx2"])
 def test_an_unknown_override_is_refused_with_the_known_ones(monkeypatch, asked):
     monkeypatch.setenv(ops.OVERRIDE, asked)
-    with pytest.raises(KernelError, match=rf"^{ops.OVERRIDE}={asked} is none of reference, cpu(, cpu:\w+)*$"):
+    with pytest.raises(KernelError, match=rf"^{ops.OVERRIDE}={asked} is none of reference, cpu(, cpu:\w+)*, cuda$"):
         ops.backend()
     with pytest.raises(KernelError, match="is none of"):
         ops.linear(torch.ones(1, 100), *make_packed(3, 100, 64))
@@ -127,7 +127,7 @@ def test_without_extension_and_compiler_the_message_names_what_is_missing(in_chi
     assert reason.endswith(needs)
     assert refusal.startswith("KernelError OTARO_KERNELS=cpu, but the C++ extension is not there (")
     assert refusal.endswith(needs)
-    assert unknown == "KernelError OTARO_KERNELS=nonsense is none of reference, cpu"
+    assert unknown == "KernelError OTARO_KERNELS=nonsense is none of reference, cpu, cuda"
 
 
 def test_a_broken_extension_gives_its_own_words(in_child):
