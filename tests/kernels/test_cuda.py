@@ -113,16 +113,25 @@ def test_sources_compile_for_a_gpu_that_is_not_there(constants):
 
 
 @needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_products_are_those_of_the_reference(shape):
-    """One token at every precision; other counts, which are other kernels, at one each: each has to be compiled."""
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: "x".join(map(str, SHAPES[number])))
+def test_products_are_those_of_the_reference(number):
+    """Not every precision and number of tokens for every shape: each is a kernel of its own, and has to be compiled."""
+    shape = SHAPES[number]
     x = make_activations(16, shape[1])
-    for number, (bits, truncate) in enumerate(GRIDS):
+    for turn in range(3):
+        bits, truncate = GRIDS[(5 * number + 7 * turn) % len(GRIDS)]
         packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
         expected = reference.linear(x, packed)
-        for tokens in (1, (2, 3, 8, 16)[number % 4]):
+        for tokens in (1, (2, 3, 8, 16)[(number + turn) % 4]):
             got = cuda.linear(x[:tokens].cuda(), on_gpu(streamed(packed)))
             assert same_bits(got.cpu(), expected[:tokens]), f"E5M{bits}, truncate={truncate}, {tokens} tokens"
+
+
+@needs_gpu
+@pytest.mark.parametrize(("bits", "truncate"), GRIDS)
+def test_every_precision_at_a_plain_shape(bits, truncate):
+    packed, x = make_packed(48, 4096, 64, seed=bits).at(bits, truncate), make_activations(1, 4096)
+    assert same_bits(cuda.linear(x.cuda(), on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
 
 
 @needs_gpu

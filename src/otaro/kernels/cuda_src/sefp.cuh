@@ -143,7 +143,7 @@ __device__ __forceinline__ void quantise_unit(float first, float second, int64_t
 }
 
 // (a & mask) | (b & ~mask) in one instruction. The compiler would rather split it, to share a mask that costs nothing.
-__device__ __forceinline__ uint32_t choose(uint32_t a, uint32_t b, uint32_t mask) {
+__device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
   return result;
@@ -158,21 +158,21 @@ __device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* pla
   uint32_t w[4] = {};
   if constexpr (Bits == 4) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = choose(planes[0] << (3 - j), 0, 0x88888888u);
+    for (int j = 0; j < 4; ++j) w[j] = select_bits(planes[0] << (3 - j), 0, 0x88888888u);
   } else if constexpr (Bits > 4) {
     constexpr uint32_t kOdd = 0xaaaaaaaau, kUpper = 0xccccccccu;
     const uint32_t p4 = planes[0], p5 = planes[1], p6 = Bits > 5 ? planes[2] : 0, p7 = Bits > 6 ? planes[3] : 0;
-    const uint32_t even = choose(p4 << 1, p5, kOdd), odd = choose(p4, p5 >> 1, kOdd);
-    const uint32_t even2 = choose(p6 << 1, p7, kOdd), odd2 = choose(p6, p7 >> 1, kOdd);
-    w[0] = choose(even << 2, even2, kUpper);
-    w[1] = choose(odd << 2, odd2, kUpper);
-    w[2] = choose(even, even2 >> 2, kUpper);
-    w[3] = choose(odd, odd2 >> 2, kUpper);
+    const uint32_t even = select_bits(p4 << 1, p5, kOdd), odd = select_bits(p4, p5 >> 1, kOdd);
+    const uint32_t even2 = select_bits(p6 << 1, p7, kOdd), odd2 = select_bits(p6, p7 >> 1, kOdd);
+    w[0] = select_bits(even << 2, even2, kUpper);
+    w[1] = select_bits(odd << 2, odd2, kUpper);
+    w[2] = select_bits(even, even2 >> 2, kUpper);
+    w[3] = select_bits(odd, odd2 >> 2, kUpper);
   }
 #pragma unroll
   for (int quad = 0; quad < Quads; ++quad) {
     const uint32_t high = quad % 2 ? base[quad / 2] : base[quad / 2] << 4, low = quad < 4 ? w[quad % 4] : w[quad % 4] >> 4;
-    u[quad] = Bits == 3 ? high & kHigh : choose(high, low, kHigh);
+    u[quad] = Bits == 3 ? high & kHigh : select_bits(high, low, kHigh);
   }
 }
 
