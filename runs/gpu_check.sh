@@ -8,7 +8,7 @@ usage() {
     cat <<END
 usage: runs/gpu_check.sh [LOG]
 
-On a machine with an NVIDIA GPU: run all test files with cuda, gpu or fused in their names and the test of all backends, then
+On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, then
 the tests with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. Everything that is printed
 goes to LOG too (default: gpu_check.log). The package need not be installed; \$PYTHON is the interpreter (default: python3), and
 \$OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
@@ -32,7 +32,7 @@ cd "$root" || exit 1
     exit 1
 }
 
-mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_fused.py' -o -name test_backends.py | sort)
+mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' -o -name test_fused.py | sort)
 tests=(-q -p no:cacheprovider --durations=3 -ra)
 failed=()
 
