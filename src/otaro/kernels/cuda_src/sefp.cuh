@@ -92,6 +92,22 @@ struct BFloat16 {
   static __device__ __forceinline__ uint16_t store(float value) { return to_bfloat(value); }
 };
 
+template <bool First, class A, class B>
+struct Choice {
+  using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+  using Type = B;
+};
+
+// Keys or values of one layer's cache: in float16, rows of whole blocks, or packed. Rows are numbered through sequences, heads and positions.
+struct Rows {
+  uint32_t* base;  // or halves
+  uint32_t* planes[5];
+  int8_t* exponents;
+};
+
 // A kernel that was launched as a dependent of the one before it starts early; it may touch what the other wrote after this.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
@@ -189,3 +205,36 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The same with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
+// come here; those that have nothing (`there` is false) come with zeros, and store nothing.
+template <int Unit>
+__device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, int64_t slot, const Activations& out) {
+  constexpr int kMates = Unit / 4;
+  const int at = static_cast<int>(threadIdx.x) % kMates;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+#pragma unroll
+  for (int mate = kMates / 2; mate; mate /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, mate));
+  const bool finite = largest < 0x7f800000u;
+  int exponent = max(static_cast<int>(largest >> 23) - 126, kMinActivationExponent);
+  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f) ++exponent;
+  const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
+  uint32_t high = 0, low = 0;
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int a = finite ? __float2int_rn(x[i] * inverse) : 0;
+    sum += a;
+    low |= (static_cast<uint32_t>(a) & 0xff) << 8 * i;
+    high |= ((static_cast<uint32_t>(a - static_cast<int8_t>(a)) >> 8) & 0xff) << 8 * i;
+  }
+#pragma unroll
+  for (int mate = kMates / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+  if (!there) return;
+  uint32_t* digits = reinterpret_cast<uint32_t*>(out.digits + slot * 2 * Unit);
+  digits[at] = high;
+  digits[kMates + at] = low;
+  if (at == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+}

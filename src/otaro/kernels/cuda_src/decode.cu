@@ -1,0 +1,360 @@
+// What a decoding step does between products: embed, normalise, place keys and values, gate, quantise, choose. Attention has a file of
+// its own, attend.cu. ../steps.py says what each computes, in torch.
+//
+// A step has up to 16 tokens. Each belongs to a sequence and has a position in it; both are read from the GPU's memory, so that a
+// captured launch serves all positions.
+//
+// Constants that kernels do not need may be left out: BITS, TRUNCATE, STREAM, GROUP_SIZE (embed); UNIT (32 or 64), HALF_IN, HALF_OUT
+// (normalise, quantise), VECTORS (normalise); HEAD, KV_BITS (place; 0 is float16).
+#include "sefp.cuh"
+
+#ifndef BITS
+#define BITS 3
+#define TRUNCATE 0
+#define STREAM 0
+#define GROUP_SIZE 64
+#endif
+#ifndef UNIT
+#define UNIT 64
+#endif
+#ifndef HALF_IN
+#define HALF_IN 0
+#endif
+#ifndef HALF_OUT
+#define HALF_OUT 0
+#endif
+#ifndef VECTORS
+#define VECTORS 1
+#endif
+#ifndef HEAD
+#define HEAD 64
+#define KV_BITS 0
+#endif
+
+using In = typename Choice<HALF_IN, Float16, Float32>::Type;
+
+// Four in a row.
+template <class Type>
+__device__ __forceinline__ void load_four(const typename Type::Stored* from, float (&to)[4]) {
+  if constexpr (sizeof(typename Type::Stored) == 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+  } else {
+    const ushort4 four = *reinterpret_cast<const ushort4*>(from);
+    to[0] = Type::load(four.x), to[1] = Type::load(four.y), to[2] = Type::load(four.z), to[3] = Type::load(four.w);
+  }
+}
+
+__device__ __forceinline__ void store_halves(uint16_t* to, const float (&x)[4]) {
+  *reinterpret_cast<ushort4*>(to) = make_ushort4(to_half(x[0]), to_half(x[1]), to_half(x[2]), to_half(x[3]));
+}
+
+// Rows of an embedding: a thread has four weights.
+struct Embed {
+  Packed matrix;
+  const int* ids;  // [tokens]
+  float* x;        // [tokens, length]
+  int length, blocks, groups;
+};
+
+extern "C" __global__ void embed(const __grid_constant__ Embed p) {
+  let_successor_start();
+  wait_for_predecessor();
+  constexpr Meaning means = meaning(BITS, TRUNCATE);
+  const int token = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x, block = quad / 8, j = quad % 8;
+  if (4 * quad >= p.length) return;
+  const int64_t row = min(static_cast<int64_t>(max(p.ids[token], 0)), p.matrix.rows - 1), at = row * p.blocks + block;
+  const uint32_t base = p.matrix.base[kBaseWords * at + j / 2] >> (4 * (j % 2));
+  uint32_t planes[BITS > kCoarsest ? BITS - kCoarsest : 1];
+#pragma unroll
+  for (int k = 0; k < BITS - kCoarsest; ++k) planes[k] = p.matrix.planes[k][at] >> j;
+  const int exponent = exponent_at<STREAM>(p.matrix.exponents, row * p.groups + 4 * quad / GROUP_SIZE);
+  const float step = power_of_two(exponent - means.shift);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int u = base >> 8 * i & 15;
+#pragma unroll
+    for (int k = 0; k < BITS - kCoarsest; ++k) u = 2 * u | (planes[k] >> 8 * i & 1);
+    if (means.raise_negative) u += u < 1 << BITS;
+    if (4 * quad + i < p.length) p.x[static_cast<int64_t>(token) * p.length + 4 * quad + i] = static_cast<float>(means.factor * u + means.constant) * step;
+  }
+}
+
+// x += delta, where there is one; then weight * x / sqrt(mean(x^2) + eps), as integers or in float16. One block is one token.
+struct Normalise {
+  float* x;            // [tokens, length]
+  const void* delta;   // the same, or null
+  const float* weight; // [length]
+  Activations out;
+  uint16_t* halves;    // [tokens, length]
+  int length, units;
+  float eps;
+};
+
+extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_constant__ Normalise p) {
+  __shared__ float sums[kWarp];
+  let_successor_start();
+  const int64_t token = blockIdx.x, row = token * p.length;
+  float weight[VECTORS][4] = {}, x[VECTORS][4] = {}, delta[VECTORS][4] = {};
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const int at = 4 * (v * blockDim.x + threadIdx.x);
+    if (at < p.length) load_four<Float32>(p.weight + at, weight[v]);  // nobody's output
+  }
+  wait_for_predecessor();
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const int at = 4 * (v * blockDim.x + threadIdx.x);
+    if (at >= p.length) continue;
+    load_four<Float32>(p.x + row + at, x[v]);
+    if (p.delta) load_four<In>(static_cast<const In::Stored*>(p.delta) + row + at, delta[v]);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[v][i] += delta[v][i];
+      sum += x[v][i] * x[v][i];
+    }
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
+  if (p.delta) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const int at = 4 * (v * blockDim.x + threadIdx.x);
+      if (at < p.length) *reinterpret_cast<float4*>(p.x + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
+    }
+  }
+  __syncthreads();
+  sum = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0.0f;
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+  const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.length) + p.eps);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const int at = 4 * (v * blockDim.x + threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[v][i] = weight[v][i] * (x[v][i] * factor);
+    if constexpr (HALF_OUT) {
+      if (at < p.length) store_halves(p.halves + row + at, x[v]);
+    } else {
+      quantise_quads<UNIT>(x[v], at < p.units * UNIT, token * p.units + at / UNIT, p.out);
+    }
+  }
+}
+
+// Numbers as integers, or in float16; where `up` is given, silu(x) * up.
+struct Quantise {
+  const void* x;    // [tokens, length]
+  const void* up;   // the same, or null
+  int64_t stride;   // of both, from token to token
+  Activations out;
+  uint16_t* halves; // [tokens, length]
+  int tokens, length, units;
+};
+
+extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x), slot = at / UNIT;
+  const int64_t token = slot / p.units, in_row = at - token * p.units * UNIT;
+  const bool there = token < p.tokens;
+  float x[4] = {}, up[4];
+  if (there && in_row < p.length) {
+    load_four<In>(static_cast<const In::Stored*>(p.x) + token * p.stride + in_row, x);
+    if (p.up) {
+      load_four<In>(static_cast<const In::Stored*>(p.up) + token * p.stride + in_row, up);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = x[i] / (1.0f + __expf(-x[i])) * up[i];
+    }
+  }
+  if constexpr (HALF_OUT) {
+    if (there && in_row < p.length) store_halves(p.halves + token * p.length + in_row, x);
+  } else {
+    quantise_quads<UNIT>(x, there, slot, p.out);
+  }
+}
+
+// Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
+struct Place {
+  const void* from[3];       // queries, keys, values [tokens, heads, HEAD]
+  int64_t strides[3];        // from token to token
+  const float* norms[2];     // of queries and keys [HEAD], or null
+  const float* cosines;      // [positions, HEAD / 2]
+  const float* sines;
+  const int* positions;      // [tokens]
+  const int* sequences;
+  float* queries;            // [tokens, heads, HEAD], scaled
+  Rows rows[2];              // keys, values [sequences, kv heads, capacity]
+  int* refused;              // set where a packed cache cannot hold a number
+  int64_t capacity;
+  float eps, scale;
+  int heads, kv_heads;
+};
+
+constexpr int kPlaceWarps = 4;
+constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock, kHeadGroups = (kHeadBlocks + 1) / 2;
+
+// A row into the cache. Lane l holds the weight of a block whose bit of a plane is bit l: FORMAT.md, "Blocks".
+__device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t row, int* refused) {
+  const int lane = threadIdx.x % kWarp, weight = 4 * (lane % 8) + lane / 8;
+#pragma unroll
+  for (int group = 0; group < kHeadGroups; ++group) {
+    float values[2];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int at = (2 * group + b) * kBlock + weight;
+      values[b] = at < HEAD ? x[at] : 0.0f;
+      largest = max(largest, __float_as_uint(values[b]) & 0x7fffffffu);
+    }
+    largest = __reduce_max_sync(kAll, largest);
+    int exponent = static_cast<int>(largest >> 23) - 126;
+    if (exponent > 16) {
+      if (lane == 0) *refused = 1;
+      exponent = 16;
+    }
+    exponent = max(exponent, -15);
+    if (lane == 0) rows.exponents[row * kHeadGroups + group] = static_cast<int8_t>(exponent);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int block = 2 * group + b;
+      if (block >= kHeadBlocks) continue;
+      const float scaled = values[b] * power_of_two(8 - exponent);
+      const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
+      int code = static_cast<int>(floor) - (values[b] < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
+      code = min(code + 16, 255);
+      const int u = block * kBlock + weight < HEAD ? code + 256 : 0;  // padding is zero
+      const int64_t at = row * kHeadBlocks + block;
+      const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
+      if (lane % 2 == 0)
+        reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] = static_cast<uint8_t>(nibble | other << 4);
+#pragma unroll
+      for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
+        const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
+        if (lane == 0) rows.planes[k][at] = plane;
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kPlaceWarps * kWarp) place(const __grid_constant__ Place p) {
+  constexpr int kHalf = HEAD / 2, kMine = (kHalf + kWarp - 1) / kWarp, kPitch = kHeadBlocks * kBlock;
+  __shared__ float shared[kPlaceWarps][HEAD];
+  let_successor_start();
+  wait_for_predecessor();
+  const int64_t token = blockIdx.y;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int head = blockIdx.x * kPlaceWarps + warp, kind = 0;  // queries, keys, values
+  if (head >= p.heads) head -= p.heads, kind = 1;
+  if (kind == 1 && head >= p.kv_heads) head -= p.kv_heads, kind = 2;
+  if (kind == 2 && head >= p.kv_heads) return;
+  const int position = p.positions[token], sequence = p.sequences[token];
+  const typename In::Stored* from = static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind] + head * HEAD;
+  float first[kMine] = {}, second[kMine] = {};  // elements i and i + HEAD / 2, which are rotated together
+#pragma unroll
+  for (int k = 0; k < kMine; ++k) {
+    const int i = lane + kWarp * k;
+    if (i < kHalf) first[k] = In::load(from[i]), second[k] = In::load(from[kHalf + i]);
+  }
+  if (kind < 2) {
+    if (const float* weight = p.norms[kind]) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kMine; ++k) sum += first[k] * first[k] + second[k] * second[k];
+#pragma unroll
+      for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+      const float factor = 1.0f / sqrtf(sum / HEAD + p.eps);
+#pragma unroll
+      for (int k = 0; k < kMine; ++k) {
+        const int i = lane + kWarp * k;
+        if (i < kHalf) first[k] = weight[i] * (first[k] * factor), second[k] = weight[kHalf + i] * (second[k] * factor);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = lane + kWarp * k;
+      if (i >= kHalf) continue;
+      const float cosine = p.cosines[static_cast<int64_t>(position) * kHalf + i], sine = p.sines[static_cast<int64_t>(position) * kHalf + i];
+      const float a = first[k], b = second[k];
+      // Nothing is fused, so that the CPU's decoder and torch give the same.
+      first[k] = __fsub_rn(__fmul_rn(a, cosine), __fmul_rn(b, sine));
+      second[k] = __fadd_rn(__fmul_rn(b, cosine), __fmul_rn(a, sine));
+    }
+  }
+  if (kind == 0) {
+    float* to = p.queries + (token * p.heads + head) * HEAD;
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = lane + kWarp * k;
+      if (i < kHalf) to[i] = first[k] * p.scale, to[kHalf + i] = second[k] * p.scale;
+    }
+    return;
+  }
+  if (position >= p.capacity) return;
+  const int64_t row = (static_cast<int64_t>(sequence) * p.kv_heads + head) * p.capacity + position;
+  const Rows& rows = p.rows[kind - 1];
+  if constexpr (KV_BITS) {
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = lane + kWarp * k;
+      if (i < kHalf) shared[warp][i] = first[k], shared[warp][kHalf + i] = second[k];
+    }
+    __syncwarp();
+    encode(shared[warp], rows, row, p.refused);
+  } else {
+    uint16_t* to = reinterpret_cast<uint16_t*>(rows.base) + row * kPitch;
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const int i = lane + kWarp * k;
+      if (i < kHalf) to[i] = to_half(first[k]), to[kHalf + i] = to_half(second[k]);
+    }
+  }
+}
+
+// The likeliest token, the first of equals; NaN is likelier than anything. It becomes the next step's, a position further on.
+struct Choose {
+  const float* logits;          // [tokens, count]
+  unsigned long long* best;     // [tokens]; zero between launches, as tickets are
+  int* tickets;                 // [tokens]
+  int *ids, *positions, *steps; // [tokens]; steps counts what was chosen
+  int* ring;                    // [ring_size, stride]: what the host reads
+  int count, ring_size, stride;
+};
+
+extern "C" __global__ void choose(const __grid_constant__ Choose p) {
+  __shared__ unsigned long long shared[kWarp];
+  let_successor_start();
+  wait_for_predecessor();
+  const int token = blockIdx.y;
+  const float* logits = p.logits + static_cast<int64_t>(token) * p.count;
+  unsigned long long best = 0;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) {
+    const float value = logits[i];
+    const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);  // both zeros are equal
+    const uint32_t order = value != value ? kAll : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const unsigned long long key = static_cast<unsigned long long>(order) << 32 | (kAll - static_cast<uint32_t>(i));
+    best = key > best ? key : best;
+  }
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) {
+    const unsigned long long other = __shfl_xor_sync(kAll, best, mate);
+    best = other > best ? other : best;
+  }
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = best;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < static_cast<int>(blockDim.x) / kWarp; ++i) best = shared[i] > best ? shared[i] : best;
+  atomicMax(p.best + token, best);
+  __threadfence();
+  if (atomicAdd(p.tickets + token, 1) != static_cast<int>(gridDim.x) - 1) return;
+  best = atomicExch(p.best + token, 0ull);
+  p.tickets[token] = 0;
+  const int id = static_cast<int>(kAll - static_cast<uint32_t>(best)), step = p.steps[token];
+  p.ids[token] = id;
+  p.ring[step % p.ring_size * p.stride + token] = id;
+  p.steps[token] = step + 1;
+  p.positions[token] += 1;
+}

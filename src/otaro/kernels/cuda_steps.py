@@ -1,0 +1,249 @@
+"""The steps of a decoder as kernels (`cuda_src/decode.cu`, `attend.cu`); what they compute stands in `steps`.
+
+Nothing here waits for the GPU or allocates memory once a decoder has its buffers, so that all of it can be captured into
+a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from otaro.kernels import cuda, nvrtc, reference
+from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.packed import Packed
+from otaro.kernels.steps import MAX_TOKENS, RING, Activations, Rotation, State
+
+_THREADS = 256
+_HEADS = 8  # of a block of `attend`: what the tensor cores take at a time
+_SPLITS = 64  # at most; in attend.cu kMostSplits
+_BLOCKS = 256  # of `attend` that keep a large GPU busy
+_PLACED = 4  # heads of a block of `place`
+_CHOOSING = 64  # blocks that look for the likeliest token
+_FLOATS = 2  # attend's OUT
+
+
+class _Packed(Structure):
+    _fields_ = (("base", c_void_p), ("planes", c_void_p * 5), ("exponents", c_void_p), ("rows", c_int64))
+
+
+class _Activations(Structure):
+    _fields_ = (("digits", c_void_p), ("terms", c_void_p))
+
+
+class _Rows(Structure):
+    _fields_ = (("base", c_void_p), ("planes", c_void_p * 5), ("exponents", c_void_p))
+
+
+class _Embed(Structure):
+    _fields_ = (
+        ("matrix", _Packed), ("ids", c_void_p), ("x", c_void_p), ("length", c_int), ("blocks", c_int), ("groups", c_int),
+    )  # fmt: skip
+
+
+class _Normalise(Structure):
+    _fields_ = (
+        ("x", c_void_p), ("delta", c_void_p), ("weight", c_void_p), ("out", _Activations), ("halves", c_void_p),
+        ("length", c_int), ("units", c_int), ("eps", c_float),
+    )  # fmt: skip
+
+
+class _Quantise(Structure):
+    _fields_ = (
+        ("x", c_void_p), ("up", c_void_p), ("stride", c_int64), ("out", _Activations), ("halves", c_void_p),
+        ("tokens", c_int), ("length", c_int), ("units", c_int),
+    )  # fmt: skip
+
+
+class _Place(Structure):
+    _fields_ = (
+        ("source", c_void_p * 3), ("strides", c_int64 * 3), ("norms", c_void_p * 2), ("cosines", c_void_p),
+        ("sines", c_void_p), ("positions", c_void_p), ("sequences", c_void_p), ("queries", c_void_p), ("rows", _Rows * 2),
+        ("refused", c_void_p), ("capacity", c_int64), ("eps", c_float), ("scale", c_float),
+        ("heads", c_int), ("kv_heads", c_int),
+    )  # fmt: skip
+
+
+class _Attend(Structure):
+    _fields_ = (
+        ("queries", c_void_p), ("keys", _Rows), ("values", _Rows), ("positions", c_void_p), ("sequences", c_void_p),
+        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", _Activations), ("halves", c_void_p),
+        ("floats", c_void_p), ("capacity", c_int64),
+        ("heads", c_int), ("kv_heads", c_int), ("blocks", c_int), ("window", c_int),
+    )  # fmt: skip
+
+
+class _Choose(Structure):
+    _fields_ = (
+        ("logits", c_void_p), ("best", c_void_p), ("tickets", c_void_p), ("ids", c_void_p), ("positions", c_void_p),
+        ("steps", c_void_p), ("ring", c_void_p), ("count", c_int), ("ring_size", c_int), ("stride", c_int),
+    )  # fmt: skip
+
+
+class CudaSteps:
+    """On one GPU. Scratch memory belongs to this object: two streams at a time need two."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._gpu = self.device.index or 0
+        self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
+        """Room for activations."""
+        if group_size is None:
+            return Activations(length, None, torch.zeros(tokens, length, dtype=torch.float16, device=self.device))
+        return Activations(length, group_size, cuda.new_digits(tokens, length, group_size, self.device))
+
+    def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, x: torch.Tensor) -> None:
+        """Rows of an embedding."""
+        if isinstance(weight, torch.Tensor):
+            x.copy_(weight.index_select(0, ids))
+            return
+        constants = {
+            "BITS": weight.bits, "TRUNCATE": weight.truncate, "STREAM": weight.streamed, "GROUP_SIZE": weight.group_size,
+        }  # fmt: skip
+        blocks = weight.base.shape[1] // 16
+        groups = -(-weight.length // weight.group_size)
+        planes = (c_void_p * 5)(*(plane.data_ptr() for plane in weight.planes))
+        matrix = _Packed(weight.base.data_ptr(), planes, weight.exponents.data_ptr(), len(weight.base))
+        parameters = _Embed(matrix, ids.data_ptr(), x.data_ptr(), weight.length, blocks, groups)
+        grid = (-(-weight.length // (4 * _THREADS)), len(ids))
+        nvrtc.kernel("decode.cu", "embed", self._gpu, **constants)(grid, _THREADS, parameters)
+
+    def normalise(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: Activations
+    ) -> None:
+        """Norm."""
+        length = x.shape[1]
+        unit, units = _units(out)
+        quads = -(-length // 4) if out.group_size is None else units * unit // 4
+        vectors = -(-quads // 1024)
+        threads = -(-quads // (32 * vectors)) * 32
+        half_in = delta is not None and delta.dtype == torch.float16
+        parameters = _Normalise(
+            x.data_ptr(), _pointer(delta), weight.data_ptr(), _digits(out), _halves(out), length, units, eps
+        )
+        constants = {"UNIT": unit, "HALF_IN": half_in, "HALF_OUT": out.group_size is None, "VECTORS": vectors}
+        nvrtc.kernel("decode.cu", "normalise", self._gpu, **constants)((len(x),), threads, parameters)
+
+    def multiply(
+        self,
+        x: Activations,
+        weights: Sequence[Packed | torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Products: of packed weights our own, one launch for all of one precision; of others those of the device's library."""
+        by_bits: dict[int, list[int]] = {}
+        for number, weight in enumerate(weights):
+            if isinstance(weight, Packed):
+                by_bits.setdefault(weight.bits, []).append(number)
+            elif (bias := biases[number]) is None:
+                torch.mm(x.data, weight.t(), out=outs[number])
+            else:
+                torch.addmm(bias, x.data, weight.t(), out=outs[number])
+        for same in by_bits.values():
+            few = [weight for number in same if isinstance(weight := weights[number], Packed)]
+            theirs = [biases[number] for number in same]
+            cuda.products(x.data, len(outs[0]), few, [outs[number] for number in same], theirs)
+
+    def place(
+        self,
+        vectors: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor | None],
+        rotation: Rotation,
+        state: State,
+        queries: torch.Tensor,
+        cache: KeyValues,
+        layer: int,
+    ) -> None:
+        """Keys and values into the cache."""
+        heads = queries.shape[1] // cache.head
+        parameters = _Place(
+            (c_void_p * 3)(*(one.data_ptr() for one in vectors)), (c_int64 * 3)(*(one.stride(0) for one in vectors)),
+            (c_void_p * 2)(*map(_pointer, norms)), rotation.cosines.data_ptr(), rotation.sines.data_ptr(),
+            state.positions.data_ptr(), state.sequences.data_ptr(), queries.data_ptr(),
+            (_Rows * 2)(_rows(cache, 0, layer), _rows(cache, 1, layer)), cache.refused.data_ptr(), cache.capacity,
+            rotation.eps, rotation.scale, heads, cache.kv_heads,
+        )  # fmt: skip
+        half_in = vectors[0].dtype == torch.float16
+        grid = (-(-(heads + 2 * cache.kv_heads) // _PLACED), len(queries))
+        kernel = nvrtc.kernel("decode.cu", "place", self._gpu, HEAD=cache.head, KV_BITS=cache.bits, HALF_IN=half_in)
+        kernel(grid, 32 * _PLACED, parameters)
+
+    def attend(self, queries: torch.Tensor, state: State, cache: KeyValues, layer: int, window: int, out: Activations) -> None:
+        """Attention; where a unit of activations spans heads they are quantised afterwards."""
+        tokens, heads = len(queries), queries.shape[1] // cache.head
+        group = heads // cache.kv_heads
+        blocks = -(-group // _HEADS)
+        here = -(-group // blocks)
+        splits = max(1, min(_SPLITS, _BLOCKS // (cache.kv_heads * blocks)))
+        pitch = -(-cache.head // 32) * 32
+        unit, _ = _units(out)
+        kind = 1 if out.group_size is None else 0 if cache.head % unit == 0 else _FLOATS
+        floats = self._room("attended", (MAX_TOKENS, heads * cache.head), torch.float32) if kind == _FLOATS else None
+        parameters = _Attend(
+            queries.data_ptr(), _rows(cache, 0, layer), _rows(cache, 1, layer),
+            state.positions.data_ptr(), state.sequences.data_ptr(),
+            self._room("partial", (MAX_TOKENS, heads, splits, pitch), torch.float32).data_ptr(),
+            self._room("states", (MAX_TOKENS, heads, splits, 2), torch.float32).data_ptr(),
+            self._room("tickets", (MAX_TOKENS, cache.kv_heads * blocks), torch.int32).data_ptr(),
+            _digits(out), _halves(out), _pointer(floats),
+            cache.capacity, heads, cache.kv_heads, blocks, window,
+        )  # fmt: skip
+        constants = {"HEAD": cache.head, "HEADS": here, "KV_BITS": cache.bits, "OUT": kind, "UNIT": unit}
+        nvrtc.kernel("attend.cu", "attend", self._gpu, **constants)((splits, cache.kv_heads * blocks, tokens), 128, parameters)
+        if floats is not None:
+            self.quantise(floats[:tokens], out)
+
+    def quantise(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None) -> None:
+        """Numbers as integers or in float16."""
+        unit, units = _units(out)
+        assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
+        parameters = _Quantise(x.data_ptr(), _pointer(up), x.stride(0), _digits(out), _halves(out), len(x), x.shape[1], units)
+        grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
+        constants = {"UNIT": unit, "HALF_IN": x.dtype == torch.float16, "HALF_OUT": out.group_size is None}
+        nvrtc.kernel("decode.cu", "quantise", self._gpu, **constants)(grid, _THREADS, parameters)
+
+    def choose(self, logits: torch.Tensor, state: State) -> None:
+        """The likeliest."""
+        parameters = _Choose(
+            logits.data_ptr(), self._room("best", (MAX_TOKENS,), torch.int64).data_ptr(),
+            self._room("choosing", (MAX_TOKENS,), torch.int32).data_ptr(),
+            state.ids.data_ptr(), state.positions.data_ptr(), state.steps.data_ptr(), state.ring.data_ptr(),
+            logits.shape[1], RING, MAX_TOKENS,
+        )  # fmt: skip
+        nvrtc.kernel("decode.cu", "choose", self._gpu)((_CHOOSING, len(logits)), _THREADS, parameters)
+
+    def _room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Scratch memory, zero at first, kept for good: graphs point into it."""
+        key = (name, shape, dtype)
+        if key not in self._scratch:
+            self._scratch[key] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._scratch[key]
+
+
+def _units(out: Activations) -> tuple[int, int]:
+    """The size of a unit of activations, and how many there are."""
+    unit = reference.unit_size(out.group_size or 64)
+    return unit, -(-out.length // unit)
+
+
+def _digits(out: Activations) -> _Activations:
+    return _Activations(*((0, 0) if out.group_size is None else (part.data_ptr() for part in out.data)))
+
+
+def _halves(out: Activations) -> int:
+    return 0 if out.group_size is not None else int(out.data.data_ptr())
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rows(cache: KeyValues, kind: int, layer: int) -> _Rows:
+    base, exponents, *planes = cache.of_layer(kind, layer)
+    return _Rows(_pointer(base), (c_void_p * 5)(*map(_pointer, planes)), _pointer(exponents))

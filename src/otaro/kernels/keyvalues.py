@@ -1,0 +1,95 @@
+"""Keys and values of several sequences in memory of a fixed size, in float16 or packed: what a decoder's steps read and write.
+
+A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is `midpoint` in the
+layout of a file (FORMAT.md, "Blocks") with a group of 64, and an exponent is a byte. Rows of a head lie together, position
+by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks, pack_codes, unpack_codes
+from otaro.sefp.codec import MAX_EXPONENT, decode_codes, finest_codes, shared_exponents
+from otaro.sefp.precision import COARSEST, GROUP_SIZE
+
+
+class KeyValues:
+    """Room for `capacity` positions of each sequence. `bits` are mantissa bits, 0 is float16."""
+
+    def __init__(
+        self, layers: int, sequences: int, kv_heads: int, capacity: int, head: int, bits: int, device: torch.device | str
+    ) -> None:
+        self.layers, self.sequences, self.kv_heads, self.capacity = layers, sequences, kv_heads, capacity
+        self.head, self.bits = head, bits
+        shape = (2, layers, sequences, kv_heads, capacity)
+        self.planes: list[torch.Tensor] = []
+        self.exponents: torch.Tensor | None = None
+        count = blocks(head)
+        if bits:
+            # Zeros: what lies beyond the last position is read here and there, though never used.
+            self.base = torch.zeros(*shape, BASE_BYTES * count, dtype=torch.uint8, device=device)
+            planes = range(bits - COARSEST)
+            self.planes = [torch.zeros(*shape, PLANE_BYTES * count, dtype=torch.uint8, device=device) for _ in planes]
+            self.exponents = torch.zeros(*shape, -(-head // GROUP_SIZE), dtype=torch.int8, device=device)
+        else:
+            self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
+        self.refused = torch.zeros(1, dtype=torch.int32, device=device)
+        """Set where a number was too large to be packed."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that takes memory."""
+        return [self.base, *self.planes, *([] if self.exponents is None else [self.exponents])]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def grown(self, capacity: int) -> KeyValues:
+        """The same in a larger room."""
+        device = self.base.device
+        new = KeyValues(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device)
+        for ours, theirs in zip(self.tensors, new.tensors, strict=True):
+            theirs[..., : self.capacity, :] = ours
+        return new
+
+    def write(self, kind: int, layer: int, sequence: int, start: int, rows: torch.Tensor) -> None:
+        """Put keys (kind 0) or values (kind 1), [positions, kv heads, head], at the positions from `start` on."""
+        some = (kind, layer, sequence, slice(None), slice(start, start + len(rows)))
+        rows = rows.transpose(0, 1)
+        if not self.bits:
+            self.base[some][..., : self.head] = rows.half()
+            return
+        flat = rows.float().reshape(-1, self.head)
+        exponents = shared_exponents(flat, GROUP_SIZE)
+        too_large = exponents > MAX_EXPONENT
+        self.refused.logical_or_(too_large.any())
+        flat = flat.where(~too_large.any(1, keepdim=True), 0.0)
+        exponents = exponents.where(~too_large, 0)
+        base, planes = pack_codes(finest_codes(flat, exponents, GROUP_SIZE, "midpoint"))
+        assert self.exponents is not None
+        self.base[some] = base.view(*rows.shape[:2], -1)
+        self.exponents[some] = exponents.to(torch.int8).view(*rows.shape[:2], -1)
+        for ours, plane in zip(self.planes, planes, strict=False):
+            ours[some] = plane.view(*rows.shape[:2], -1)
+
+    def read(self, kind: int, layer: int, sequence: int, some: slice, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Keys or values at some positions, [kv heads, positions, head]."""
+        at = (kind, layer, sequence, slice(None), some)
+        base = self.base[at]
+        if not self.bits:
+            return base[..., : self.head].to(dtype)
+        assert self.exponents is not None
+        codes = unpack_codes(base.flatten(0, 1), [plane[at].flatten(0, 1) for plane in self.planes], self.head)
+        exponents = self.exponents[at].flatten(0, 1)
+        values = decode_codes(codes, exponents, self.bits, GROUP_SIZE, "midpoint")
+        return values.view(*base.shape[:2], self.head).to(dtype)
+
+    def of_layer(self, kind: int, layer: int) -> Sequence[torch.Tensor | None]:
+        """Base, exponents and planes of a layer's keys or values."""
+        exponents = None if self.exponents is None else self.exponents[kind, layer]
+        return [self.base[kind, layer], exponents, *(plane[kind, layer] for plane in self.planes)]

@@ -1,0 +1,289 @@
+// Enough of CUDA to run our kernels on a CPU, block after block: a thread is a fiber that runs until it has to wait for others of its
+// warp or block. Slow, exact, and without a GPU.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+};
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
+
+namespace emulated {
+
+constexpr int kWarp = 32, kMost = 1024, kStack = 128 << 10, kWords = 8;
+
+struct Warp {
+  uint64_t slots[2][32][kWords];
+  int arrived[2] = {}, live = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  bool done;
+  int generation, block_generation;
+};
+
+inline Fiber fibers[kMost];
+inline Warp warps[kMost / kWarp];
+inline ucontext_t scheduler;
+inline int current, threads, block_arrived[2], block_live;
+inline dim3 block_index, block_size, grid_size;
+inline void (*body)(const void*);
+inline const void* parameters;
+
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+inline void run() {
+  body(parameters);
+  fibers[current].done = true;
+  --warps[current / kWarp].live;
+  --block_live;
+  yield();
+}
+
+// All live lanes of the warp leave words and meet; returns what they left. Two sets of slots: a lane is at most one meeting ahead.
+inline const uint64_t (*meet(const uint64_t* words, int count))[kWords] {
+  Fiber& self = fibers[current];
+  Warp& warp = warps[current / kWarp];
+  const int set = self.generation++ % 2;
+  for (int i = 0; i < count; ++i) warp.slots[set][current % kWarp][i] = words[i];
+  ++warp.arrived[set];
+  while (warp.arrived[set] % kWarp && warp.arrived[set] % kWarp < warp.live) yield();
+  // The first to go on makes the counter whole, whoever has left the warp before.
+  if (warp.arrived[set] % kWarp) warp.arrived[set] += kWarp - warp.arrived[set] % kWarp;
+  return warp.slots[set];
+}
+
+inline void meet_block() {
+  const int set = fibers[current].block_generation++ % 2;
+  ++block_arrived[set];
+  while (block_arrived[set] % kMost && block_arrived[set] % kMost < block_live) yield();
+  if (block_arrived[set] % kMost) block_arrived[set] += kMost - block_arrived[set] % kMost;
+}
+
+template <class T>
+T exchanged(T value, int from) {
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  const auto* slots = meet(&word, 1);
+  T result;
+  std::memcpy(&result, &slots[from][0], sizeof result);
+  return result;
+}
+
+inline float half(uint16_t bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+inline uint16_t half_bits(double value) {
+  const _Float16 rounded = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+
+template <class P>
+void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned count) {
+  static std::vector<char> stacks(static_cast<size_t>(kMost) * kStack);
+  static void (*of_this)(P);
+  of_this = kernel;
+  body = [](const void* p) { of_this(*static_cast<const P*>(p)); };
+  parameters = given;
+  grid_size = {grid[0], grid[1], grid[2]};
+  block_size = {count, 1, 1};
+  threads = static_cast<int>(count);
+  for (unsigned z = 0; z < grid[2]; ++z)
+    for (unsigned y = 0; y < grid[1]; ++y)
+      for (unsigned x = 0; x < grid[0]; ++x) {
+        block_index = {x, y, z};
+        block_live = threads;
+        block_arrived[0] = block_arrived[1] = 0;
+        for (Warp& warp : warps) warp.arrived[0] = warp.arrived[1] = warp.live = 0;
+        for (int i = 0; i < threads; ++i) {
+          Fiber& fiber = fibers[i];
+          fiber.done = false;
+          fiber.generation = fiber.block_generation = 0;
+          ++warps[i / kWarp].live;
+          getcontext(&fiber.context);
+          fiber.context.uc_stack.ss_sp = stacks.data() + static_cast<size_t>(i) * kStack;
+          fiber.context.uc_stack.ss_size = kStack;
+          fiber.context.uc_link = nullptr;
+          makecontext(&fiber.context, run, 0);
+        }
+        while (block_live)
+          for (current = 0; current < threads; ++current)
+            if (!fibers[current].done) swapcontext(&scheduler, &fibers[current].context);
+      }
+}
+
+}  // namespace emulated
+
+#define threadIdx (dim3{static_cast<unsigned>(emulated::current), 0, 0})
+#define blockIdx emulated::block_index
+#define blockDim emulated::block_size
+#define gridDim emulated::grid_size
+
+template <class T>
+T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+T max(T a, T b) { return a < b ? b : a; }
+
+template <class T, class U>
+T reinterpreted(U value) {
+  T result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+inline float __int_as_float(int bits) { return reinterpreted<float>(bits); }
+inline float __uint_as_float(unsigned bits) { return reinterpreted<float>(bits); }
+inline unsigned __float_as_uint(float value) { return reinterpreted<unsigned>(value); }
+inline int __float2int_rn(float value) { return static_cast<int>(lrintf(value)); }
+inline float __int2float_rn(int value) { return static_cast<float>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __expf(float x) { return expf(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
+template <class T>
+T __ldg(const T* from) { return *from; }
+template <class T>
+T __ldcg(const T* from) { return *from; }
+inline void __threadfence() {}
+inline void __syncthreads() { emulated::meet_block(); }
+inline void __syncwarp() { emulated::meet(nullptr, 0); }
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mate) { return emulated::exchanged(value, (emulated::current % 32) ^ mate); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) { return emulated::exchanged(value, lane); }
+template <class T>
+T __shfl_down_sync(unsigned, T value, int by) { return emulated::exchanged(value, std::min(emulated::current % 32 + by, 31)); }
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  const uint64_t word = predicate != 0;
+  const auto* slots = emulated::meet(&word, 1);
+  unsigned result = 0;
+  for (int i = 0; i < 32; ++i) result |= static_cast<unsigned>(slots[i][0]) << i;
+  return result;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const uint64_t word = value;
+  const auto* slots = emulated::meet(&word, 1);
+  uint64_t result = 0;
+  for (int i = 0; i < 32; ++i) result = std::max(result, slots[i][0]);
+  return static_cast<unsigned>(result);
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  const uint64_t word = static_cast<uint32_t>(value);
+  const auto* slots = emulated::meet(&word, 1);
+  uint32_t result = 0;
+  for (int i = 0; i < 32; ++i) result += static_cast<uint32_t>(slots[i][0]);
+  return static_cast<int>(result);
+}
+template <class T>
+T atomicAdd(T* at, T value) { const T old = *at; *at += value; return old; }
+template <class T>
+T atomicMax(T* at, T value) { const T old = *at; *at = std::max(old, value); return old; }
+template <class T>
+T atomicExch(T* at, T value) { const T old = *at; *at = value; return old; }
+
+// What the sources say in assembler, by the names of the functions it stands in.
+namespace assembler {
+
+inline float from_half(uint16_t bits) { return emulated::half(bits); }
+inline uint16_t to_half(float value) { return emulated::half_bits(value); }
+inline uint16_t to_bfloat(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return static_cast<uint16_t>(value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t add_halves(uint32_t a, uint32_t b) {
+  const auto add = [](uint32_t x, uint32_t y) {
+    return emulated::half_bits(static_cast<double>(emulated::half(static_cast<uint16_t>(x))) + emulated::half(static_cast<uint16_t>(y)));
+  };
+  return add(a, b) | static_cast<uint32_t>(add(a >> 16, b >> 16)) << 16;
+}
+inline uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
+  const auto fuse = [](uint32_t x, uint32_t y, uint32_t z) {
+    const double product = static_cast<double>(emulated::half(static_cast<uint16_t>(x))) * emulated::half(static_cast<uint16_t>(y));
+    return emulated::half_bits(product + emulated::half(static_cast<uint16_t>(z)));
+  };
+  return fuse(a, b, c) | static_cast<uint32_t>(fuse(a >> 16, b >> 16, c >> 16)) << 16;
+}
+inline void load16(const uint32_t* from, uint32_t* to) { std::memcpy(to, from, 16); }
+inline void load8(const uint32_t* from, uint32_t& first, uint32_t& second) { first = from[0], second = from[1]; }
+inline uint32_t load4(const uint32_t* from) { return *from; }
+template <int Bytes>
+void copy_to_shared(void* to, const void* from) { std::memcpy(to, from, Bytes); }
+inline void wait_for_copies() {}
+inline void wait_for_predecessor() {}
+inline void let_successor_start() {}
+
+// The fragments of m16n8k16 (halves) and m16n8k32 (bytes): thread (g, t) = (lane / 4, lane % 4) holds, of a row g of A, the elements
+// 2t, 2t + 1 (four bytes from 4t on), of row g + 8 the same, then of both those half a depth further; of column g of B likewise;
+// of C rows g and g + 8, columns 2t and 2t + 1.
+inline const uint64_t (*fragments(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1))[emulated::kWords] {
+  const uint64_t words[6] = {a0, a1, a2, a3, b0, b1};
+  return emulated::meet(words, 6);
+}
+inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const auto* slots = fragments(a0, a1, a2, a3, b0, b1);
+  const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
+  for (int i = 0; i < 4; ++i) {
+    const int below = i / 2, column = 2 * t + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const int thread = k % 8 / 2, shift = 16 * (k % 2);
+      const uint64_t a = slots[4 * g + thread][2 * (k / 8) + below] >> shift, b = slots[4 * column + thread][4 + k / 8] >> shift;
+      sum += static_cast<double>(emulated::half(static_cast<uint16_t>(a))) * emulated::half(static_cast<uint16_t>(b));
+    }
+    c[i] = static_cast<float>(sum);
+  }
+}
+inline void multiply(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const auto* slots = fragments(a0, a1, a2, a3, b0, b1);
+  const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
+  for (int i = 0; i < 4; ++i) {
+    const int below = i / 2, column = 2 * t + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const int thread = k % 16 / 4, shift = 8 * (k % 4);
+      const uint64_t a = slots[4 * g + thread][2 * (k / 16) + below] >> shift, b = slots[4 * column + thread][4 + k / 16] >> shift;
+      c[i] += static_cast<int>(a & 0xff) * static_cast<int8_t>(b);
+    }
+  }
+}
+
+}  // namespace assembler

@@ -1,0 +1,87 @@
+"""Our CUDA sources compiled for the CPU, as far as tests of small sizes need: see emulated.h.
+
+`emulated.kernel` takes the place of `nvrtc.kernel`: tensors are in the host's memory then. Assembler is replaced, function by
+function, by what emulated.h has under the same name.
+"""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from otaro.kernels import nvrtc
+
+MISSING = "" if shutil.which("g++") else "there is no g++ to compile the kernels for the CPU with"
+_HERE = Path(__file__).parent
+_FUNCTION = re.compile(
+    r"(template <int (?P<given>\w+)>\n)?__device__ __forceinline__ (?P<kind>\w+) (?P<name>\w+)"
+    r"\((?P<parameters>[^)]*(?:\(&\w+\)[^)]*)*)\) \{(?P<body>\n.*?\n\}|[^\n]*\})",
+    re.DOTALL,
+)
+_LAUNCH = """
+extern "C" void launch_{name}(const void* p, const unsigned* grid, unsigned threads) {{
+  emulated::launch<const {struct}>({name}, p, grid, threads);
+}}
+"""
+_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{_HERE}", f"-I{nvrtc.SOURCES}")
+
+
+class Kernel:
+    """Called as a kernel on a GPU is."""
+
+    def __init__(self, library, name):
+        self._launch = getattr(library, f"launch_{name}")
+
+    def __call__(self, grid, threads, parameters, shared=0):
+        across = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
+        self._launch(ctypes.byref(parameters), across, threads)
+
+    def blocks_per_multiprocessor(self, threads, shared=0):
+        return 1
+
+
+def kernel(file, name, device, **constants):
+    """The kernel `name` of a source file, compiled for this CPU with these constants."""
+    return Kernel(_library(file, tuple(sorted((key, int(value)) for key, value in constants.items()))), name)
+
+
+@cache
+def _folder():
+    return Path(tempfile.mkdtemp(prefix="otaro-emulated-"))
+
+
+@cache
+def _library(file, constants):
+    header, source = (_without_assembler((nvrtc.SOURCES / one).read_text()) for one in ("sefp.cuh", file))
+    text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
+    for struct, name in _kernels(source):
+        text += _LAUNCH.format(name=name, struct=struct)
+    flags = [*_FLAGS, *(f"-D{key}={value}" for key, value in constants)]
+    path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
+    code = path.with_suffix(".cpp")
+    code.write_text(text)
+    done = subprocess.run(["g++", *flags, "-o", path, code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(path))
+
+
+def _kernels(source):
+    """Structure and name of every kernel."""
+    return [(struct, name) for name, struct in re.findall(r"(\w+)\(const __grid_constant__ (\w+) p\)", source)]
+
+
+def _without_assembler(source):
+    def replaced(match):
+        if "asm" not in match["body"]:
+            return match.group(0)
+        name, parameters, given = match["name"], match["parameters"], match["given"]
+        names = [re.search(r"\(&(\w+)\)|(\w+)$", one.strip()) for one in parameters.split(",") if one.strip()]
+        arguments = ", ".join(one.group(1) or one.group(2) for one in names)
+        template, constant = (f"template <int {given}> ", f"<{given}>") if given else ("", "")
+        return f"{template}inline {match['kind']} {name}({parameters}) {{ return assembler::{name}{constant}({arguments}); }}"
+
+    return _FUNCTION.sub(replaced, source)

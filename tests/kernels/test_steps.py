@@ -1,0 +1,306 @@
+"""The steps of a decoder as kernels, against the same steps in torch: on the GPU, and emulated on any CPU.
+
+What is integer must be the same bit for bit: rows of an embedding, cached keys and values, quantised activations where what is
+quantised is the same. Norms and attention are sums of floats in another order: their error is a few units in the last place.
+"""
+
+import pytest
+import torch
+
+from otaro.file.planes import pack_codes
+from otaro.kernels import cuda, cuda_steps, reference
+from otaro.kernels.cuda_steps import CudaSteps
+from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.packed import Packed
+from otaro.kernels.steps import RING, ReferenceSteps, Rotation, State
+from otaro.sefp.codec import encode
+from tests.kernels import emulated
+
+NO_GPU = "" if torch.cuda.is_available() else "this machine has no GPU that torch can use"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there"), id="emulated"),
+    pytest.param("cuda", marks=pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there"), id="cuda"),
+]
+UNIT_ROUNDING = 2.0**-24
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
+    return request.param
+
+
+@pytest.fixture
+def both(device):
+    return CudaSteps(device), ReferenceSteps(device)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def random(*shape, seed=0, device="cpu"):
+    """Numbers of many sizes."""
+    made = torch.randn(shape, generator=generator(seed)) * 2.0 ** torch.randint(
+        -6, 4, (*shape[:-1], 1), generator=generator(seed)
+    )
+    return made.to(device)
+
+
+def packed_rows(rows, length, bits, truncate, group_size=64, streamed=False, device="cpu"):
+    encoded = encode(random(rows, length), group_size, "truncate" if truncate else "midpoint")
+    base, planes = pack_codes(encoded.finest_codes)
+    exponents = encoded.exponents
+    if streamed:
+        from otaro.file.planes import exponent_words
+
+        exponents = exponent_words(exponents)
+    few = [plane.to(device) for plane in planes[: bits - 3]]
+    return Packed(base.to(device), exponents.to(device), few, length, group_size, truncate)
+
+
+def values(activations):
+    """Activations as floats, from either kind of steps."""
+    if isinstance(activations.data, torch.Tensor):
+        return activations.data.float()
+    digits, terms = activations.data
+    codes = digits[:, :, 0].float() * 256 + digits[:, :, 1]
+    return (codes * terms[..., 1].contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)[:, : activations.length]
+
+
+def same_digits(activations, x):
+    """Whether activations are exactly what the contract makes of floats."""
+    codes, scales = reference.quantise(x, activations.group_size)
+    digits, terms = activations.data
+    ours = (digits[:, :, 0].int() * 256 + digits[:, :, 1]).flatten(1)
+    assert torch.equal(ours[:, : x.shape[1]], codes.int())
+    assert not ours[:, x.shape[1] :].any()
+    assert torch.equal(terms[..., 0], ours.view(len(x), terms.shape[1], -1).sum(-1).int())
+    assert torch.equal(terms[..., 1].contiguous().view(torch.float32), scales)
+    return True
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("bits", [3, 4, 7, 8])
+def test_embed(both, device, bits, truncate, streamed):
+    ours, law = both
+    for length, group_size in ((96, 64), (200, 32), (130, 64)):
+        weight = packed_rows(37, length, bits, truncate, group_size, streamed, device)
+        ids = torch.tensor([0, 36, 5, 5, 17], dtype=torch.int32, device=device)
+        a, b = (torch.zeros(5, length, device=device) for _ in both)
+        ours.embed(ids, weight, a)
+        law.embed(ids, weight._replace(exponents=weight.unstreamed().exponents), b)
+        assert torch.equal(a, b)
+
+
+def test_embed_without_planes(both, device):
+    weight = random(20, 48, device=device).half()
+    x = torch.zeros(2, 48, device=device)
+    both[0].embed(torch.tensor([3, 19], dtype=torch.int32, device=device), weight, x)
+    assert torch.equal(x, weight[[3, 19]].float())
+
+
+@pytest.mark.parametrize(("length", "group_size"), [(96, 64), (80, 32), (576, 64), (4096, 64), (5120, 64)])
+@pytest.mark.parametrize("with_delta", ["none", "float32", "float16"])
+def test_normalise(both, device, length, group_size, with_delta):
+    tokens = 3
+    delta = None if with_delta == "none" else random(tokens, length, seed=1, device=device).to(getattr(torch, with_delta))
+    weight = 1 + 0.2 * random(1, length, seed=2, device=device)[0]
+    results = []
+    for steps in both:
+        x, out = random(tokens, length, device=device), steps.activations(tokens, length, group_size)
+        steps.normalise(x, delta, weight, 1e-5, out)
+        results.append((x, out))
+    (our_x, ours), (x, law) = results
+    assert torch.equal(our_x, x)
+    # A few roundings of the sum, and half a step of the integers, which are 15 bits below the largest of their unit.
+    most = law.data.abs().amax(-1, keepdim=True)
+    assert ((values(ours) - law.data).abs() <= 2.0**-15 * most + 64 * UNIT_ROUNDING * law.data.abs()).all()
+    assert same_digits(ours, values(ours))
+
+
+def test_normalise_to_halves(both, device):
+    x, weight = random(2, 96, device=device), random(1, 96, seed=2, device=device)[0]
+    outs = [steps.activations(2, 96, None) for steps in both]
+    for steps, out in zip(both, outs, strict=True):
+        steps.normalise(x.clone(), None, weight, 1e-5, out)
+    assert torch.allclose(outs[0].data.float(), outs[1].data.float(), rtol=2.0**-10, atol=0)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_quantise(both, device, group_size):
+    x = random(5, 176, device=device)
+    x[1, 3], x[2, 170], x[3] = torch.inf, torch.nan, 0.0
+    out = both[0].activations(5, 176, group_size)
+    both[0].quantise(x, out)
+    codes, scales = reference.quantise(x, group_size)
+    ours = (out.data.digits[:, :, 0].int() * 256 + out.data.digits[:, :, 1]).flatten(1)[:, :176]
+    assert torch.equal(ours, codes.int())
+    assert torch.equal(out.data.terms[..., 1].contiguous().view(torch.float32).nan_to_num(-1), scales.nan_to_num(-1))
+
+
+def rotation(head, device, positions=200, scale=0.3):
+    angles = torch.arange(positions)[:, None] / 50.0 ** (torch.arange(head // 2) / (head // 2))
+    return Rotation(angles.cos().to(device), angles.sin().to(device), scale, 1e-6)
+
+
+def state_of(device, positions, sequences):
+    state = State(device)
+    state.positions[: len(positions)] = torch.tensor(positions)
+    state.sequences[: len(sequences)] = torch.tensor(sequences)
+    return state
+
+
+@pytest.mark.parametrize("head", [20, 24, 64, 80, 128])
+@pytest.mark.parametrize("bits", [0, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_place(both, device, head, bits, dtype):
+    heads, kv_heads, tokens = 6, 2, 3
+    vectors = [
+        random(tokens, count * head, seed=seed, device=device).to(dtype)
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
+    ]
+    # The largest that fits, and a tiny negative number whose floor is still below zero.
+    vectors[2][0, 0], vectors[2][0, 1] = 30000.0, -1e-7
+    state = state_of(device, [0, 70, 69], [0, 1, 2])
+    for norms in ([None, None], [1 + random(1, head, seed=seed, device=device)[0] for seed in (7, 8)]):
+        results = []
+        for steps in both:
+            cache = KeyValues(2, 3, kv_heads, 128, head, bits, device)
+            queries = torch.zeros(tokens, heads * head, device=device)
+            steps.place(vectors, norms, rotation(head, device), state, queries, cache, 1)
+            results.append((queries, cache))
+        (queries, ours), (expected, law) = results
+        exact = norms[0] is None  # a norm is a sum, in another order
+        most = expected.abs().amax()
+        assert (queries - expected).abs().max() <= (0 if exact else 16 * UNIT_ROUNDING) * most
+        for theirs, tensor in zip(law.tensors, ours.tensors, strict=True):
+            assert torch.equal(tensor[1], theirs[1])  # values
+            assert not exact or torch.equal(tensor, theirs)
+        for sequence, position in enumerate((0, 70, 69)):
+            some = slice(position, position + 1)
+            key, other = (one.read(0, 1, sequence, some) for one in (ours, law))
+            assert (key - other).abs().max() <= 2.0**-2 * other.abs().max() if bits == 3 else 2.0**-3 * other.abs().max()
+        assert not int(ours.refused)
+
+
+def test_place_refuses_what_sefp_cannot_hold(both, device):
+    vectors = [random(1, 64, device=device) for _ in range(3)]
+    vectors[2][0, 5] = 70000.0
+    for steps in both:
+        cache = KeyValues(1, 1, 1, 64, 64, 4, device)
+        steps.place(vectors, [None, None], rotation(64, device), state_of(device, [3], [0]), vectors[0].clone(), cache, 0)
+        assert int(cache.refused)
+
+
+ATTENDED = [  # head, heads, kv heads, mantissa bits (0: float16), window
+    (128, 4, 1, 0, 0), (128, 4, 1, 4, 0), (128, 4, 1, 8, 70), (64, 6, 2, 3, 0), (64, 6, 2, 7, 70), (24, 4, 2, 0, 70),
+    (24, 4, 2, 5, 0), (20, 4, 4, 8, 0), (80, 7, 1, 6, 0), (80, 7, 1, 0, 0), (64, 24, 2, 4, 0), (256, 2, 1, 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "heads", "kv_heads", "bits", "window"), ATTENDED)
+def test_attend(both, device, head, heads, kv_heads, bits, window):
+    positions, sequences = [0, 63, 64, 150, 300], [0, 1, 2, 1, 2]
+    cache = KeyValues(1, 3, kv_heads, 320, head, bits, device)
+    for kind in (0, 1):
+        for sequence in range(3):
+            cache.write(kind, 0, sequence, 0, random(301, kv_heads, head, seed=kind + 2 * sequence, device=device))
+    queries = random(5, heads * head, seed=9, device=device) / head**0.5
+    state = state_of(device, positions, sequences)
+    for group_size in (64, None) if bits % 2 else (32, None):
+        outs = [steps.activations(5, heads * head, group_size) for steps in both]
+        for _ in range(2):  # counters are left as they were found
+            for steps, out in zip(both, outs, strict=True):
+                steps.attend(queries, state, cache, 0, window, out)
+        ours, law = values(outs[0]), outs[1].data.float()
+        most = law.abs().amax(-1, keepdim=True)
+        rounding = 2.0**-10 if group_size is None else 2.0**-15
+        # Scores are sums of products that are each rounded; an error there moves weights between values that differ by `most`.
+        assert ((ours - law).abs() <= (rounding + 2.0**-17) * most).all(), ((ours - law).abs() / most).max()
+
+
+def test_attend_gives_a_token_the_same_bits_alone(both, device):
+    steps = both[0]
+    cache = KeyValues(1, 2, 2, 320, 64, 0, device)
+    for kind in (0, 1):
+        for sequence in range(2):
+            cache.write(kind, 0, sequence, 0, random(300, 2, 64, seed=kind + 2 * sequence, device=device))
+    queries = random(3, 8 * 64, seed=9, device=device)
+    together = steps.activations(3, 8 * 64, 64)
+    steps.attend(queries, state_of(device, [250, 7, 130], [0, 1, 1]), cache, 0, 0, together)
+    for token, (position, sequence) in enumerate(((250, 0), (7, 1), (130, 1))):
+        alone = steps.activations(1, 8 * 64, 64)
+        steps.attend(queries[token : token + 1], state_of(device, [position], [sequence]), cache, 0, 0, alone)
+        assert torch.equal(values(alone)[0], values(together)[token])
+
+
+def test_choose(both, device):
+    logits = torch.randn(4, 5000, generator=generator()).to(device)
+    logits[0, 4321] = logits[0, 77] = 50.0  # the first of equals
+    logits[1, 4999], logits[2, 300] = 60.0, torch.nan
+    logits[3] = -logits[3].abs() - 1
+    logits[3, 12], logits[3, 13] = -0.0, 0.0
+    states = []
+    for steps in both:
+        state = state_of(device, [5, 6, 7, 8], [0, 1, 2, 3])
+        state.steps += RING - 2
+        for _ in range(4):
+            steps.choose(logits, state)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        states.append(state)
+    ours, law = states
+    assert ours.ids[:4].tolist() == [77, 4999, 300, 12]
+    assert torch.equal(ours.all, law.all)
+    assert torch.equal(ours.ring, law.ring)
+    assert ours.positions[:4].tolist() == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [32, 64, None])
+def test_a_gated_product_is_quantised(both, device, dtype, group_size):
+    side_by_side = random(3, 2 * 176, device=device).to(dtype)
+    outs = [steps.activations(3, 176, group_size) for steps in both]
+    for steps, out in zip(both, outs, strict=True):
+        steps.quantise(side_by_side[:, :176], out, up=side_by_side[:, 176:])
+    ours, law = values(outs[0]), outs[1].data.float()
+    rounding = 2.0**-10 if group_size is None else 2.0**-15
+    assert ((ours - law).abs() <= rounding * law.abs().amax(-1, keepdim=True) + 2.0**-20 * law.abs()).all()
+
+
+@pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there")
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_multiply_takes_matrices_of_several_precisions(tokens):
+    weights = [packed_rows(rows, 200, bits, False, device="cuda") for rows, bits in ((33, 4), (16, 4), (7, 6))]
+    biases = [None, random(1, 16, device="cuda")[0], None]
+    x = random(tokens, 200, device="cuda")
+    results = []
+    for steps in (CudaSteps("cuda"), ReferenceSteps("cuda")):
+        acts = steps.activations(tokens, 200, 64)
+        steps.quantise(x, acts)
+        results.append([torch.zeros(tokens, len(weight.base), device="cuda") for weight in weights])
+        steps.multiply(acts, weights, results[-1], biases)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there")
+def test_plain_weights_go_through_the_library():
+    weight, x = random(48, 64, device="cuda").half() / 8, random(2, 64, seed=3, device="cuda").half()
+    results = []
+    for steps in (CudaSteps("cuda"), ReferenceSteps("cuda")):
+        acts = steps.activations(2, 64, None)
+        acts.data.copy_(x)
+        for bias in (None, weight[:, 0].contiguous()):
+            results.append(torch.zeros(2, 48, dtype=torch.float16, device="cuda"))
+            steps.multiply(acts, [weight], results[-1:], [bias])
+    for a, b in zip(results[:2], results[2:], strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_digits_are_the_backend_s(device):
+    made = cuda.new_digits(2, 100, 64, torch.device(device))
+    assert (made.digits.shape, made.terms.shape) == ((2, 2, 2, 64), (2, 2, 2))
