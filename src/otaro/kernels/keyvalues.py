@@ -8,12 +8,15 @@ by position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count as counter
 
 import torch
 
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks, pack_codes, unpack_codes
 from otaro.sefp.codec import MAX_EXPONENT, decode_codes, finest_codes, shared_exponents
 from otaro.sefp.precision import COARSEST, GROUP_SIZE
+
+_numbers = counter()
 
 
 class KeyValues:
@@ -24,6 +27,8 @@ class KeyValues:
     ) -> None:
         self.layers, self.sequences, self.kv_heads, self.capacity = layers, sequences, kv_heads, capacity
         self.head, self.bits = head, bits
+        self.number = next(_numbers)
+        """No other room has it."""
         shape = (2, layers, sequences, kv_heads, capacity)
         self.planes: list[torch.Tensor] = []
         self.exponents: torch.Tensor | None = None

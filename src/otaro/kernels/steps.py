@@ -139,7 +139,7 @@ class ReferenceSteps:
         """Norm."""
         if delta is not None:
             x += delta
-        out.data.copy_(weight * _normed(x, eps))
+        out.data.copy_(weight * normed(x, eps))
 
     def multiply(
         self,
@@ -171,7 +171,7 @@ class ReferenceSteps:
         positions, sequences = (one.long() for one in state.rows(tokens))
         query, key, value = (vector.float().unflatten(1, (-1, cache.head)) for vector in vectors)
         query, key = (
-            turned(one if norm is None else norm * _normed(one, rotation.eps), rotation, positions)
+            turned(one if norm is None else norm * normed(one, rotation.eps), rotation, positions)
             for one, norm in zip((query, key), norms, strict=True)
         )
         queries.copy_((query * rotation.scale).flatten(1))
@@ -203,7 +203,8 @@ class ReferenceSteps:
         state.steps[:tokens] += 1
 
 
-def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Vectors divided by their root mean square."""
     return x * (1 / (x.square().mean(-1, keepdim=True) + eps).sqrt())
 
 

@@ -29,7 +29,7 @@ from otaro.sefp.precision import Precision
 _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_LINEARS = {
+LINEARS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
@@ -81,8 +81,8 @@ class Decoder:
         # Parts of the model, and not the model itself: it must be free to go when only its decoder is left.
         self._rotary = model.model.rotary_emb
         self.vocabulary = int(model.config.vocab_size)
-        self._keep = _tensors(model)
-        self._modules = _modules(model)
+        self._keep = unpacked_tensors(model)
+        self._modules = packed_modules(model)
         self._native_matrices: dict[int, Any] = {}
         self._matrices = [self._matrix(module.packed) for module in self._modules]
         self.precisions = b""  # mantissa bits of every module at the last step
@@ -91,43 +91,21 @@ class Decoder:
     @staticmethod
     def why_not(model: Any) -> str | None:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
-        if reason := _choose():
+        if reason := _choose() or architecture_obstacle(model):
             return reason
-        config = model.config
-        kind = getattr(config, "model_type", None)
-        if kind not in MODEL_TYPES or getattr(model, "model", None) is None or not hasattr(model, "lm_head"):
-            return f"its architecture is {kind}, and the decoder knows {', '.join(MODEL_TYPES)}"
-        if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-            return f"its activation is {config.hidden_act}, not silu"
-        rope = getattr(model.model.rotary_emb, "rope_type", "default")
-        if rope not in _FIXED_ROPE:
-            return f"its rotary positions are of type {rope}"
-        head = model.model.layers[0].self_attn.head_dim
-        if 2 * model.model.rotary_emb.inv_freq.numel() != head:
-            return "only a part of each head is rotated"
-        if head > _MAX_HEAD:
-            return f"its heads are wider than {_MAX_HEAD}"
-        if model.training and getattr(config, "attention_dropout", 0):
-            return "it is in training mode and drops out"
-        if any(_hooked(module) for module in model.modules()):
-            return "it has forward hooks"
-        modules = _modules(model)
-        if not all(isinstance(module, SefpModule) for module in modules):
-            return "not all of its weights are packed"
-        if modules[0].packed.nested.schema.group_size % 32:
-            return "its group size is no multiple of 32"
-        for tensor in _tensors(model):
+        for tensor in unpacked_tensors(model):
             if tensor.device.type != "cpu":
                 return f"it is on {tensor.device.type}"
             if tensor.dtype != torch.float32:
                 return f"it runs in {str(tensor.dtype).removeprefix('torch.')}, the decoder in float32"
+        modules = packed_modules(model)
         if any(module._like.dtype != torch.float32 or module.packed.base.device.type != "cpu" for module in modules):
             return "its packed weights are not for float32 on the CPU"
         return None
 
     def serves(self, model: Any) -> bool:
         """Whether this decoder still points at what the model consists of."""
-        now = _tensors(model)
+        now = unpacked_tensors(model)
         return len(now) == len(self._keep) and all(
             a is b and a.data_ptr() == b.data_ptr() for a, b in zip(now, self._keep, strict=True)
         )
@@ -200,7 +178,7 @@ class Decoder:
         layers = []
         for layer in model.model.layers:
             parts: dict[str, Any] = {}
-            for name, path in _LINEARS.items():
+            for name, path in LINEARS.items():
                 linear = layer.get_submodule(path)
                 parts[name] = self._matrix(linear.packed)
                 parts[name + "_bias"] = _array(linear.bias)
@@ -209,7 +187,7 @@ class Decoder:
             for name in ("query_norm", "key_norm"):
                 norm = getattr(layer.self_attn, f"{name[0]}_norm", None)
                 parts[name] = None if norm is None else _array(norm.weight)
-            parts["window"] = _window(config, layer.self_attn)
+            parts["window"] = window_of(config, layer.self_attn)
             layers.append(parts)
         return _cpu.Decoder(
             config.num_attention_heads,
@@ -233,13 +211,41 @@ def _choose() -> str:
     return ""
 
 
-def _modules(model: Any) -> list[Any]:
+def architecture_obstacle(model: Any) -> str:
+    """What about this model no decoder of ours does, in words."""
+    config = model.config
+    kind = getattr(config, "model_type", None)
+    if kind not in MODEL_TYPES or getattr(model, "model", None) is None or not hasattr(model, "lm_head"):
+        return f"its architecture is {kind}, and the decoder knows {', '.join(MODEL_TYPES)}"
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    rope = getattr(model.model.rotary_emb, "rope_type", "default")
+    if rope not in _FIXED_ROPE:
+        return f"its rotary positions are of type {rope}"
+    head = model.model.layers[0].self_attn.head_dim
+    if 2 * model.model.rotary_emb.inv_freq.numel() != head:
+        return "only a part of each head is rotated"
+    if head > _MAX_HEAD:
+        return f"its heads are wider than {_MAX_HEAD}"
+    if model.training and getattr(config, "attention_dropout", 0):
+        return "it is in training mode and drops out"
+    if any(_hooked(module) for module in model.modules()):
+        return "it has forward hooks"
+    modules = packed_modules(model)
+    if not all(isinstance(module, SefpModule) for module in modules):
+        return "not all of its weights are packed"
+    if modules[0].packed.nested.schema.group_size % 32:
+        return "its group size is no multiple of 32"
+    return ""
+
+
+def packed_modules(model: Any) -> list[Any]:
     """Packed modules in the order in which the extension takes their precisions."""
-    linears = [layer.get_submodule(path) for layer in model.model.layers for path in _LINEARS.values()]
+    linears = [layer.get_submodule(path) for layer in model.model.layers for path in LINEARS.values()]
     return [model.model.embed_tokens, *linears, model.lm_head]
 
 
-def _tensors(model: Any) -> list[torch.Tensor]:
+def unpacked_tensors(model: Any) -> list[torch.Tensor]:
     """Norms and biases, which the extension points into."""
     found = list(model.model.parameters())
     bias = getattr(model.lm_head, "bias", None)
@@ -256,7 +262,7 @@ def _array(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else tensor.detach().numpy()
 
 
-def _window(config: Any, attention: Any) -> int:
+def window_of(config: Any, attention: Any) -> int:
     """How many positions a token sees in this layer, 0 for all: Mistral's is for the model, Qwen's for some layers."""
     window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     return int(window or 0)

@@ -1,0 +1,77 @@
+"""Keys and values on a GPU: a room of fixed size for each of some sequences, exchanged for a larger one when it is full."""
+
+from __future__ import annotations
+
+from otaro.errors import OtaroError
+from otaro.kernels.keyvalues import KeyValues
+from otaro.runtime.decode import DecoderCache
+from otaro.runtime.gpu_weights import Weights
+from otaro.sefp.precision import Precision
+
+GROWTH = 256
+"""Positions by which a room grows at least."""
+
+
+class GpuCache(DecoderCache):
+    """What `GpuDecoder.new_cache` makes. With several sequences, `length` is that of the longest."""
+
+    def __init__(
+        self, weights: Weights, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
+    ) -> None:
+        self.precision, self.lengths = precision, [0] * sequences
+        bits = precision.mantissa_bits if precision else 0
+        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
+        if spare is None or spare.capacity < capacity:
+            spare = self._room(-(-capacity // GROWTH) * GROWTH)
+        self.holder = [spare]
+        """The room, in a list that may outlive this object: graphs point into it, and the next cache can have it."""
+
+    def _room(self, capacity: int) -> KeyValues:
+        layers, sequences, kv_heads, head, bits, device = self._make
+        return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device)
+
+    @property
+    def room(self) -> KeyValues:
+        """Where keys and values are."""
+        return self.holder[0]
+
+    @property
+    def length(self) -> int:
+        """How many tokens it holds."""
+        return max(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, for all the positions that fit."""
+        return self.room.nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit, in each sequence."""
+        return self.room.capacity
+
+    def fits(self, weights: Weights) -> bool:
+        """Whether it was made for such weights."""
+        made = (len(weights.layers), weights.kv_heads, weights.head, weights.device)
+        return made == (self._make[0], self._make[2], self._make[3], self._make[5])
+
+    def reserve(self, length: int) -> bool:
+        """Make room for so many positions; True if what there was has moved."""
+        if length <= self.capacity:
+            return False
+        # By half at least: a long answer must not be copied every 256 tokens.
+        wanted = max(length, self.capacity + self.capacity // 2)
+        self.holder[0] = self.room.grown(-(-wanted // GROWTH) * GROWTH)
+        return True
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens of every sequence; negative: so many of the last."""
+        self.lengths = [max(0, one + length) if length < 0 else min(one, length) for one in self.lengths]
+
+    def check(self) -> None:
+        """Refuse, if a number was too large for a packed cache since the last time; waits for the GPU."""
+        if self.room.bits and int(self.room.refused):
+            self.room.refused.zero_()
+            raise OtaroError(
+                f"a key or value is 65536 or more, or not finite: a cache at {self.precision} cannot hold it; use float16"
+            )

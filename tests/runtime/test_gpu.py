@@ -1,0 +1,366 @@
+"""The GPU's decoder. Its steps in torch run on any machine, so that everything but kernels and graphs is tested here.
+
+Truth is the model in float64 on decoded weights; the error may be at most twice that of packed modules under transformers.
+"""
+
+import gc
+import time
+
+import pytest
+import torch
+
+import otaro
+from otaro.errors import OtaroError
+from otaro.kernels import cuda_steps, reference
+from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.gpu_weights import Layer, Matrix, Weights
+from otaro.sefp.precision import Precision
+from tests.kernels import emulated
+from tests.runtime.test_decode import EXACT, IDS, SERVED, VARIANTS, RoundingCache, error, slow
+
+KV = (None, Precision("E5M7"))
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+
+
+@pytest.fixture(params=SERVED)
+def served(request):
+    return request.param
+
+
+@pytest.fixture
+def llama(make_nested):
+    return otaro.load(make_nested("llama"), "E5M5")
+
+
+def token_by_token(decoder, ids, kv=None):
+    cache = decoder.new_cache(kv)
+    return torch.stack([decoder.forward([token], cache) for token in ids])
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, reconstruction, kv):
+    model = otaro.load(make_nested(served, reconstruction))
+    decoder = GpuDecoder.of(model)
+    for precision in ("E5M8", "E5M4"):
+        otaro.set_precision(model, precision)
+        truth = slow(decoded_model(served, precision, reconstruction, torch.float64), IDS[:24], kv and EXACT)
+        theirs = error(slow(model, IDS[:24], kv), truth)
+        for ours in (token_by_token(decoder, IDS[:24], kv), decoder.forward(IDS[:24], decoder.new_cache(kv), all_logits=True)):
+            assert error(ours, truth) <= 2 * theirs
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_architectures(make_variant, variant, kv, monkeypatch):
+    nested, truth_at = make_variant(*VARIANTS[variant])
+    model = otaro.load(nested, "E5M6")
+    decoder, ids = GpuDecoder.of(model), IDS[:100] if "segments" in variant else IDS[:40]
+    truth = slow(truth_at("E5M6"), ids, kv and EXACT)
+    theirs = error(slow(model, ids, kv), truth)
+    assert error(token_by_token(decoder, ids, kv), truth) <= 2 * theirs
+    monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 19)  # several chunks, and a few tokens left over
+    assert error(decoder.forward(ids, decoder.new_cache(kv), all_logits=True), truth) <= 2 * theirs
+
+
+def test_only_the_last_logits_are_computed_unless_all_are_wanted(llama):
+    decoder = GpuDecoder.of(llama)
+    for count in (5, 40):
+        every = decoder.forward(IDS[:count], decoder.new_cache(), all_logits=True)
+        assert torch.equal(decoder.forward(IDS[:count], decoder.new_cache()), every[-1])
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_a_cache_grows_and_can_be_cropped(llama, kv, monkeypatch):
+    monkeypatch.setattr("otaro.runtime.gpu_cache.GROWTH", 16)
+    decoder = GpuDecoder.of(llama)
+    cache, large = decoder.new_cache(kv), decoder.new_cache(kv, capacity=200)
+    rows = [[decoder.forward([token], one) for token in IDS[:50]] for one in (cache, large)]
+    assert torch.equal(torch.stack(rows[0]), torch.stack(rows[1]))
+    assert cache.length == 50 <= cache.capacity < large.capacity
+    cache.crop(30)
+    again = [decoder.forward([token], cache) for token in IDS[30:50]]
+    assert torch.equal(torch.stack(again), torch.stack(rows[0][30:]))
+    cache.crop(-4)
+    assert cache.length == 46
+
+
+def test_precision_may_change_between_any_two_tokens(make_nested):
+    model = otaro.load(make_nested("qwen2"), "E5M3")
+    changes = ["E5M3", "E5M8", {"*": "E5M4", "*.self_attn.*": "E5M7", "*.q_proj": "E5M3"}, "E5M5", {"lm_head": "E5M8"}]
+    decoder = GpuDecoder.of(model)
+    cache, theirs = decoder.new_cache(), RoundingCache(None, config=model.config)
+    for token, precision in zip(IDS[:10], changes * 2, strict=True):
+        otaro.set_precision(model, precision)
+        ours = decoder.forward([token], cache)
+        with torch.no_grad():
+            expected = model(torch.tensor([[token]]), past_key_values=theirs).logits[0, -1]
+        assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def prompts(decoder, cache, lengths):
+    """Different prompts in the sequences of a cache."""
+    for sequence, length in enumerate(lengths):
+        decoder.forward(IDS[sequence : sequence + length], cache, sequence=sequence)
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_rows_of_a_batch_are_what_they_are_alone(llama, kv):
+    decoder = GpuDecoder.of(llama)
+    lengths, names = (3, 70, 20, 9), ("E5M4", "E5M8", "E5M3", "E5M4")
+    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    batch = decoder.new_cache(kv, sequences=4)
+    prompts(decoder, batch, lengths)
+    together = [decoder.step(IDS[i : i + 4], batch, bits=bits) for i in range(3)]
+    assert batch.lengths == [length + 3 for length in lengths]
+    for row, length in enumerate(lengths):
+        alone = decoder.new_cache(kv)
+        decoder.forward(IDS[row : row + length], alone)
+        for i in range(3):
+            otaro.set_precision(llama, names[row])
+            assert torch.equal(decoder.forward([IDS[i + row]], alone), together[i][row])
+        otaro.set_precision(llama, "E5M5")
+
+
+def test_some_sequences_of_a_cache_can_go_on(llama):
+    decoder = GpuDecoder.of(llama)
+    cache, other = decoder.new_cache(sequences=3), decoder.new_cache(sequences=3)
+    for one in (cache, other):
+        prompts(decoder, one, (4, 6, 8))
+    whole = decoder.step([1, 2, 3], cache)
+    assert torch.equal(decoder.step([3, 1], other, sequences=[2, 0]), whole[[2, 0]])
+    assert other.lengths == [5, 6, 9]
+
+
+def test_the_likeliest_tokens_are_chosen_ahead_of_the_host(llama):
+    decoder = GpuDecoder.of(llama)
+    names = ["E5M6", "E5M3"]
+    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    cache, other = (decoder.new_cache(sequences=2) for _ in range(2))
+    for one in (cache, other):
+        prompts(decoder, one, (30, 5))
+    expected, ids = [], [7, 8]
+    for _ in range(6):
+        ids = decoder.step(ids, other, bits=bits).argmax(-1).tolist()
+        expected.append(ids)
+    decoder.begin([7, 8], cache, bits=bits)
+    numbers = [decoder.advance() for _ in range(6)]
+    assert [decoder.chosen(number) for number in numbers] == expected
+    assert cache.lengths == other.lengths
+    decoder.step([1, 1], cache)
+    with pytest.raises(OtaroError, match="nothing was begun"):
+        decoder.advance()
+    with pytest.raises(OtaroError, match="not, or no longer"):
+        decoder.chosen(1000)
+
+
+def test_weights_need_no_model(llama):
+    """Plain float16 matrices, fused as the library likes them, give about what the model gives."""
+    packed = Weights.of(llama)
+
+    def plain(*matrices):
+        return Matrix(torch.cat([reference.decode(matrix.at(8)) for matrix in matrices]).half())
+
+    otaro.set_precision(llama, "E5M8")
+    layers = [
+        Layer(one.input_norm, one.mlp_norm, plain(one.query, one.key, one.value), None, None, plain(one.output),
+              plain(one.gate, one.up), None, plain(one.down))
+        for one in packed.layers
+    ]  # fmt: skip
+    weights = Weights(
+        packed.heads, packed.kv_heads, packed.head, packed.eps, packed.scale, plain(packed.embedding), layers, packed.norm,
+        plain(packed.logits), packed.rotary, packed.device,
+    )  # fmt: skip
+    ours, law = GpuDecoder(weights), GpuDecoder.of(llama)
+    expected = token_by_token(law, IDS[:10])
+    for found in (token_by_token(ours, IDS[:10]), ours.forward(IDS[:30], ours.new_cache(), all_logits=True)[:10]):
+        assert (found - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+
+
+def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
+    decoder, other = (GpuDecoder.of(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
+    cache = decoder.new_cache()
+    decoder.forward(IDS[:5], cache)
+    for ids, message in (
+        ([], "one token or more"),
+        ([[1, 2]], "one token or more"),
+        ([3, 120], "token 120 is not in the vocabulary of 120"),
+        ([-1], "token -1"),
+    ):
+        with pytest.raises(OtaroError, match=message):
+            decoder.forward(ids, cache)
+        assert cache.length == 5
+    with pytest.raises(OtaroError, match="another model"):
+        other.forward([1], cache)
+    with pytest.raises(OtaroError, match="one of each"):
+        decoder.step([1, 2], cache)
+    with pytest.raises(OtaroError, match=f"1 to {MAX_TOKENS}"):
+        decoder.new_cache(sequences=17)
+
+
+@pytest.mark.parametrize("count", [2, 30])
+def test_a_packed_cache_refuses_what_sefp_cannot_hold(make_nested, count):
+    model = otaro.load(make_nested("qwen2"), "E5M8")
+    model.model.layers[1].self_attn.v_proj.bias.data[3] = 1e6
+    decoder = GpuDecoder.of(model)
+    cache = decoder.new_cache(Precision("E5M8"))
+    with pytest.raises(OtaroError, match="float16"):
+        decoder.forward(IDS[:count], cache)
+    assert cache.length == 0
+    cache.check()
+
+
+def test_why_not_and_what_it_serves(make_nested, llama):
+    assert "mixtral" in GpuDecoder.why_not(otaro.load(make_nested("mixtral")))
+    assert GpuDecoder.why_not(otaro.load(make_nested("llama"), dtype=torch.bfloat16)) is None
+    decoder = GpuDecoder.of(llama)
+    assert decoder.serves(llama)
+    with torch.no_grad():
+        llama.model.norm.weight.mul_(2)
+    assert not decoder.serves(llama)
+
+
+def test_half_precision_models(make_nested):
+    exact = GpuDecoder.of(otaro.load(make_nested("llama"), "E5M6"))
+    expected = exact.forward(IDS[:30], exact.new_cache(), all_logits=True)
+    for dtype, rounding in ((torch.float16, 2.0**-8), (torch.bfloat16, 2.0**-5)):
+        decoder = GpuDecoder.of(otaro.load(make_nested("llama"), "E5M6", dtype=dtype))
+        for found in (token_by_token(decoder, IDS[:30]), decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True)):
+            assert (found - expected).abs().max() <= rounding * expected.abs().max()
+
+
+def test_the_room_of_a_cache_that_is_gone_serves_the_next(llama):
+    decoder = GpuDecoder.of(llama)
+    cache = decoder.new_cache(capacity=100)
+    expected = token_by_token(decoder, IDS[:4])
+    decoder.forward(IDS[:70], cache)
+    number = cache.room.number
+    del cache
+    gc.collect()
+    again = decoder.new_cache()
+    assert (again.room.number, again.length) == (number, 0)
+    assert torch.equal(torch.stack([decoder.forward([token], again) for token in IDS[:4]]), expected)
+
+
+# Kernels and graphs
+
+
+def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0):
+    """What `cuda.products` computes, in torch."""
+    codes = digits.digits[first : first + tokens, :, 0].float() * 256 + digits.digits[first : first + tokens, :, 1]
+    scales = digits.terms[first : first + tokens, :, 1].contiguous().view(torch.float32)
+    for matrix, out, bias in zip(matrices, outs, biases, strict=True):
+        product = reference.linear((codes * scales.unsqueeze(-1)).flatten(1)[:, : matrix.length], matrix)
+        out[first : first + tokens] = product if bias is None else product + bias
+
+
+@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
+    """All kernels but the products, one after the other, emulated on the CPU."""
+    monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(cuda_steps.cuda, "products", products_from_digits)
+    model = otaro.load(make_nested(name), {"*": "E5M5", "*.k_proj": "E5M4"})
+    decoder, law = GpuDecoder.of(model, cuda_steps.CudaSteps("cpu")), GpuDecoder.of(model)
+    # An activation or a key that rounds the other way moves by a step of 2^-15 or 2^-11; packed keys by 2^-7.
+    rounding = 2.0**-9 if kv is None else 2.0**-5
+    expected = token_by_token(law, IDS[:5], kv)
+    assert (token_by_token(decoder, IDS[:5], kv) - expected).abs().max() <= rounding * expected.abs().max()
+    bits = [decoder.weights.all_at(Precision(one)) for one in ("E5M6", "E5M3", "E5M6")]
+    rows = []
+    for one in (decoder, law):
+        cache = one.new_cache(kv, sequences=3)
+        prompts(one, cache, (18, 2, 3))
+        rows.append(one.step([4, 5, 6], cache, bits=bits))
+        one.begin([4, 5, 6], cache, bits=bits)
+        assert one.chosen(one.advance()) == one.step([4, 5, 6], _cropped(cache), bits=bits).argmax(-1).tolist()
+    assert (rows[0] - rows[1]).abs().max() <= rounding * rows[1].abs().max()
+
+
+def _cropped(cache):
+    cache.crop(-1)
+    return cache
+
+
+@pytest.fixture
+def on_gpu(make_nested):
+    return otaro.load(make_nested("llama"), "E5M5", device="cuda", dtype=torch.float32)
+
+
+@ON_GPU
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_the_gpu_computes_what_torch_computes(make_nested, served, kv):
+    model = otaro.load(make_nested(served), "E5M5", device="cuda", dtype=torch.float32)
+    decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(served), "E5M5"))
+    expected = token_by_token(law, IDS[:40], kv)
+    # An activation or a key that rounds the other way moves by a step of 2^-15 or 2^-11; packed keys by 2^-7.
+    rounding = 2.0**-9 if kv is None else 2.0**-5
+    for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
+        assert (ours.cpu() - expected).abs().max() <= rounding * expected.abs().max()
+
+
+@ON_GPU
+def test_a_replayed_graph_gives_the_same_bits(on_gpu):
+    decoder = GpuDecoder.of(on_gpu)
+    eager, cache = [], decoder.new_cache(capacity=64)
+    for token in IDS[:20]:
+        decoder._occurred.clear()
+        eager.append(decoder.forward([token], cache))
+    assert not decoder._graphs
+    cache.crop(0)
+    replayed = [decoder.forward([token], cache) for token in IDS[:20]]
+    assert len(decoder._graphs) == 1
+    assert decoder.graph_bytes >= 0
+    assert torch.equal(torch.stack(eager), torch.stack(replayed))
+
+
+@ON_GPU
+def test_rows_of_a_batch_on_the_gpu_are_what_they_are_alone(on_gpu):
+    decoder = GpuDecoder.of(on_gpu)
+    names = ("E5M4", "E5M8", "E5M4")
+    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    cache = decoder.new_cache(sequences=3)
+    prompts(decoder, cache, (3, 9, 5))
+    decoder.begin([4, 5, 6], cache, bits=bits)
+    numbers = [decoder.advance() for _ in range(8)]
+    together = [decoder.chosen(number) for number in numbers]
+    for row, (length, name) in enumerate(zip((3, 9, 5), names, strict=True)):
+        alone = decoder.new_cache()
+        otaro.set_precision(on_gpu, "E5M5")
+        decoder.forward(IDS[row : row + length], alone)
+        otaro.set_precision(on_gpu, name)
+        decoder.begin([4 + row], alone)
+        numbers = [decoder.advance() for _ in range(8)]
+        assert [decoder.chosen(number)[0] for number in numbers] == [chosen[row] for chosen in together]
+
+
+@ON_GPU
+def test_a_switch_costs_little(on_gpu):
+    decoder = GpuDecoder.of(on_gpu)
+    cache = decoder.new_cache(capacity=256)
+    decoder.forward(IDS[:3], cache)
+    times = {"same": [], "switched": []}
+    for i in range(60):
+        if i % 2 == 0:
+            otaro.set_precision(on_gpu, "E5M3" if i % 4 else "E5M7")
+        decoder.begin([IDS[i]], cache)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decoder.advance()
+        times["same" if i % 2 else "switched"].append(time.perf_counter() - start)
+    median = {name: sorted(found[8:])[len(found[8:]) // 2] for name, found in times.items()}
+    assert median["switched"] - median["same"] < 50e-6
+
+
+@ON_GPU
+def test_two_streams(on_gpu):
+    decoder = GpuDecoder.of(on_gpu)
+    expected = token_by_token(decoder, IDS[:12])
+    cache, rows = decoder.new_cache(), []
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for i, token in enumerate(IDS[:12]):
+        with torch.cuda.stream(streams[i % 2]):
+            rows.append(decoder.forward([token], cache))
+    torch.cuda.synchronize()
+    assert torch.equal(torch.stack(rows), expected)
