@@ -246,6 +246,7 @@ inline uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
 inline void load16(const uint32_t* from, uint32_t* to) { std::memcpy(to, from, 16); }
 inline void load8(const uint32_t* from, uint32_t& first, uint32_t& second) { first = from[0], second = from[1]; }
 inline uint32_t load4(const uint32_t* from) { return *from; }
+inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (mask & a) | (~mask & b); }
 template <int Bytes>
 void copy_to_shared(void* to, const void* from) { std::memcpy(to, from, Bytes); }
 inline void wait_for_copies() {}

@@ -68,7 +68,7 @@ class GpuDecoder:
         """Mantissa bits of every matrix at the last step, of its first token."""
         self.state = State(weights.device)
         self._buffers = _Buffers(weights, self.steps)
-        self._rotation = Rotation(*weights.rotary(0, 1), weights.scale, weights.eps)
+        self._rotation = self._angles(1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
@@ -260,8 +260,12 @@ class GpuDecoder:
         known = len(self._rotation.cosines)
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._rotation = Rotation(*self.weights.rotary(0, end), self.weights.scale, self.weights.eps)
+            self._rotation = self._angles(end)
             self._forget(None)
+
+    def _angles(self, end: int) -> Rotation:
+        cosines, sines = (table.contiguous() for table in self.weights.rotary(0, end))
+        return Rotation(cosines, sines, self.weights.scale, self.weights.eps)
 
     def _forget(self, room: KeyValues | None) -> None:
         """Drop the graphs that point into this room, or all."""

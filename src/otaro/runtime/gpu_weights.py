@@ -115,7 +115,7 @@ class Weights:
         def angles(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
                 both = rotary(torch.empty(0, device=device), torch.arange(start, end, device=device).unsqueeze(0))
-            cosines, sines = (one[0, :, :half].float() for one in both)
+            cosines, sines = (one[0, :, :half].float().contiguous() for one in both)
             return cosines, sines
 
         layers = []
