@@ -17,8 +17,9 @@ from otaro.sefp.codec import encode
 from tests.kernels import emulated
 
 NO_GPU = "" if torch.cuda.is_available() else "this machine has no GPU that torch can use"
+NOT_EMULATED = emulated.MISSING or ("" if NO_GPU else "the kernels run on this machine's GPU")
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there"), id="emulated"),
+    pytest.param("cpu", marks=pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED or "there"), id="emulated"),
     pytest.param("cuda", marks=pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there"), id="cuda"),
 ]
 UNIT_ROUNDING = 2.0**-24
@@ -84,7 +85,7 @@ def same_digits(activations, x):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize("bits", [3, 4, 7, 8])
-def test_embed(both, device, bits, truncate, streamed):
+def test_small_embed(both, device, bits, truncate, streamed):
     ours, law = both
     for length, group_size in ((96, 64), (200, 32), (130, 64)):
         weight = packed_rows(37, length, bits, truncate, group_size, streamed, device)
@@ -104,7 +105,7 @@ def test_embed_without_planes(both, device):
 
 @pytest.mark.parametrize(("length", "group_size"), [(96, 64), (80, 32), (576, 64), (4096, 64), (5120, 64)])
 @pytest.mark.parametrize("with_delta", ["none", "float32", "float16"])
-def test_normalise(both, device, length, group_size, with_delta):
+def test_small_normalise(both, device, length, group_size, with_delta):
     tokens = 3
     delta = None if with_delta == "none" else random(tokens, length, seed=1, device=device).to(getattr(torch, with_delta))
     weight = 1 + 0.2 * random(1, length, seed=2, device=device)[0]
@@ -130,7 +131,7 @@ def test_normalise_to_halves(both, device):
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_quantise(both, device, group_size):
+def test_small_quantise(both, device, group_size):
     x = random(5, 176, device=device)
     x[1, 3], x[2, 170], x[3] = torch.inf, torch.nan, 0.0
     out = both[0].activations(5, 176, group_size)
@@ -156,7 +157,7 @@ def state_of(device, positions, sequences):
 @pytest.mark.parametrize("head", [20, 24, 64, 80, 128])
 @pytest.mark.parametrize("bits", [0, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_place(both, device, head, bits, dtype):
+def test_small_place(both, device, head, bits, dtype):
     heads, kv_heads, tokens = 6, 2, 3
     vectors = [
         random(tokens, count * head, seed=seed, device=device).to(dtype)
@@ -202,7 +203,7 @@ ATTENDED = [  # head, heads, kv heads, mantissa bits (0: float16), window
 
 
 @pytest.mark.parametrize(("head", "heads", "kv_heads", "bits", "window"), ATTENDED)
-def test_attend(both, device, head, heads, kv_heads, bits, window):
+def test_small_attend(both, device, head, heads, kv_heads, bits, window):
     positions, sequences = [0, 63, 64, 150, 300], [0, 1, 2, 1, 2]
     cache = KeyValues(1, 3, kv_heads, 320, head, bits, device)
     for kind in (0, 1):
@@ -237,7 +238,7 @@ def test_attend_gives_a_token_the_same_bits_alone(both, device):
         assert torch.equal(values(alone)[0], values(together)[token])
 
 
-def test_choose(both, device):
+def test_small_choose(both, device):
     logits = torch.randn(4, 5000, generator=generator()).to(device)
     logits[0, 4321] = logits[0, 77] = 50.0  # the first of equals
     logits[1, 4999], logits[2, 300] = 60.0, torch.nan

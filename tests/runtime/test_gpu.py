@@ -290,7 +290,7 @@ def on_gpu(make_nested):
 
 @ON_GPU
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_the_gpu_computes_what_torch_computes(make_nested, served, kv):
+def test_on_the_gpu_it_computes_what_torch_computes(make_nested, served, kv):
     model = otaro.load(make_nested(served), "E5M5", device="cuda", dtype=torch.float32)
     decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(served), "E5M5"))
     expected = token_by_token(law, IDS[:40], kv)
@@ -301,7 +301,7 @@ def test_the_gpu_computes_what_torch_computes(make_nested, served, kv):
 
 
 @ON_GPU
-def test_a_replayed_graph_gives_the_same_bits(on_gpu):
+def test_on_the_gpu_a_replayed_graph_gives_the_same_bits(on_gpu):
     decoder = GpuDecoder.of(on_gpu)
     eager, cache = [], decoder.new_cache(capacity=64)
     for token in IDS[:20]:
@@ -316,7 +316,7 @@ def test_a_replayed_graph_gives_the_same_bits(on_gpu):
 
 
 @ON_GPU
-def test_rows_of_a_batch_on_the_gpu_are_what_they_are_alone(on_gpu):
+def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(on_gpu):
     decoder = GpuDecoder.of(on_gpu)
     names = ("E5M4", "E5M8", "E5M4")
     bits = [decoder.weights.all_at(Precision(name)) for name in names]
@@ -336,7 +336,7 @@ def test_rows_of_a_batch_on_the_gpu_are_what_they_are_alone(on_gpu):
 
 
 @ON_GPU
-def test_a_switch_costs_little(on_gpu):
+def test_on_the_gpu_a_switch_costs_little(on_gpu):
     decoder = GpuDecoder.of(on_gpu)
     cache = decoder.new_cache(capacity=256)
     decoder.forward(IDS[:3], cache)
@@ -354,7 +354,7 @@ def test_a_switch_costs_little(on_gpu):
 
 
 @ON_GPU
-def test_two_streams(on_gpu):
+def test_on_the_gpu_two_streams_follow_each_other(on_gpu):
     decoder = GpuDecoder.of(on_gpu)
     expected = token_by_token(decoder, IDS[:12])
     cache, rows = decoder.new_cache(), []
