@@ -137,7 +137,7 @@ def test_every_precision_at_a_plain_shape(bits, truncate):
 @needs_gpu
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_small_products_of_every_count_are_those_of_the_reference(tokens):
-    packed, x = make_packed(37, 320, 64, 4), make_activations(tokens, 320)
+    packed, x = make_packed(37, 200, 64, 4), make_activations(tokens, 200)  # the last unit has one block, not two
     assert same_bits(ops.linear(x.cuda(), *on_gpu(packed)).cpu(), reference.linear(x, packed))
     assert same_bits(ops.linear(x.cuda(), *on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
 

@@ -19,15 +19,16 @@ from otaro.file.planes import BLOCK, blocks
 from otaro.kernels import nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
+from otaro.sefp.precision import COARSEST
 
 MOST_TOKENS = 16
 """Of one launch of `products`."""
 MATRICES = 3
-INTEGER_TOKENS = 32
-"""Up to so many tokens integers are faster, in passes of `MOST_TOKENS`; for more, tiles of weights are decoded and multiplied
-by the library (benchmarks/results, "batch")."""
+INTEGER_TOKENS = (32, 32, 32, 16, 16, 16)
+"""Up to so many tokens integers are faster, in passes of `MOST_TOKENS`, at E5M3, E5M4, ...; for more, weights are decoded and
+multiplied by the library (`bench_table2.py --only batch`)."""
 
-_TILE = 1 << 24  # weights that are decoded before they are multiplied: in two bytes each they stay in the cache
+_TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
@@ -158,8 +159,8 @@ def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.floa
 
 
 def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `reference.matmul`; integers serve while they are faster, then decoded tiles."""
-    if len(x) <= INTEGER_TOKENS:
+    """As `reference.matmul`; integers serve while they are faster, then decoded weights."""
+    if len(x) <= INTEGER_TOKENS[packed.bits - COARSEST]:
         product = linear(x, packed)
         return (product if bias is None else product + bias).to(x.dtype)
     count, rows = len(packed.base), max(64, _TILE // packed.length)

@@ -104,9 +104,11 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
         for (int b = 0; b < kBlocks; ++b) step.planes[r][j][b][k] = words[b];
       }
       if constexpr (!STREAM) {
-        const int group = (unit + UNITS * j + t / kThreads) / UNITS_PER_GROUP;
+        // A unit may have its exponent and no block of this thread's: another token's sum needs it all the same.
+        const int one = unit + UNITS * j + t / kThreads;
         step.exponents[r][j] = 0;
-        if (past > 0) step.exponents[r][j] = __ldg(static_cast<const int8_t*>(matrix.exponents) + at.exponent[r] + group);
+        if (!RAGGED || one < p.units)
+          step.exponents[r][j] = __ldg(static_cast<const int8_t*>(matrix.exponents) + at.exponent[r] + one / UNITS_PER_GROUP);
       }
     }
     if constexpr (STREAM) {
