@@ -1,0 +1,1 @@
+"""One file per published figure; the study is a package."""

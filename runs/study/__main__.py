@@ -1,0 +1,163 @@
+"""The command line of the study; runs/study.sh calls it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runs.study.plan import Job
+    from runs.study.work import Places
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "benchmarks" / "results" / "study.jsonl"
+
+
+def main() -> None:
+    a = arguments().parse_args()
+    results = a.results or (ROOT / "demo" / "study-small" / "study.jsonl" if a.small else COMMITTED)
+    if a.report:
+        from runs.study.report import write
+
+        page = a.page or (results.parent / "results.md" if a.small else ROOT / "docs" / "results.md")
+        print("\n".join(write(results, page, small=a.small)))
+        return
+
+    import torch
+
+    from runs.study import plan, work
+
+    device = a.device or ("cuda" if torch.cuda.is_available() and not a.small else "cpu")
+    places = work.Places(a.models, a.data, results, a.commit or commit(), device)
+    if a.export:
+        export(places, a.limit)
+        return
+    jobs = chosen(plan.small() if a.small else plan.full(), a.only)
+    if a.list:
+        show(jobs, places)
+        return
+    if a.claims is not None:  # a worker
+        deadline = a.deadline or float("inf")
+        order = sorted(jobs, key=_large) if a.worker % 5 in (0, 2) else jobs  # small models have queues of their own
+        work.work(order, places, work.Claims(a.claims), deadline, f"[{a.worker}]")
+        return
+    if device == "cuda":
+        check(places)
+    start_workers(a, results)
+    show(jobs, places)
+    if a.small:
+        from runs.study.report import write
+
+        print("\n".join(write(results, a.page or results.parent / "results.md", small=True)))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="runs/study.sh",
+        description="Run the study of docs/results.md, or what is missing of it.",
+        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, and --data; --small needs neither.",
+    )
+    do = parser.add_mutually_exclusive_group()
+    do.add_argument("--list", action="store_true", help="say what is done and what is missing, and stop")
+    do.add_argument("--report", action="store_true", help="write the tables and figures of the page from the results, and stop")
+    do.add_argument("--export", action="store_true", help="write the zero-shot requests (needs lm-eval), and stop")
+    parser.add_argument(
+        "--small", action="store_true", help="every table in reduced form: built-in model, CPU, under ten minutes"
+    )
+    parser.add_argument("--data", type=Path, help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/")
+    parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
+    parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
+    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md)")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes side by side (default 1; six to eight suit a large GPU)"
+    )
+    parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
+    parser.add_argument("--limit", type=int, default=500, help="documents per task for --export (default 500)")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--commit", help="what rows say they were made with (default: that of the checkout)")
+    for hidden, kind in (("--claims", Path), ("--worker", int), ("--deadline", float)):  # how workers are started
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+def commit() -> str:
+    """Of the checkout; with a mark if it was changed since."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def chosen(jobs: Sequence[Job], patterns: Sequence[str] | None) -> list[Job]:
+    found = [job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)]
+    if not found:
+        sys.exit(f"error: no row matches --only {' '.join(patterns or [])}; --list names them all")
+    return found
+
+
+def _large(job: Job) -> bool:
+    return job.key.startswith(("SmolLM2", "observe"))
+
+
+def show(jobs: Sequence[Job], places: Places) -> None:
+    from runs.study import work
+
+    done = work.finished(work.read(places.results))
+    missing = 0
+    for job in jobs:
+        there = work.is_done(job, done, places)
+        missing += not there
+        print(f"{'done   ' if there else 'missing'} {job.key}")
+    print(f"{len(jobs) - missing} done, {missing} missing")
+
+
+def check(places: Places) -> None:
+    """Say what is not there before anything starts."""
+    wanted = [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
+    absent = [str(path) for path in wanted if not path.is_file()]
+    if absent:
+        sys.exit(f"error: missing: {', '.join(absent)}")
+
+
+def start_workers(a: argparse.Namespace, results: Path) -> None:
+    """Start them, and wait."""
+    environment = dict(os.environ)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with tempfile.TemporaryDirectory() as claims:
+        own = ["--claims", claims]
+        if a.minutes:
+            own += ["--deadline", str(time.time() + 60 * a.minutes)]
+        command = [sys.executable, "-m", "runs.study", *sys.argv[1:], *own]
+        workers = [subprocess.Popen([*command, "--worker", str(number)], env=environment) for number in range(a.workers)]
+        failed = [worker.wait() for worker in workers]
+    if any(failed):
+        print(f"{sum(map(bool, failed))} of {len(failed)} workers stopped with an error", file=sys.stderr)
+
+
+def export(places: Places, limit: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from otaro.builtin import MODEL_DIR
+    from otaro.evaluate.harness import PAPER_TASKS
+    from runs.study import zeroshot
+
+    name = "SmolLM2-135M"
+    tokenizer = AutoTokenizer.from_pretrained(places.models / name)
+    any_model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    questions = zeroshot.export(list(PAPER_TASKS), places.file("zeroshot"), tokenizer, limit, any_model)
+    out = places.questions(name)
+    zeroshot.save(questions, out)
+    print(f"{out}: {sum(map(len, questions.values())):,} questions, {out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

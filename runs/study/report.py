@@ -1,0 +1,469 @@
+"""From the results file to the page: tables between its marks, figures beside it. What stands outside the marks is prose.
+
+A mark is `<!-- study: NAME -->`, its end `<!-- /study -->`. A page that does not exist begins with all of them in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from otaro.evaluate.plots import STYLE
+from otaro.sefp.precision import Precision
+from runs.study import plan
+from runs.study.plan import BENCHES, FULL, NAMES, Bench
+from runs.study.quantizers import OTHERS
+from runs.study.work import Result, heldout_score, read
+
+MAIN = ("none", "fp", "fixed", "uniform", "bps", "otaro", "best")
+COLUMNS = (FULL, *NAMES)
+
+
+class Results:
+    """Rows of the results file by what they are."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines = list({line["key"]: line for line in read(path)}.values())
+        self.folder = path.with_suffix("")
+
+    def rows(self, bench: str, name: str) -> dict[int, Result]:
+        """By seed; where several rates were tried, the row with the one that held-out text found best."""
+        found: dict[int, Result] = {}
+        for line in self.lines:
+            if line["bench"] == bench and line["name"] == name and "error" not in line:
+                before = found.get(line["seed"])
+                if before is None or heldout_score(name, line) < heldout_score(name, before):
+                    found[line["seed"]] = line
+        return found
+
+    def values(self, bench: str, name: str, column: str, measure: str = "perplexity") -> list[float]:
+        """One number per seed."""
+        rows = self.rows(bench, name)
+        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows)]
+        return [value for value in found if value is not None]
+
+    def cell(self, bench: str, name: str, column: str) -> list[float]:
+        """Likewise; `fixed` is each precision's own model."""
+        if name.startswith("fixed") and ":" not in name:
+            if column == FULL:
+                return []
+            name = name.replace("fixed", f"fixed:{column}", 1)
+        return self.values(bench, name, column)
+
+    def source(self, *benches: str, command: str = "runs/study.sh --data DIR --workers 8") -> str:
+        """The line under a table: command, commits, machines, seeds."""
+        lines = [line for line in self.lines if line["bench"] in benches]
+        if not lines:
+            return "\n*Not measured.*\n"
+
+        def all_of(field: str) -> str:
+            return ", ".join(sorted({str(line.get(field)) for line in lines}))
+
+        return (
+            f"\n`{command}`; commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}; seeds {all_of('seed')}.\n"
+        )
+
+
+def number(values: Sequence[float]) -> str:
+    """Mean and, of several, the spread (standard deviation)."""
+    if not values:
+        return ""
+    mean = statistics.fmean(values)
+    if mean >= 1e6:
+        return f"{mean:.0e}"
+    digits = 3 if mean < 100 else 1
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown, without rows that are empty."""
+    kept = [row for row in rows if any(row[1:])]
+    if not kept:
+        return "\n*Not measured.*\n"
+    lines = [head, ["---"] * len(head), *kept]
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# Tables -------------------------------------------------------------------------------------------------------------------
+
+
+def task(results: Results, bench: Bench) -> str:
+    """Part 1: methods by precision."""
+    names = [*MAIN, *plan.candidates()]
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in names]
+    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, names) + results.source(bench.name)
+
+
+def truncated(results: Results, bench: Bench) -> str:
+    """Part 1 with the paper's reconstruction."""
+    names = [f"{name}, truncate" for name in MAIN]
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in names]
+    return table(["", *COLUMNS], rows) + results.source(bench.name)
+
+
+def against_fixed(results: Results, bench: Bench) -> str:
+    """By how much one model for all is worse (+) or better (-) than each dedicated one, seeds paired."""
+    rows = []
+    for name in ("best", *plan.candidates(), "uniform", "bps", "otaro"):
+        rows.append([name, *(_paired(results, bench, name, "fixed", column) for column in NAMES)])
+    rows.append(
+        ["best against fixed held as best", *(_paired(results, bench, "best", "fixed, held as best", c) for c in NAMES)]
+    )
+    return table(["", *NAMES], rows) + results.source(bench.name)
+
+
+def _paired(results: Results, bench: Bench, name: str, other: str, column: str) -> str:
+    ours, theirs = results.rows(bench.name, name), results.rows(bench.name, other.replace("fixed", f"fixed:{column}", 1))
+    pairs = [
+        (ours[seed].get("perplexity", {}).get(column), theirs[seed].get("perplexity", {}).get(column))
+        for seed in sorted(ours.keys() & theirs.keys())
+    ]
+    gaps = [100 * (a / b - 1) for a, b in pairs if a and b]
+    if not gaps:
+        return ""
+    shown = f"{statistics.fmean(gaps):+.2f}%"
+    return f"**{shown}**" if statistics.fmean(gaps) > 0 else shown
+
+
+def equal_compute(results: Results, bench: Bench) -> str:
+    """Part 1 at equal compute."""
+    names = ("best", "best, equal compute", "fixed", "fixed, a sixth")
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in NAMES)] for name in names]
+    return table(["", *NAMES], rows) + results.source(bench.name)
+
+
+def zero_shot(results: Results, bench: Bench) -> str:
+    """Part 2: averages by precision, then tasks."""
+    rows = []
+    for name in MAIN:
+        cells = []
+        for column in COLUMNS:
+            own = f"fixed:{column}" if name == "fixed" else name
+            tasks = next((line["zeroshot"].get(column) for line in results.rows(bench.name, own).values()), None)
+            cells.append(_average(tasks) if tasks and not (name == "fixed" and column == FULL) else "")
+        rows.append([_called(name), *cells])
+    text = table(["average of the tasks, %", *COLUMNS], rows)
+    for name in ("none", "fp", "best"):
+        found: Result = next((line["zeroshot"] for line in results.rows(bench.name, name).values()), {})
+        tasks = list(next(iter(found.values()), {}))
+        some = [[task_name, *(_share(found.get(c, {}).get(task_name)) for c in COLUMNS)] for task_name in tasks]
+        if some:
+            text += table([f"`{name}`, %", *COLUMNS], some)
+    return text + results.source(bench.name)
+
+
+def _average(tasks: dict[str, list[float | None]]) -> str:
+    errors = [error or 0.0 for _, error in tasks.values()]
+    mean = statistics.fmean(share for share, _ in tasks.values() if share is not None)
+    return f"{100 * mean:.1f} ± {100 * math.sqrt(sum(e * e for e in errors)) / len(tasks):.1f}"
+
+
+def _share(found: list[float | None] | None) -> str:
+    return "" if not found or found[0] is None else f"{100 * found[0]:.1f} ± {100 * (found[1] or 0.0):.1f}"
+
+
+def ablations(results: Results, bench: Bench) -> str:
+    """Part 3."""
+    groups: dict[str, list[str]] = {}
+    for group, row in plan.ablations():
+        groups.setdefault(group, []).append(row.name)
+    bases = {"lambda": ("bps", "otaro"), "delay": ("bps", "otaro"), "reduction": ("otaro",), "ultra-low": ("otaro",)}
+    titles = {
+        "lambda": "λ (5 is the default)",
+        "delay": "N (10 is the default; `bps` does without LAA)",
+        "reduction": "sum or mean",
+    }
+    rows = []
+    for group, names in groups.items():
+        rows.append([f"**{titles.get(group, group)}**", *([""] * 6), " "])
+        for name in (*bases.get(group, ("best",)), *names):
+            values = [results.values(bench.name, name, column) for column in COLUMNS]
+            if any(values):
+                rows.append([_called(name), *map(number, values)])
+    text = table(["", *COLUMNS], [row for at, row in enumerate(rows) if not _lonely(rows, at)])
+    return text + results.source(bench.name)
+
+
+def _lonely(rows: list[list[str]], at: int) -> bool:
+    """A heading with nothing under it."""
+    following = rows[at + 1 : at + 2]
+    return rows[at][0].startswith("**") and (not following or following[0][0].startswith("**"))
+
+
+def optimizers(results: Results, bench: Bench) -> str:
+    """Open question 1: every row at every rate, those that failed too."""
+    lines = [line for line in results.lines if line["bench"] == bench.name and line["name"].endswith(", SGD")]
+    rows = []
+    for line in sorted(lines, key=lambda line: (line["lr"], line["name"])):
+        shown = [number([v]) if (v := line.get("perplexity", {}).get(c)) else "" for c in COLUMNS]
+        rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else [line.get("error", "")] + [""] * 6)])
+    for name in ("uniform", "bps", "otaro", "otaro, mean"):
+        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c)) for c in COLUMNS)])
+    return table(["", *COLUMNS], rows) + results.source(bench.name)
+
+
+def paths(results: Results, bench: Bench) -> str:
+    """How often the search took each precision, by lambda."""
+    rows = []
+    for name in ("bps, lambda 3", "bps, lambda 4", "bps", "bps, lambda 6", "bps, lambda 7", "otaro"):
+        line = next(iter(results.rows(bench.name, name).values()), {})
+        counts = line.get("path", {})
+        total = sum(counts.values()) or 1
+        rows.append([name, *(f"{counts[c] / total:.1%}" if c in counts else "" for c in NAMES)])
+    return table(["share of the steps", *NAMES], rows) + results.source(bench.name)
+
+
+def others(results: Results, bench: Bench) -> str:
+    """Part 6: what weights tuned in one way are worth in other formats."""
+    tuned = [name for name in ("none", "fp", "best") if results.rows(bench.name, name)]
+    if not tuned:
+        return table([""], [])
+    rows = []
+    for name, (bits, _) in OTHERS.items():
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others")) for t in tuned)])
+    for name in NAMES:
+        bits = Precision(name).bits_per_weight()
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name)) for t in tuned)])
+    rows.sort(key=lambda row: float(row[1]))
+    text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
+    trained = [
+        ["int4 QAT, groups of 64", "4.25", number(results.values(bench.name, "int4 QAT", "E5M3"))],
+        ["`fixed:E5M3`", "4.08", number(results.values(bench.name, "fixed:E5M3", "E5M3"))],
+        ["`best` at E5M3", "4.08", number(results.values(bench.name, "best", "E5M3"))],
+    ]
+    return text + table(["tuned at four bits", "bits a weight", "perplexity"], trained) + results.source(bench.name)
+
+
+def observed(results: Results, model: str) -> str:
+    """Part 4, from the files of `otaro analyze`."""
+    text = ""
+    for reconstruction in ("midpoint", "truncate"):
+        folder = results.folder / f"{model}-{reconstruction}"
+        if not (folder / "gradients.json").is_file():
+            continue
+        g, w = (json.loads((folder / f"{kind}.json").read_text()) for kind in ("gradients", "weights"))
+        rows = []
+        for index, name in enumerate(g["precisions"]):
+            fit, noise, errors = g["fit"][name], g["noise"][name], g["norm_error"][name]
+            cosines = [m["to_fp"][index] for m in g["modules"] if m["to_fp"][index] is not None]
+            exponent = "" if noise["exponent"] is None else f"N^{noise['exponent']:+.2f}"
+            bias = "" if fit["y_bias"] is None else f"{fit['y_bias']:.2f}"
+            error = f"{100 * statistics.fmean(map(abs, errors)):.1f}%"
+            rows.append(
+                [name, f"{g['to_fp'][index]:.3f}", f"{min(cosines):.3f}", error, f"{fit['y_share']:.3f}", bias, exponent]
+            )
+        chance = g["batches"] ** -0.5
+        head = [f"`{reconstruction}`", "cosine with full precision", "worst module", "norm error", "size of Y"]
+        head += [f"bias of Y ({chance:.2f}: noise)", "sum of Y over sum of gradients (N^-0.50: noise)"]
+        text += table(head, rows)
+        sizes = [
+            [f"groups of {size}", f"{found['outlier_groups']:.3%}", *(f"{found['lost'][p] or 0:.1%}" for p in ("E5M4", "E5M3")),
+             *(f"{found['error'][p]:.1%}" for p in ("E5M4", "E5M3"))]
+            for size, found in w["overall"].items()
+        ]  # fmt: skip
+        text += table(["", "with an outlier", "lost at E5M4", "at E5M3", "error at E5M4", "at E5M3"], sizes)
+        text += "\n" + "\n".join(f"`{_plain(found['command'])}`" for found in (g, w)) + "\n"
+    return text or "\n*Not measured.*\n"
+
+
+def _plain(command: str) -> str:
+    """Without the folders of the machine it ran on."""
+    words = re.sub(r"\S*/(models/\S+|[\w.-]+\.txt)", r"\1", command)
+    return re.sub(r" --out \S+", " --out DIR", words)
+
+
+def mixture(results: Results, bench: Bench) -> str:
+    """Part 5."""
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in MAIN]
+    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name)
+
+
+def _called(name: str) -> str:
+    if name.startswith("none"):
+        return name.replace("none", "before", 1)
+    return (
+        f"`fixed:`, {len(NAMES)} models{name.removeprefix('fixed')}"
+        if name.startswith("fixed") and ":" not in name
+        else f"`{name}`"
+    )
+
+
+def _chosen_rates(results: Results, bench: Bench, names: Sequence[str]) -> str:
+    """Which of the rates each method was given."""
+    if len(bench.rates) < 2:
+        return ""
+    every = [own for name in names for own in ([f"fixed:{p}" for p in NAMES] if name == "fixed" else [name])]
+    chosen = {own: rows[0]["lr"] for own in every if (rows := results.rows(bench.name, own)) and 0 in rows and rows[0]["lr"]}
+    told = ", ".join(f"`{own}` {rate:g}" for own, rate in chosen.items())
+    return f"\nLearning rates, of {', '.join(f'{rate:g}' for rate in bench.rates)} by held-out text: {told}.\n"
+
+
+# Figures ------------------------------------------------------------------------------------------------------------------
+
+COLOURS = {"none": "0.6", "fp": "#c44e52", "uniform": "#dd8452", "bps": "#937860", "otaro": "#8172b3", "best": "#2a9d5c"}
+
+
+def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+    """Fig. 3 and 7: how much worse than the dedicated model of each precision."""
+    figure.set_size_inches(4.6 * len(benches), 3.4)
+    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+        for name in ("fp", "uniform", "bps", "otaro", "best"):
+            gaps = []
+            for column in NAMES:
+                ours, theirs = results.cell(bench.name, name, column), results.cell(bench.name, "fixed", column)
+                gaps.append(100 * (statistics.fmean(ours) / statistics.fmean(theirs) - 1) if ours and theirs else math.nan)
+            axes.plot(NAMES, gaps, marker="o", markersize=3, color=COLOURS[name], label=name)
+        axes.axhline(0, color="0.3", linewidth=0.8)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set(title=bench.name, ylabel="perplexity against the dedicated model, %")
+        axes.legend(fontsize=7)
+
+
+def zero_shot_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+    """Table 1 as lines."""
+    figure.set_size_inches(5.2, 3.4)
+    axes = figure.subplots()
+    for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
+        found = next((line["zeroshot"] for line in results.rows(benches[0].name, name).values()), None)
+        if found:
+            means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
+            axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label="before" if name == "none" else name)
+    axes.set(ylabel="average accuracy, %", title=benches[0].name)
+    axes.legend(fontsize=7)
+
+
+def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+    """Fig. 8: lambda and N."""
+    figure.set_size_inches(9, 3.4)
+    bench, (left, right) = benches[0].name, figure.subplots(1, 2)
+    for method in ("bps", "otaro"):
+        for column, style in (("E5M8", "-"), ("E5M4", "--"), ("E5M3", ":")):
+            names = [f"{method}, lambda 3", f"{method}, lambda 4", method, f"{method}, lambda 6", f"{method}, lambda 7"]
+            left.plot(
+                [3, 4, 5, 6, 7], _means(results, bench, names, column), style, color=COLOURS[method], label=f"{method} {column}"
+            )
+    for column, style in (("E5M8", "-"), ("E5M4", "--"), ("E5M3", ":")):
+        names = ["otaro, N 1", "otaro, N 5", "otaro", "otaro, N 20"]
+        right.plot([1, 5, 10, 20], _means(results, bench, names, column), style, color=COLOURS["otaro"], label=column)
+    left.set(xlabel="λ", ylabel="perplexity", title=f"{bench}: exploration", yscale="log")
+    right.set(xlabel="N", title="delay of ultra-low updates (N = 1: none)", yscale="log")
+    left.legend(fontsize=7)
+    right.legend(fontsize=7)
+
+
+def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
+    found = [results.values(bench, name, column) for name in names]
+    return [statistics.fmean(values) if values else math.nan for values in found]
+
+
+def others_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+    """Perplexity over bits a weight."""
+    figure.set_size_inches(4.6 * len(benches), 3.4)
+    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+        bits = [Precision(name).bits_per_weight() for name in NAMES]
+        ours = [statistics.fmean(results.values(bench.name, "best", name) or [math.nan]) for name in NAMES]
+        axes.plot(bits, ours, marker="o", markersize=3, color=COLOURS["best"], label="`best`, one nested model")
+        for name, (size, _) in OTHERS.items():
+            for tuned in ("fp", "best"):
+                values = results.values(bench.name, tuned, name, "others")
+                if values:
+                    axes.plot([size], [statistics.fmean(values)], "x", color=COLOURS[tuned])
+                    axes.annotate(name, (size, statistics.fmean(values)), fontsize=6)
+        axes.plot([], [], "x", color=COLOURS["fp"], label="plain tuning, rounded")
+        axes.plot([], [], "x", color=COLOURS["best"], label="`best`, rounded")
+        axes.set(title=bench.name, xlabel="bits a weight", ylabel="perplexity", yscale="log")
+        axes.legend(fontsize=7)
+
+
+def draw(draw_on: Callable[[Any], None]) -> str:
+    """As SVG, the same for the same numbers."""
+    import io
+
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(layout="constrained")
+        draw_on(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+# The page -----------------------------------------------------------------------------------------------------------------
+
+
+def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
+    """What stands between the marks, by name."""
+    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
+    asked, expert = BENCHES["small, questions" if small else plan.ALPACA], BENCHES["small MoE" if small else "MoE"]
+    models = ["builtin"] if small else ["SmolLM2-135M", "stories15M"]
+    kinds = {"task": task, "against fixed": against_fixed, "truncate": truncated, "equal compute": equal_compute}
+    found: dict[str, Callable[[], str]] = {}
+    for kind, make in kinds.items():
+        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
+    found["zero-shot"] = lambda: zero_shot(results, asked)
+    for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
+        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
+    found |= {f"observations, {model}": partial(observed, results, model) for model in models}
+    found["mixture of experts"] = lambda: mixture(results, expert)
+    found |= {f"others, {bench.name}": partial(others, results, bench) for bench in benches}
+    return found
+
+
+def figures(results: Results, *, small: bool) -> dict[str, str]:
+    """By file name."""
+    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
+    asked = BENCHES["small, questions" if small else plan.ALPACA]
+    drawn = {
+        "task.svg": draw(lambda figure: task_figure(results, benches, figure)),
+        "zero-shot.svg": draw(lambda figure: zero_shot_figure(results, [asked], figure)),
+        "ablations.svg": draw(lambda figure: ablation_figure(results, benches[-1:], figure)),
+        "others.svg": draw(lambda figure: others_figure(results, benches, figure)),
+    }
+    for folder in sorted(results.folder.glob("*")):
+        for name in (
+            "gradients-similarity.svg",
+            "gradients-by-layer.svg",
+            "gradients-perturbation.svg",
+            "gradients-accumulated.svg",
+        ):
+            if (folder / name).is_file() and (small or folder.name.endswith("midpoint")):
+                drawn[f"{folder.name}-{name}"] = (folder / name).read_text()
+    return drawn
+
+
+def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
+    """The page with everything between its marks made anew."""
+
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] not in made:
+            raise SystemExit(f"error: the page has a mark for {match[1]!r}, which is none of: {', '.join(made)}")
+        return f"<!-- study: {match[1]} -->\n{made[match[1]]()}\n<!-- /study -->"
+
+    return re.sub(r"<!-- study: (.+?) -->\n.*?<!-- /study -->", replaced, page, flags=re.DOTALL)
+
+
+def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
+    """Write page and figures; the names of the files."""
+    results = Results(results_file)
+    made = sections(results, small=small)
+    if page.is_file():
+        text = page.read_text()
+    else:
+        text = "# Results\n\n" + "\n".join(f"## {name}\n\n<!-- study: {name} -->\n<!-- /study -->\n" for name in made)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(fill(text, made))
+    drawn = figures(results, small=small)
+    (page.parent / "figures").mkdir(exist_ok=True)
+    for name, drawing in drawn.items():
+        (page.parent / "figures" / name).write_text(drawing)
+    return [str(page), *(str(page.parent / "figures" / name) for name in drawn)]

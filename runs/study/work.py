@@ -1,0 +1,447 @@
+"""What a worker does: takes rows that nobody else has taken, tunes, measures, writes a line; keeps models between rows.
+
+Loading a model, moving it to the GPU and compiling its steps takes longer than tuning it, so a worker holds on to each model it
+has met, with its first weights beside it, and sets them back before a row.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
+from transformers.utils import logging
+
+from otaro.builtin import MODEL_DIR, heldout_text
+from otaro.builtin.documentation import documentation_text
+from otaro.evaluate.machine import cpu_name
+from otaro.sefp.precision import Precision
+from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
+from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
+from otaro.tune.trainer import OtaroTrainer, TrainingError, losses_by_precision
+from runs.study import moe, zeroshot
+from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Bench, Job, Observation, Row
+from runs.study.quantizers import OTHERS, precisely_for
+
+HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
+MEASURED_TOGETHER = 4096  # tokens
+MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
+SMALL_QUESTIONS, SMALL_TEXT = 40, 60_000  # documents; characters
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are."""
+
+    models: Path
+    data: Path | None
+    results: Path
+    commit: str
+    device: str
+
+    def moe(self, bench: Bench) -> Path:
+        """The folder of the mixture of experts."""
+        return self.models / ("study-moe-small" if bench.data == "builtin" else "study-moe")
+
+    def file(self, name: str) -> Path:
+        """A file of the data folder."""
+        if self.data is None:
+            raise SystemExit(
+                "error: --data DIR is needed for all but --small: the folder that holds wikitext-2, alpaca, zeroshot"
+            )
+        return self.data / name
+
+    def questions(self, model: str) -> Path:
+        """The exported zero-shot requests."""
+        return self.models / f"zeroshot-{model}.json.gz"
+
+
+@dataclass
+class Held:
+    """A model in memory, and what is needed to tune it again from its start."""
+
+    model: Any
+    tokenizer: Any
+    start: list[torch.Tensor]
+    compiled_divergence: Any = None
+    benches: dict[str, Material] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Back to the first weights."""
+        torch._foreach_copy_(list(self.model.parameters()), self.start)
+
+
+@dataclass
+class Material:
+    """What a bench tunes on and measures by."""
+
+    training: TokenDataset
+    heldout: list[dict[str, torch.Tensor]]
+    test: list[dict[str, torch.Tensor]]
+    questions: zeroshot.Questions
+
+
+class Worker:
+    """Tunes and measures."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.held = places, {}  # type: Places, dict[str, Held]
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        if places.device == "cuda":
+            # Measuring in TF32: its ten bits of mantissa hold the codes of every precision exactly.
+            torch.set_float32_matmul_precision("high")
+
+    def run(self, row: Row, lr: float) -> Result:
+        """The row's line for the results."""
+        bench = BENCHES[row.bench]
+        held, material = self._prepared(bench)
+        started = time.perf_counter()
+        held.reset()
+        line: Result = {"key": row.key, "bench": row.bench, "name": row.name, "seed": row.seed}
+        line |= {"lr": lr if row.options else None, "settings": row.settings()}
+        try:
+            precisely, path = self._tuned(row, bench, held, material, lr)
+        except TrainingError as error:
+            return line | {"error": str(error).partition(";")[0]} | self._provenance(started)
+        finally:
+            for wrapper in ("forward", "_original_forward"):  # autocast, which Trainer leaves around the model
+                held.model.__dict__.pop(wrapper, None)
+            gc.collect()  # trainers hold themselves, and with them the optimizer's states
+            if self.places.device == "cuda":
+                torch.cuda.empty_cache()
+        tuned_in = time.perf_counter() - started
+        line |= {"path": path} if path else {}
+        wanted = [None if name == FULL else Precision(name) for name in row.measured]
+        if "perplexity" in row.measures:
+            for text, batches in (("heldout", material.heldout), ("perplexity", material.test)):
+                losses = losses_by_precision(held.model, precisely, wanted, batches)
+                line[text] = {name: _perplexity(loss) for name, loss in zip(row.measured, losses, strict=True)}
+        if "others" in row.measures:
+            line["others"] = {
+                name: _perplexity(losses_by_precision(held.model, precisely, [None], material.test)[0])
+                for name in self._rounded(held.model)
+            }
+        if "zeroshot" in row.measures:
+            line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions)
+        return line | {"tuning_seconds": round(tuned_in, 1)} | self._provenance(started)
+
+    def _provenance(self, started: float) -> Result:
+        cuda = self.places.device == "cuda"
+        return {
+            "seconds": round(time.perf_counter() - started, 1),
+            "commit": self.places.commit,
+            "machine": torch.cuda.get_device_name() if cuda else cpu_name(),
+            "torch": torch.__version__,
+        }
+
+    # Tuning -----------------------------------------------------------------------------------------------------------
+
+    def _tuned(self, row: Row, bench: Bench, held: Held, material: Material, lr: float) -> tuple[Precisely, Result]:
+        """Tune the model in place; what it is to be measured with, and how often each precision was taken."""
+        if row.options is None:
+            precisely = precisely_for(row.quantizer, 64, "midpoint")
+            prepare(held.model, precisely)
+            return precisely, {}
+        steps = row.steps or bench.steps or len(material.training) // bench.batch_size
+        cuda = self.places.device == "cuda"
+        with tempfile.TemporaryDirectory() as scratch:
+            arguments = TrainingArguments(
+                scratch, per_device_train_batch_size=bench.batch_size, max_steps=steps, learning_rate=lr,
+                lr_scheduler_type=row.schedule, max_grad_norm=row.clip,
+                optim="sgd" if row.optimizer == "sgd" else "adamw_torch_fused" if cuda else "adamw_torch",
+                bf16=cuda, use_cpu=not cuda, seed=row.seed, report_to=[], save_strategy="no", logging_strategy="no",
+                disable_tqdm=True, remove_unused_columns=False, logging_nan_inf_filter=False, dataloader_drop_last=True,
+            )  # fmt: skip
+            join = collate(padding_id(held.tokenizer))
+            trainer = OtaroTrainer(
+                model=held.model,
+                args=arguments,
+                train_dataset=material.training,
+                data_collator=lambda examples: _padded(join(examples), bench.sequence_length, padding_id(held.tokenizer)),
+                otaro=row.options,
+            )
+            if row.quantizer != "sefp":
+                options = row.options
+                trainer.precisely = precisely_for(row.quantizer, options.group_size, options.reconstruction)
+                prepare(held.model, trainer.precisely)
+            if cuda and bench.compiled:
+                self._compile(trainer, held)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        counts = trainer.search.state_dict().get("counts", {})
+        return trainer.precisely, counts
+
+    @staticmethod
+    def _compile(trainer: OtaroTrainer, held: Held) -> None:
+        """Compile the model's steps once; another trainer of the same model takes them over."""
+        if held.compiled_divergence is None:
+            torch._dynamo.config.recompile_limit = 64  # else a worker that has met many rows silently stops compiling
+            torch._dynamo.config.automatic_dynamic_shapes = False  # a bench has one shape, and benches are few
+            trainer.compile_steps()
+            held.compiled_divergence = trainer._divergence
+        else:
+            trainer._divergence = held.compiled_divergence
+
+    # Measuring --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _rounded(self, model: Any) -> Iterator[str]:
+        """The names of other formats, each while the weights are rounded to it."""
+        weights = {
+            id(module.weight): module.weight for module in model.modules() if isinstance(module, TuneLinear | TuneEmbedding)
+        }
+        before = [weight.detach().clone() for weight in weights.values()]
+        for name, (_, rounding) in OTHERS.items():
+            for weight, exact in zip(weights.values(), before, strict=True):
+                weight.copy_(rounding(exact))
+            yield name
+        torch._foreach_copy_(list(weights.values()), before)
+
+    @torch.inference_mode()
+    def _accuracies(
+        self, model: Any, precisely: Precisely, measured: Sequence[str], questions: zeroshot.Questions
+    ) -> dict[str, Any]:
+        """Of every task at every precision; in float16, which holds the codes exactly as well."""
+        half = torch.float16 if self.places.device == "cuda" else None
+        positions, found = model.config.max_position_embeddings, {}
+        model.eval()
+        for name in measured:
+            precision = None if name == FULL else Precision(name)
+            with (
+                precisely.at(precision, half),
+                torch.compiler.set_stance("force_eager"),
+                torch.autocast(self.places.device, half, enabled=half is not None),
+            ):
+                found[name] = zeroshot.evaluate(model, questions, positions)
+        return found
+
+    # Loading ----------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, bench: Bench) -> tuple[Held, Material]:
+        name = bench.model if bench.model != "moe" else str(self.places.moe(bench))
+        if name not in self.held:
+            self.held[name] = self._loaded(bench)
+        held = self.held[name]
+        if bench.name not in held.benches:
+            held.benches[bench.name] = self._material(bench, held.tokenizer)
+        return held, held.benches[bench.name]
+
+    def _loaded(self, bench: Bench) -> Held:
+        own = bench.model in ("builtin", "moe")
+        directory = MODEL_DIR if own else self.places.models / bench.model
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        if bench.model == "moe":
+            model = moe.load(self.places.moe(bench), bench.data == "builtin")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = model.to(self.places.device)
+        return Held(model, tokenizer, [parameter.detach().clone() for parameter in model.parameters()])
+
+    def _material(self, bench: Bench, tokenizer: Any) -> Material:
+        join, length = collate(padding_id(tokenizer)), bench.sequence_length
+        if bench.data == "alpaca":
+            rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)
+            return Material(rows, [], [], zeroshot.load(self.places.questions(bench.model)))
+        with tempfile.TemporaryDirectory() as scratch:
+            if bench.data == "builtin":
+                tuning, measuring = Path(scratch, "tuning.txt"), Path(scratch, "measuring.txt")
+                tuning.write_text(documentation_text("tuning")[:SMALL_TEXT])
+                measuring.write_text(documentation_text("heldout"))
+            else:
+                tuning, measuring = (self.places.file(f"wikitext-2/{part}.txt") for part in ("valid", "test"))
+            training, heldout = split(load_data(tuning, tokenizer, length), HELD_OUT, 0)
+            test = load_data(measuring, tokenizer, bench.window)
+        count = min(len(test), bench.test_tokens // bench.window)
+        together = max(1, MEASURED_TOGETHER // bench.window)
+        questions = zeroshot.endings(heldout_text(), tokenizer, SMALL_QUESTIONS) if not bench.test_tokens else {}
+        return Material(
+            training,
+            _batches(heldout, len(heldout), MEASURED_TOGETHER // length, join),
+            _batches(test, count, together, join),
+            questions,
+        )
+
+
+def _batches(dataset: TokenDataset, count: int, size: int, join: Any) -> list[dict[str, torch.Tensor]]:
+    return [join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
+
+
+def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:
+    """All batches equally long: each length would be compiled anew."""
+    short = length - batch["input_ids"].shape[1]
+    fills = {"input_ids": padding, "labels": -100, "attention_mask": 0}
+    return {name: torch.nn.functional.pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()}
+
+
+def _perplexity(loss: float) -> float | None:
+    return round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
+
+
+# The results file ---------------------------------------------------------------------------------------------------------
+
+
+def read(results: Path) -> list[Result]:
+    """All lines there are."""
+    lines = results.read_text().splitlines() if results.is_file() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def append(results: Path, line: Result) -> None:
+    """One write, so that lines of several workers do not mix."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with open(results, "ab", buffering=0) as file:
+        file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+
+
+def finished(lines: Sequence[Result]) -> dict[str, Result]:
+    """Lines by key, as far as they were made with the settings that the plan now has for that key."""
+    return {line["key"]: line for line in lines}
+
+
+def is_done(job: Job, done: dict[str, Result], places: Places) -> bool:
+    """Whether the results hold it."""
+    if isinstance(job, Observation):
+        return (observations(places) / job.folder / "gradients.json").is_file()
+    return job.key in done and done[job.key]["settings"] == json.loads(json.dumps(job.settings()))
+
+
+def observations(places: Places) -> Path:
+    """The folder of the files of `otaro analyze`."""
+    return places.results.with_suffix("")
+
+
+def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
+    """The learning rate of a row; None while the rows that decide it are not all there."""
+    if row.options is None:
+        return 0.0
+    if row.lr is not None:
+        return row.lr
+    rates = BENCHES[row.bench].rates
+    start = f"{row.bench}: {row.rate_of}, lr "
+    tried = [done.get(f"{start}{rate:g}, seed {SEEDS[0]}") for rate in rates]
+    if any(line is None for line in tried):
+        return None
+    return min(zip(rates, tried, strict=True), key=lambda pair: heldout_score(row.rate_of, pair[1] or {}))[0]
+
+
+def heldout_score(method: str, line: Result) -> float:
+    """What a row is judged by: log perplexity on held-out text, at its own precision or over all six."""
+    measured = line.get("heldout", {})
+    own = method.removeprefix("fixed:").partition(",")[0]
+    names = [own] if method.startswith("fixed:") else [FULL] if method == "fp" else list(NAMES)
+    values = [measured.get(name) for name in names]
+    return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
+
+
+# The loop -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Claims:
+    """Who does what: a file per job, in a folder that workers share."""
+
+    folder: Path
+
+    def take(self, name: str) -> bool:
+        """True for the first to ask."""
+        try:
+            os.close(os.open(self.folder / name.replace("/", "-"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, label: str) -> None:
+    """Take jobs in their order until none is left, or none that would end in time."""
+    worker, took = Worker(places), {}  # type: Worker, dict[str, float]
+    left = list(jobs)
+    while left:
+        done = finished(read(places.results))
+        left = [job for job in left if not is_done(job, done, places)]
+        job = next((job for job in left if _ready(job, done, places, claims)), None)
+        if job is None:
+            waiting = [job for job in left if isinstance(job, Row) and not _claimed(job, claims)]
+            if not waiting or time.time() > deadline:
+                return
+            time.sleep(0.5)
+            continue
+        bench = job.bench if isinstance(job, Row) else "observe"
+        if time.time() + took.get(bench, 0.0) > deadline:
+            left = [other for other in left if (other.bench if isinstance(other, Row) else "observe") != bench]
+            (claims.folder / job.key.replace("/", "-")).unlink()
+            continue
+        started = time.time()
+        try:
+            told = _do(worker, job, done, places)
+        except Exception as error:  # one row that fails must not take the others with it; it stays missing
+            told = f"FAILED: {type(error).__name__}: {error}"
+        took[bench] = time.time() - started
+        print(f"{label} {job.key}: {told} ({took[bench]:.0f} s)", flush=True)
+
+
+def _claimed(job: Job, claims: Claims) -> bool:
+    return (claims.folder / job.key.replace("/", "-")).exists()
+
+
+def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) -> bool:
+    """Whether it can be done now, and is ours to do."""
+    if isinstance(job, Row):
+        bench = BENCHES[job.bench]
+        if chosen_rate(job, done) is None:
+            return False
+        if bench.model == "moe" and not (places.moe(bench) / moe.WEIGHTS).is_file():
+            if not claims.take(f"make {places.moe(bench).name}"):
+                return False
+            small = bench.data == "builtin"
+            text = None if small else places.file("alpaca/alpaca_5000.json")
+            loss = moe.make(places.moe(bench), text, places.device, small=small)
+            print(f"trained {places.moe(bench).name}, loss {loss:.2f}", flush=True)
+    return claims.take(job.key)
+
+
+def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:
+    if isinstance(job, Observation):
+        return _observe(job, places)
+    lr = chosen_rate(job, done)
+    assert lr is not None
+    line = worker.run(job, lr)
+    append(places.results, line)
+    if "error" in line:
+        return str(line["error"])
+    if "perplexity" in line:
+        return " ".join(f"{name} {value:.2f}" for name, value in line["perplexity"].items() if value)
+    means = {name: sum(task[0] for task in tasks.values()) / len(tasks) for name, tasks in line["zeroshot"].items()}
+    return " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+
+
+def _observe(job: Observation, places: Places) -> str:
+    folder = observations(places) / job.folder
+    own = job.model == "builtin"
+    model = "builtin" if own else str(places.models / job.model)
+    text = "builtin" if own else str(places.file("wikitext-2/valid.txt"))
+    analyze = [sys.executable, "-c", "from otaro.cli.main import main; main()", "analyze"]
+    reading = ["--out", str(folder), "--reconstruction", job.reconstruction]
+    sizes = ["--batches", job.batches, "--batch-size", job.batch_size, "--sequence-length", job.sequence_length]
+    for words in (
+        ["weights", model, *reading],
+        ["gradients", model, "--text", text, *reading, *map(str, sizes), "--device", places.device],
+    ):
+        done = subprocess.run([*analyze, *words], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-500:])
+    return "in " + str(folder)

@@ -1,0 +1,150 @@
+"""Zero-shot tasks without the harness at hand: its requests are written to a file once, and scored where the weights are.
+
+`export` asks lm-evaluation-harness for everything that its tasks would ask a model: the tokens of each context and answer,
+which answer is right, and by which lengths likelihoods are divided. `evaluate` needs nothing but that and a model. The result
+is the harness's own, to the last sample; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS_AT_ONCE = {"cuda": 32_768, "cpu": 2_048}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One document of a task: token ids (context, answer) of each choice, the right one, and what scores are divided by."""
+
+    choices: list[tuple[list[int], list[int]]]
+    gold: int
+    lengths: list[float]
+
+
+Questions = dict[str, list[Question]]
+
+
+def export(names: Sequence[str], data_dir: Path, tokenizer: Any, limit: int, model: Any) -> Questions:
+    """The questions of tasks of the harness; `model` is any model, for the harness wants one before it tokenises."""
+    from importlib import import_module
+
+    from otaro.evaluate.harness import Tasks, _quiet
+
+    tasks = Tasks(names, data_dir)
+    found: Questions = {}
+    for name in tasks.names:
+        (task,) = tasks.prepare(name)["tasks"].values()
+        with _quiet():
+            runner = import_module("lm_eval.models.huggingface").HFLM(pretrained=model, tokenizer=tokenizer)
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
+        by_norm = "acc_norm" in task.aggregation()
+        by_document: dict[int, list[Any]] = {}
+        for instance in task.instances:
+            by_document.setdefault(instance.doc_id, []).append(instance)
+        found[name] = [_question(task, instances, runner, by_norm) for instances in by_document.values()]
+    return found
+
+
+def _question(task: Any, instances: list[Any], runner: Any, by_norm: bool) -> Question:
+    instances = sorted(instances, key=lambda instance: instance.idx)
+    count, document = len(instances), instances[0].doc
+    # Which answer counts as right, and lengths, by what the task itself makes of likelihoods that favour each in turn.
+    right = [
+        task.process_results(document, [(0.0 if i == j else -1e9, False) for j in range(count)])["acc"] for i in range(count)
+    ]
+    lengths = [float(len(choice)) for choice in task.doc_to_choice(document)] if by_norm else [1.0] * count
+    pairs = [tuple(map(list, runner._encode_pair(*instance.args))) for instance in instances]
+    return Question([(context, answer) for context, answer in pairs], right.index(1.0), lengths)
+
+
+def endings(text: str, tokenizer: Any, count: int, seed: int = 0) -> Questions:
+    """Questions made of a text: which of four passages goes on after a context? For when there is no data."""
+    ids, draw = tokenizer(text, verbose=False)["input_ids"], random.Random(seed)
+    questions = []
+    for _ in range(count):
+        starts = [draw.randrange(len(ids) - 48) for _ in range(4)]
+        gold, context = draw.randrange(4), ids[starts[0] : starts[0] + 32]
+        answers = [ids[start + 32 : start + 40] for start in starts]
+        answers[0], answers[gold] = answers[gold], answers[0]
+        questions.append(Question([(context, answer) for answer in answers], gold, [1.0] * 4))
+    return {"endings": questions}
+
+
+def save(questions: Questions, path: Path) -> None:
+    """As compressed JSON."""
+    content = {name: [[q.choices, q.gold, q.lengths] for q in some] for name, some in questions.items()}
+    path.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
+
+
+def load(path: Path) -> Questions:
+    """What `save` wrote."""
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    return {
+        name: [Question([(context, answer) for context, answer in choices], gold, lengths) for choices, gold, lengths in some]
+        for name, some in content.items()
+    }
+
+
+@torch.inference_mode()
+def log_likelihoods(model: Any, questions: Sequence[Question], positions: int) -> list[list[float]]:
+    """The log probability of every choice after its context; a context that does not fit loses its beginning."""
+    requests = [(q, c, *choice) for q, question in enumerate(questions) for c, choice in enumerate(question.choices)]
+    inputs = [(context + answer)[-(positions + 1) :][:-1] for _, _, context, answer in requests]
+    order = sorted(range(len(requests)), key=lambda i: -len(inputs[i]))
+    found = [[0.0] * len(question.choices) for question in questions]
+    budget, at = TOKENS_AT_ONCE[model.device.type], 0
+    while at < len(order):
+        width = len(inputs[order[at]])
+        members = order[at : at + max(1, budget // width)]
+        at += len(members)
+        ids = torch.zeros(len(members), width, dtype=torch.long)
+        rows: list[int] = []
+        columns: list[int] = []
+        targets: list[int] = []
+        for row, i in enumerate(members):
+            ids[row, : len(inputs[i])] = torch.tensor(inputs[i])
+            answer = requests[i][3]
+            rows += [row] * len(answer)
+            columns += range(len(inputs[i]) - len(answer), len(inputs[i]))
+            targets += answer
+        # What is padded comes after everything that counts, so a causal model never looks at it. And the head, the largest
+        # part of a small model, is needed at the answers alone.
+        hidden = model.model(ids.to(model.device), use_cache=False).last_hidden_state
+        where = torch.tensor([rows, columns, targets], device=model.device)
+        logits = model.lm_head(hidden[where[0], where[1]]).float()
+        scores = torch.zeros(len(members), dtype=torch.float64, device=model.device)
+        scores.index_add_(0, where[0], (logits.gather(1, where[2, :, None])[:, 0] - logits.logsumexp(1)).double())
+        for i, score in zip(members, scores.tolist(), strict=True):
+            found[requests[i][0]][requests[i][1]] = score
+    return found
+
+
+def accuracy(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """The share of right answers and its standard error, as the harness computes them."""
+    right = 0
+    for question, likelihoods in zip(questions, scores, strict=True):
+        each = [score / length for score, length in zip(likelihoods, question.lengths, strict=True)]
+        right += each.index(max(each)) == question.gold
+    count = len(questions)
+    share = right / count
+    return share, math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
+
+
+def evaluate(model: Any, questions: Questions, positions: int) -> dict[str, list[float | None]]:
+    """Accuracy and standard error of every task."""
+    everything = [question for some in questions.values() for question in some]
+    scores, at, found = log_likelihoods(model, everything, positions), 0, {}
+    for name, some in questions.items():
+        share, error = accuracy(some, scores[at : at + len(some)])
+        found[name] = [round(share, 5), None if error is None else round(error, 5)]
+        at += len(some)
+    return found

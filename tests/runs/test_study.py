@@ -1,0 +1,267 @@
+"""The study: its plan, the other formats it compares with, zero-shot scoring, and a few rows of its reduced form."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from otaro.builtin import MODEL_DIR
+from otaro.evaluate.harness import evaluate_tasks
+from otaro.sefp.precision import PRECISIONS
+from otaro.tune.fake_quant import quantize
+from runs import convert_llama2c
+from runs.study import plan, report, zeroshot
+from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
+from runs.study.work import Places, append, chosen_rate, finished, is_done, read
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def weights():
+    values = torch.randn(6, 192, generator=torch.Generator().manual_seed(3))
+    values[0] *= 2.0 ** -torch.arange(192).div(8)
+    values[1, :32] = 0.0
+    values[2, 5] = -40.0  # an outlier, negative
+    return values
+
+
+# Other formats ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
+def test_formats_of_llama_cpp_hold_what_gguf_makes_of_the_weights(name, weights):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    theirs = gguf.dequantize(gguf.quantize(weights.numpy(), kind), kind)
+    assert np.array_equal(OTHERS[name][1](weights).numpy(), theirs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_the_nearest_of_their_grid(bits, weights):
+    rounded, most = integers(weights, bits), 2 ** (bits - 1)
+    for row, own in zip(weights.split(64, 1), rounded.split(64, 1), strict=True):
+        scale = (row.abs().amax(1, keepdim=True) / (most - 0.5)).half().float().clamp(min=2**-24)
+        grid = scale * torch.arange(-most, most)
+        nearest = (row.unsqueeze(-1) - grid.unsqueeze(1)).abs().amin(-1)
+        assert torch.allclose((row - own).abs(), nearest, rtol=0, atol=float(scale.max()) * 2**-20)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_moved_by_half_a_step_of_e5m3_the_grid_is_that_of_midpoint(precision, weights):
+    ours = shifted_grid(weights, precision.mantissa_bits, 3)
+    assert torch.equal(ours, quantize(weights, precision.mantissa_bits, 64, "midpoint"))
+
+
+def test_the_grid_holds_zero_where_its_name_says():
+    tiny = torch.tensor([[1.0, 1e-6, *[0.25] * 62]])
+    holds = {m: [bool(shifted_grid(tiny, m, zero)[0, 1] == 0) for zero in (3, 4, None)] for m in (3, 4, 5)}
+    assert holds == {3: [True, False, False], 4: [False, True, False], 5: [False, False, False]}
+
+
+def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on():
+    from otaro.tune.fake_quant import prepare
+
+    config = LlamaConfig(vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model, ids = LlamaForCausalLM(config), torch.arange(8)[None]
+    plain = model(ids).logits
+    rounding = Rounding(lambda weight, precision: integers(weight, 4))
+    prepare(model, rounding)
+    with rounding.at(PRECISIONS[-1]):
+        rounded = model(ids, labels=ids)
+    rounded.loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.copy_(integers(weight, 4))
+            assert weight.grad.abs().sum() > 0, name
+    assert torch.equal(model(ids).logits, rounded.logits)
+    assert not torch.equal(plain, rounded.logits)
+
+
+# Zero-shot ----------------------------------------------------------------------------------------------------------------
+
+
+def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
+    pytest.importorskip("lm_eval")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(MODEL_DIR),
+    )
+    names = ["arc_easy", "boolq"]
+    theirs = evaluate_tasks(model, tokenizer, names, data_dir=task_files)
+    zeroshot.save(zeroshot.export(names, task_files, tokenizer, 100, model), tmp_path / "questions.json.gz")
+    ours = zeroshot.evaluate(model, zeroshot.load(tmp_path / "questions.json.gz"), model.config.max_position_embeddings)
+    for name in names:
+        assert ours[name] == [round(theirs[name].value, 5), round(theirs[name].stderr, 5)]
+
+
+def test_likelihoods_are_those_of_one_request_at_a_time():
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+
+    def some(count):
+        return torch.randint(3, 1000, (count,), generator=draw).tolist()
+
+    two = zeroshot.Question([(some(5), some(2)), (some(30), some(4))], 0, [1.0, 1.0])
+    questions = [two, zeroshot.Question([(some(70), some(3))], 0, [1.0])]  # the last is cut
+    found = zeroshot.log_likelihoods(model, questions, positions=64)
+    for question, scores in zip(questions, found, strict=True):
+        for (context, answer), score in zip(question.choices, scores, strict=True):
+            ids = torch.tensor([(context + answer)[-65:]])
+            logits = model(ids[:, :-1]).logits[0].detach().log_softmax(-1)
+            alone = sum(float(logits[-len(answer) + i, token]) for i, token in enumerate(answer))
+            assert score == pytest.approx(alone, abs=1e-3)
+
+
+# The plan and the results -------------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_a_name_and_settings_of_its_own():
+    for jobs in (plan.full(), plan.small()):
+        keys = [job.key for job in jobs]
+        assert len(set(keys)) == len(keys)
+        rows = [job for job in jobs if isinstance(job, plan.Row)]
+        settings = [json.dumps([row.bench, row.seed, row.settings()], sort_keys=True) for row in rows if row.options]
+        assert len(set(settings)) == len(settings)
+
+
+def test_the_plan_has_all_that_the_study_asks_for():
+    names = {job.name for job in plan.full() if isinstance(job, plan.Row)}
+    for method in ("none", "fp", *(f"fixed:{p}" for p in plan.NAMES), "uniform", "bps", "otaro"):
+        assert {method, f"{method}, truncate"} <= names
+    for rows in (("bps", "lambda", (3, 4, 6, 7)), ("otaro", "lambda", (3, 4, 6, 7)), ("otaro", "N", (1, 5, 20))):
+        assert {f"{rows[0]}, {rows[1]} {value}" for value in rows[2]} <= names
+
+
+def places(tmp_path):
+    return Places(tmp_path, None, tmp_path / "study.jsonl", "abc", "cpu")
+
+
+def test_the_rate_is_the_one_that_held_out_text_prefers(monkeypatch, tmp_path):
+    bench = replace(plan.BENCHES["small"], rates=(1e-4, 1e-3))
+    monkeypatch.setitem(plan.BENCHES, "small", bench)
+    method = plan.methods()[6]
+    assert method.name == "fixed:E5M3"
+    later = next(plan.swept(bench, method, seed=1))
+    where = places(tmp_path)
+    # The second rate is better at full precision and on the test text, which must not count.
+    for row, own, full, test in zip(plan.swept(bench, method, seed=0), (5.0, 6.0), (4.0, 3.0), (9.0, 8.0), strict=True):
+        assert chosen_rate(later, finished(read(where.results))) is None
+        line = {
+            "key": row.key,
+            "settings": row.settings(),
+            "heldout": {"full": full, "E5M3": own},
+            "perplexity": {"E5M3": test},
+        }
+        append(where.results, line)
+        assert is_done(row, finished(read(where.results)), where)
+    assert chosen_rate(later, finished(read(where.results))) == 1e-4
+
+
+def test_a_row_made_with_other_settings_does_not_count(tmp_path):
+    where, row = places(tmp_path), plan.Row("small", "best", plan.BEST, lr=1e-3)
+    append(where.results, {"key": row.key, "settings": {**row.settings(), "steps": 3}})
+    assert not is_done(row, finished(read(where.results)), where)
+
+
+def test_means_spread_and_gaps_are_told(tmp_path):
+    where = places(tmp_path)
+    for seed, ours, theirs in ((0, 10.0, 12.0), (1, 11.0, 10.0)):
+        for name, value in (("best", ours), ("fixed:E5M4", theirs)):
+            line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
+            append(where.results, {**line, "perplexity": {"E5M4": value}, "heldout": {}, "commit": "abc", "machine": "m"})
+    results = report.Results(where.results)
+    shown = report.task(results, plan.BENCHES["SmolLM2-135M"])
+    assert "| `best` |  |  |  |  |  | 10.500 ± 0.707 |  |" in shown
+    assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
+    assert "commit abc; m" in shown
+    gap = 100 * ((10 / 12 - 1) + (11 / 10 - 1)) / 2
+    assert f"| best |  |  |  |  | {gap:+.2f}% |  |" in report.against_fixed(results, plan.BENCHES["SmolLM2-135M"])
+
+
+def test_prose_outside_the_marks_stays():
+    page = "before\n<!-- study: one -->\nold\n<!-- /study -->\nafter\n"
+    assert report.fill(page, {"one": lambda: "new"}) == "before\n<!-- study: one -->\nnew\n<!-- /study -->\nafter\n"
+    with pytest.raises(SystemExit, match="two"):
+        report.fill(page.replace("one", "two"), {"one": lambda: ""})
+
+
+def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path):
+    results = tmp_path / "study.jsonl"
+    rows = ["small: none, seed 0", "small: best, lr*", "small: int4*", "small: fixed:E5M3, lr*", "small, questions: best*"]
+    command = [ROOT / "runs" / "study.sh", "--small", "--results", results, "--models", tmp_path, "--only", *rows]
+
+    def run():
+        environment = {**os.environ, "PYTHON": sys.executable}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+    assert run().count("done    ") == 5
+    lines = results.read_text()
+    assert "5 done, 0 missing" in run()
+    assert results.read_text() == lines
+    by_name = {line["key"]: line for line in map(json.loads, lines.splitlines())}
+    tuned, before = by_name["small: best, lr 0.001, seed 0"], by_name["small: none, seed 0"]
+    assert tuned["perplexity"]["E5M3"] < before["perplexity"]["E5M3"]
+    assert set(tuned["others"]) == set(OTHERS)
+    assert tuned["others"]["Q8_0"] == pytest.approx(tuned["perplexity"]["full"], rel=0.01)
+    assert by_name["small: int4 QAT, chosen lr, seed 0"]["lr"] == 1e-3
+    page = (tmp_path / "results.md").read_text()
+    assert f"{tuned['perplexity']['E5M3']:.3f}" in page
+    assert (tmp_path / "figures" / "others.svg").stat().st_size > 1000
+
+
+# stories15M ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_llama2c_model_is_read_as_it_was(tmp_path):
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+
+    def pairs(weight):  # the order of llama2.c: of each head the first rows of its two halves, then the second ones, ...
+        return weight.view(-1, 2, 3, 24).transpose(1, 2).reshape(-1, 24)
+
+    parts = [state["embed_tokens.weight"]]
+    for name in ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                 "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"):  # fmt: skip
+        stacked = [state[f"layers.{layer}.{name}.weight"] for layer in range(2)]
+        parts += [pairs(weight) if name.endswith(("q_proj", "k_proj")) else weight for weight in stacked]
+    parts += [state["norm.weight"], torch.zeros(16, 6)]
+    header = struct.pack("<7i", 24, 40, 2, 4, 2, 50, 16)
+    content = header + b"".join(part.contiguous().numpy().astype("<f4").tobytes() for part in parts)
+    (tmp_path / "model.bin").write_bytes(content)
+    found = convert_llama2c.read_model(tmp_path / "model.bin")
+    ids = torch.arange(10)[None]
+    assert torch.equal(found(ids).logits, model(ids).logits)
+    (tmp_path / "model.bin").write_bytes(content[:-4])
+    with pytest.raises(SystemExit, match="ends within its weights"):
+        convert_llama2c.read_model(tmp_path / "model.bin")
+
+
+def test_a_llama2c_tokenizer_merges_by_score_and_spells_the_rest_in_bytes(tmp_path):
+    special = [(0.0, b"<unk>"), (0.0, b"\n<s>\n"), (0.0, b"\n</s>\n")]
+    tokens = special + [(0.0, bytes([value])) for value in range(256)]
+    tokens += [(-1.0, b" t"), (-2.0, b"he"), (-3.0, b" the"), (-4.0, b"th")]
+    tokens += [(-9.0, letter) for letter in (b" ", b"t", b"h", b"e", b"n")]
+    content = b"".join(struct.pack("<fi", score, len(token)) + token for score, token in tokens)
+    (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<i", 7) + content)
+    tokenizer = convert_llama2c.read_tokenizer(tmp_path / "tokenizer.bin", len(tokens))
+    encoded = tokenizer.encode("the then\n")
+    assert encoded.tokens == ["<s>", "▁the", "▁the", "n", "<0x0A>"]
+    assert tokenizer.decode(encoded.ids) == "the then\n"
