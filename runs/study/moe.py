@@ -28,6 +28,7 @@ def build(small: bool) -> Any:
         num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2, max_position_embeddings=512,
         tie_word_embeddings=True, sliding_window=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    config._experts_implementation = "eager"  # as it is tuned
     torch.manual_seed(0)
     return MixtralForCausalLM(config).float()
 

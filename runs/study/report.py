@@ -56,9 +56,10 @@ class Results:
             name = name.replace("fixed", f"fixed:{column}", 1)
         return self.values(bench, name, column)
 
-    def source(self, *benches: str, command: str = "runs/study.sh --data DIR --workers 8") -> str:
+    def source(self, bench: str) -> str:
         """The line under a table: command, commits, machines, seeds."""
-        lines = [line for line in self.lines if line["bench"] in benches]
+        lines = [line for line in self.lines if line["bench"] == bench]
+        command = "runs/study.sh --small" if bench.startswith("small") else f"runs/study.sh --data DIR --only '{bench}:*'"
         if not lines:
             return "\n*Not measured.*\n"
 

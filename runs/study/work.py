@@ -36,6 +36,7 @@ from runs.study.quantizers import OTHERS, precisely_for
 
 HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
 MEASURED_TOGETHER = 4096  # tokens
+LONGEST_WAIT = 120  # seconds, for rows that others wait for; after that they have failed
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 SMALL_QUESTIONS, SMALL_TEXT = 40, 60_000  # documents; characters
 
@@ -255,7 +256,9 @@ class Worker:
     def _material(self, bench: Bench, tokenizer: Any) -> Material:
         join, length = collate(padding_id(tokenizer)), bench.sequence_length
         if bench.data == "alpaca":
-            rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)
+            rows = load_data(
+                self.places.file("alpaca/alpaca_5000.json"), tokenizer, length, skip_bad_rows=True
+            )  # two have no answer
             return Material(rows, [], [], zeroshot.load(self.places.questions(bench.model)))
         with tempfile.TemporaryDirectory() as scratch:
             if bench.data == "builtin":
@@ -369,14 +372,14 @@ class Claims:
 def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, label: str) -> None:
     """Take jobs in their order until none is left, or none that would end in time."""
     worker, took = Worker(places), {}  # type: Worker, dict[str, float]
-    left = list(jobs)
+    left, idle_since = list(jobs), time.time()
     while left:
         done = finished(read(places.results))
         left = [job for job in left if not is_done(job, done, places)]
         job = next((job for job in left if _ready(job, done, places, claims)), None)
         if job is None:
             waiting = [job for job in left if isinstance(job, Row) and not _claimed(job, claims)]
-            if not waiting or time.time() > deadline:
+            if not waiting or time.time() > min(deadline, idle_since + LONGEST_WAIT):
                 return
             time.sleep(0.5)
             continue
@@ -390,7 +393,8 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
             told = _do(worker, job, done, places)
         except Exception as error:  # one row that fails must not take the others with it; it stays missing
             told = f"FAILED: {type(error).__name__}: {error}"
-        took[bench] = time.time() - started
+        idle_since = time.time()
+        took[bench] = idle_since - started
         print(f"{label} {job.key}: {told} ({took[bench]:.0f} s)", flush=True)
 
 
@@ -409,7 +413,11 @@ def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) ->
                 return False
             small = bench.data == "builtin"
             text = None if small else places.file("alpaca/alpaca_5000.json")
-            loss = moe.make(places.moe(bench), text, places.device, small=small)
+            try:
+                loss = moe.make(places.moe(bench), text, places.device, small=small)
+            except Exception as error:  # as with rows: what needs it stays missing
+                print(f"{places.moe(bench).name}: FAILED: {type(error).__name__}: {error}", flush=True)
+                return False
             print(f"trained {places.moe(bench).name}, loss {loss:.2f}", flush=True)
     return claims.take(job.key)
 
