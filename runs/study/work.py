@@ -120,8 +120,9 @@ class Worker:
         except TrainingError as error:
             return line | {"error": str(error).partition(";")[0]} | self._provenance(started)
         finally:
-            for wrapper in ("forward", "_original_forward"):  # autocast, which Trainer leaves around the model
-                held.model.__dict__.pop(wrapper, None)
+            # Trainer leaves autocast around the model; measuring is to be without, and the next trainer to put its own.
+            for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
+                held.model.__dict__.pop(left, None)
             gc.collect()  # trainers hold themselves, and with them the optimizer's states
             if self.places.device == "cuda":
                 torch.cuda.empty_cache()

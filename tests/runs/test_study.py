@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from otaro.builtin import MODEL_DIR
 from otaro.evaluate.harness import evaluate_tasks
 from otaro.sefp.precision import PRECISIONS
+from otaro.tune.config import Options
 from otaro.tune.fake_quant import quantize
 from runs import convert_llama2c
-from runs.study import plan, report, zeroshot
+from runs.study import plan, report, work, zeroshot
 from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
 from runs.study.work import Places, append, chosen_rate, finished, is_done, read
 
@@ -220,6 +221,19 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path):
     page = (tmp_path / "results.md").read_text()
     assert f"{tuned['perplexity']['E5M3']:.3f}" in page
     assert (tmp_path / "figures" / "others.svg").stat().st_size > 1000
+
+
+def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path):
+    # In bfloat16, as on a GPU: Trainer then wraps the model in autocast, which must neither stay nor be left out next time.
+    monkeypatch.setattr(work, "TrainingArguments", lambda *a, **k: TrainingArguments(*a, **{**k, "bf16": True}))
+    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], steps=2, test_tokens=256))
+    worker = work.Worker(places(tmp_path))
+    plain, best = plan.Row("small", "fp", Options(method="fp"), measured=("full",)), plan.Row("small", "best", plan.BEST)
+    first = worker.run(plain, 1e-3)["perplexity"]
+    assert worker.run(best, 1e-3)["perplexity"]["full"] != first["full"]
+    assert worker.run(plain, 1e-3)["perplexity"] == first
+    (held,) = worker.held.values()
+    assert held.model.model(torch.arange(8)[None]).last_hidden_state.dtype == torch.float32
 
 
 # stories15M ---------------------------------------------------------------------------------------------------------------
