@@ -112,7 +112,7 @@ def show(jobs: Sequence[Job], places: Places) -> None:
     done = work.finished(work.read(places.results))
     missing = 0
     for job in jobs:
-        there = work.is_done(job, done, places)
+        there = work.is_done(job, done)
         missing += not there
         print(f"{'done   ' if there else 'missing'} {job.key}")
     print(f"{len(jobs) - missing} done, {missing} missing")

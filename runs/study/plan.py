@@ -37,9 +37,9 @@ BENCHES = {
     bench.name: bench
     for bench in (
         Bench("SmolLM2-135M", "SmolLM2-135M", "wikitext", 8, 512, 2048, 147_456, 300),
-        Bench("stories15M", "stories15M", "wikitext", 16, 256, 256, 147_456, 300, rates=(3e-4, 1e-3, 3e-3)),
+        Bench("stories15M", "stories15M", "wikitext", 16, 256, 256, 147_456, 300, rates=(1.5e-4, 3e-4, 6e-4)),
         Bench("SmolLM2-135M, Alpaca", "SmolLM2-135M", "alpaca", 16, 256, 2048, 0, 0),
-        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(5e-4, 2e-3), compiled=False),
+        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(3e-4, 1e-3), compiled=False),
         Bench("small", "builtin", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
         Bench("small, questions", "builtin", "builtin", 8, 64, 128, 0, 10, compiled=False),
         Bench("small MoE", "moe", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
@@ -103,10 +103,9 @@ class Observation:
         """Tells observations apart."""
         return f"observe {self.model}, {self.reconstruction}"
 
-    @property
-    def folder(self) -> str:
-        """Where its files go, under the results."""
-        return f"{self.model}-{self.reconstruction}"
+    def settings(self) -> dict[str, Any]:
+        """Everything that the numbers depend on, as JSON."""
+        return asdict(self)
 
 
 Job = Row | Observation

@@ -5,7 +5,6 @@ A mark is `<!-- study: NAME -->`, its end `<!-- /study -->`. A page that does no
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -30,7 +29,12 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.lines = list({line["key"]: line for line in read(path)}.values())
-        self.folder = path.with_suffix("")
+
+    def observation(self, model: str, reconstruction: str) -> Result | None:
+        """What `otaro analyze` found."""
+        return next(
+            (line for line in self.lines if line["bench"] == "observe" and line["name"] == f"{model}, {reconstruction}"), None
+        )
 
     def rows(self, bench: str, name: str) -> dict[int, Result]:
         """By seed; where several rates were tried, the row with the one that held-out text found best."""
@@ -110,21 +114,26 @@ def truncated(results: Results, bench: Bench) -> str:
     return table(["", *COLUMNS], rows) + results.source(bench.name)
 
 
-def against_fixed(results: Results, bench: Bench) -> str:
-    """By how much one model for all is worse (+) or better (-) than each dedicated one, seeds paired."""
-    rows = []
-    for name in ("best", *plan.candidates(), "uniform", "bps", "otaro"):
-        rows.append([name, *(_paired(results, bench, name, "fixed", column) for column in NAMES)])
-    rows.append(
-        ["best against fixed held as best", *(_paired(results, bench, "best", "fixed, held as best", c) for c in NAMES)]
-    )
+def against_fixed(results: Results, bench: Bench, measure: str = "perplexity") -> str:
+    """By how much one model for all is worse (+, bold) or better (-) than each dedicated one, seeds paired."""
+    rows = [
+        [f"`{name}`", *(_paired(results, bench, name, "fixed", column, measure) for column in NAMES)]
+        for name in ("best", *plan.candidates(), "uniform", "bps", "otaro")
+    ]
+    held = [_paired(results, bench, "best", "fixed, held as best", column, measure) for column in NAMES]
+    rows.append(["`best` against `fixed:` held as `best`", *held])
     return table(["", *NAMES], rows) + results.source(bench.name)
 
 
-def _paired(results: Results, bench: Bench, name: str, other: str, column: str) -> str:
+def choice(results: Results, bench: Bench) -> str:
+    """The same on held-out text, which is what recipes are chosen by."""
+    return against_fixed(results, bench, "heldout")
+
+
+def _paired(results: Results, bench: Bench, name: str, other: str, column: str, measure: str) -> str:
     ours, theirs = results.rows(bench.name, name), results.rows(bench.name, other.replace("fixed", f"fixed:{column}", 1))
     pairs = [
-        (ours[seed].get("perplexity", {}).get(column), theirs[seed].get("perplexity", {}).get(column))
+        (ours[seed].get(measure, {}).get(column), theirs[seed].get(measure, {}).get(column))
         for seed in sorted(ours.keys() & theirs.keys())
     ]
     gaps = [100 * (a / b - 1) for a, b in pairs if a and b]
@@ -244,41 +253,34 @@ def others(results: Results, bench: Bench) -> str:
 
 
 def observed(results: Results, model: str) -> str:
-    """Part 4, from the files of `otaro analyze`."""
+    """Part 4, from `otaro analyze`."""
     text = ""
     for reconstruction in ("midpoint", "truncate"):
-        folder = results.folder / f"{model}-{reconstruction}"
-        if not (folder / "gradients.json").is_file():
+        line = results.observation(model, reconstruction)
+        if line is None:
             continue
-        g, w = (json.loads((folder / f"{kind}.json").read_text()) for kind in ("gradients", "weights"))
         rows = []
-        for index, name in enumerate(g["precisions"]):
-            fit, noise, errors = g["fit"][name], g["noise"][name], g["norm_error"][name]
-            cosines = [m["to_fp"][index] for m in g["modules"] if m["to_fp"][index] is not None]
-            exponent = "" if noise["exponent"] is None else f"N^{noise['exponent']:+.2f}"
-            bias = "" if fit["y_bias"] is None else f"{fit['y_bias']:.2f}"
-            error = f"{100 * statistics.fmean(map(abs, errors)):.1f}%"
-            rows.append(
-                [name, f"{g['to_fp'][index]:.3f}", f"{min(cosines):.3f}", error, f"{fit['y_share']:.3f}", bias, exponent]
-            )
-        chance = g["batches"] ** -0.5
+        for index, name in enumerate(NAMES):
+            fit, exponent = line["fit"][name], line["noise"][name]["exponent"]
+            cosines = [m["to_fp"][index] for m in line["modules"] if m["to_fp"][index] is not None]
+            cells = [name, f"{line['to_fp'][index]:.3f}", f"{min(cosines):.3f}", f"{line['norm_error'][name]:.1%}"]
+            cells += [f"{fit['y_share']:.3f}", "" if fit["y_bias"] is None else f"{fit['y_bias']:.2f}"]
+            rows.append([*cells, "" if exponent is None else f"N^{exponent:+.2f}"])
+        chance = line["settings"]["batches"] ** -0.5
         head = [f"`{reconstruction}`", "cosine with full precision", "worst module", "norm error", "size of Y"]
         head += [f"bias of Y ({chance:.2f}: noise)", "sum of Y over sum of gradients (N^-0.50: noise)"]
         text += table(head, rows)
+        shown = ("E5M4", "E5M3")
         sizes = [
-            [f"groups of {size}", f"{found['outlier_groups']:.3%}", *(f"{found['lost'][p] or 0:.1%}" for p in ("E5M4", "E5M3")),
-             *(f"{found['error'][p]:.1%}" for p in ("E5M4", "E5M3"))]
-            for size, found in w["overall"].items()
-        ]  # fmt: skip
+            [f"groups of {size}", f"{found['outlier_groups']:.3%}"]
+            + [f"{found[kind][p] or 0.0:.1%}" for kind in ("lost", "error") for p in shown]
+            for size, found in line["weights"].items()
+        ]
         text += table(["", "with an outlier", "lost at E5M4", "at E5M3", "error at E5M4", "at E5M3"], sizes)
-        text += "\n" + "\n".join(f"`{_plain(found['command'])}`" for found in (g, w)) + "\n"
+        most = ", ".join(f"`{name}` {share:.2%}" for name, share in line["most_outliers"].items())
+        text += f"\nMost outliers in groups of 64: {most}.\n"
+        text += f"\n`{line['command']}`, and `otaro analyze weights`; commit {line['commit']}; {line['machine']}.\n"
     return text or "\n*Not measured.*\n"
-
-
-def _plain(command: str) -> str:
-    """Without the folders of the machine it ran on."""
-    words = re.sub(r"\S*/(models/\S+|[\w.-]+\.txt)", r"\1", command)
-    return re.sub(r" --out \S+", " --out DIR", words)
 
 
 def mixture(results: Results, bench: Bench) -> str:
@@ -384,6 +386,35 @@ def others_figure(results: Results, benches: Sequence[Bench], figure: Any) -> No
         axes.legend(fontsize=7)
 
 
+def observation_figure(results: Results, models: Sequence[str], figure: Any) -> None:
+    """Fig. 4, the same by layer, and eq. 17."""
+    figure.set_size_inches(12, 3.3 * len(models))
+    shades = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#d8b800"]
+    for (heat, layers, sums), model in zip(figure.subplots(len(models), 3, squeeze=False), models, strict=True):
+        line = results.observation(model, "midpoint")
+        if line is None:
+            continue
+        heat.imshow(line["overall"], vmin=0.5, vmax=1.0)
+        for row, values in enumerate(line["overall"]):
+            for column, value in enumerate(values):
+                heat.text(column, row, f"{value:.2f}", ha="center", va="center", color="w" if value < 0.8 else "k", fontsize=7)
+        heat.set_xticks(range(6), NAMES, fontsize=7)
+        heat.set_yticks(range(6), NAMES, fontsize=7)
+        heat.set_title(f"{model}: cosine of gradients")
+        count = 1 + max(module["layer"] or 0 for module in line["modules"])
+        for index, name in enumerate(NAMES):
+            means = [
+                statistics.fmean(m["to_fp"][index] for m in line["modules"] if m["layer"] == layer) for layer in range(count)
+            ]
+            layers.plot(range(count), means, color=shades[index], label=name)
+            noise = line["noise"][name]
+            sums.plot(noise["n"], noise["ratio"], color=shades[index], marker="o", markersize=3)
+            sums.plot(noise["n"], [noise["ratio"][0] / n**0.5 for n in noise["n"]], ":", color=shades[index], linewidth=0.8)
+        layers.set(title="with full precision, by layer", xlabel="layer")
+        layers.legend(fontsize=7)
+        sums.set(title="|ΣY| / |Σ∇| over N batches (dotted: noise)", xlabel="N", xscale="log", yscale="log")
+
+
 def draw(draw_on: Callable[[Any], None]) -> str:
     """As SVG, the same for the same numbers."""
     import io
@@ -406,8 +437,9 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     """What stands between the marks, by name."""
     benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
     asked, expert = BENCHES["small, questions" if small else plan.ALPACA], BENCHES["small MoE" if small else "MoE"]
-    models = ["builtin"] if small else ["SmolLM2-135M", "stories15M"]
-    kinds = {"task": task, "against fixed": against_fixed, "truncate": truncated, "equal compute": equal_compute}
+    models = [bench.model for bench in benches]
+    kinds = {"task": task, "against fixed": against_fixed, "choice": choice}
+    kinds |= {"truncate": truncated, "equal compute": equal_compute}
     found: dict[str, Callable[[], str]] = {}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
@@ -423,22 +455,14 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
 def figures(results: Results, *, small: bool) -> dict[str, str]:
     """By file name."""
     benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
-    asked = BENCHES["small, questions" if small else plan.ALPACA]
+    asked, models = BENCHES["small, questions" if small else plan.ALPACA], [bench.model for bench in benches]
     drawn = {
         "task.svg": draw(lambda figure: task_figure(results, benches, figure)),
         "zero-shot.svg": draw(lambda figure: zero_shot_figure(results, [asked], figure)),
         "ablations.svg": draw(lambda figure: ablation_figure(results, benches[-1:], figure)),
         "others.svg": draw(lambda figure: others_figure(results, benches, figure)),
+        "observations.svg": draw(lambda figure: observation_figure(results, models, figure)),
     }
-    for folder in sorted(results.folder.glob("*")):
-        for name in (
-            "gradients-similarity.svg",
-            "gradients-by-layer.svg",
-            "gradients-perturbation.svg",
-            "gradients-accumulated.svg",
-        ):
-            if (folder / name).is_file() and (small or folder.name.endswith("midpoint")):
-                drawn[f"{folder.name}-{name}"] = (folder / name).read_text()
     return drawn
 
 

@@ -10,8 +10,6 @@ import gc
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +29,7 @@ from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
 from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
 from otaro.tune.trainer import OtaroTrainer, TrainingError, losses_by_precision
 from runs.study import moe, zeroshot
+from runs.study.observe import observe
 from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Bench, Job, Observation, Row
 from runs.study.quantizers import OTHERS, precisely_for
 
@@ -118,7 +117,7 @@ class Worker:
         try:
             precisely, path = self._tuned(row, bench, held, material, lr)
         except TrainingError as error:
-            return line | {"error": str(error).partition(";")[0]} | self._provenance(started)
+            return line | {"error": str(error).partition(";")[0]} | self.provenance(started)
         finally:
             # Trainer leaves autocast around the model; measuring is to be without, and the next trainer to put its own.
             for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
@@ -140,9 +139,10 @@ class Worker:
             }
         if "zeroshot" in row.measures:
             line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions)
-        return line | {"tuning_seconds": round(tuned_in, 1)} | self._provenance(started)
+        return line | {"tuning_seconds": round(tuned_in, 1)} | self.provenance(started)
 
-    def _provenance(self, started: float) -> Result:
+    def provenance(self, started: float) -> Result:
+        """Where and with what a line was made."""
         cuda = self.places.device == "cuda"
         return {
             "seconds": round(time.perf_counter() - started, 1),
@@ -317,16 +317,9 @@ def finished(lines: Sequence[Result]) -> dict[str, Result]:
     return {line["key"]: line for line in lines}
 
 
-def is_done(job: Job, done: dict[str, Result], places: Places) -> bool:
+def is_done(job: Job, done: dict[str, Result]) -> bool:
     """Whether the results hold it."""
-    if isinstance(job, Observation):
-        return (observations(places) / job.folder / "gradients.json").is_file()
     return job.key in done and done[job.key]["settings"] == json.loads(json.dumps(job.settings()))
-
-
-def observations(places: Places) -> Path:
-    """The folder of the files of `otaro analyze`."""
-    return places.results.with_suffix("")
 
 
 def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
@@ -376,7 +369,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
     left, idle_since = list(jobs), time.time()
     while left:
         done = finished(read(places.results))
-        left = [job for job in left if not is_done(job, done, places)]
+        left = [job for job in left if not is_done(job, done)]
         job = next((job for job in left if _ready(job, done, places, claims)), None)
         if job is None:
             waiting = [job for job in left if isinstance(job, Row) and not _claimed(job, claims)]
@@ -425,7 +418,11 @@ def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) ->
 
 def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:
     if isinstance(job, Observation):
-        return _observe(job, places)
+        started = time.perf_counter()
+        text = None if job.model == "builtin" else places.file("wikitext-2/valid.txt")
+        line = observe(job, places.models, text, places.device) | worker.provenance(started)
+        append(places.results, line)
+        return " ".join(f"{name} {cosine:.3f}" for name, cosine in zip(NAMES, line["to_fp"], strict=True))
     lr = chosen_rate(job, done)
     assert lr is not None
     line = worker.run(job, lr)
@@ -436,21 +433,3 @@ def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> st
         return " ".join(f"{name} {value:.2f}" for name, value in line["perplexity"].items() if value)
     means = {name: sum(task[0] for task in tasks.values()) / len(tasks) for name, tasks in line["zeroshot"].items()}
     return " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-
-
-def _observe(job: Observation, places: Places) -> str:
-    folder = observations(places) / job.folder
-    own = job.model == "builtin"
-    model = "builtin" if own else str(places.models / job.model)
-    text = "builtin" if own else str(places.file("wikitext-2/valid.txt"))
-    analyze = [sys.executable, "-c", "from otaro.cli.main import main; main()", "analyze"]
-    reading = ["--out", str(folder), "--reconstruction", job.reconstruction]
-    sizes = ["--batches", job.batches, "--batch-size", job.batch_size, "--sequence-length", job.sequence_length]
-    for words in (
-        ["weights", model, *reading],
-        ["gradients", model, "--text", text, *reading, *map(str, sizes), "--device", places.device],
-    ):
-        done = subprocess.run([*analyze, *words], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-500:])
-    return "in " + str(folder)

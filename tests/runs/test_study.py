@@ -167,14 +167,14 @@ def test_the_rate_is_the_one_that_held_out_text_prefers(monkeypatch, tmp_path):
             "perplexity": {"E5M3": test},
         }
         append(where.results, line)
-        assert is_done(row, finished(read(where.results)), where)
+        assert is_done(row, finished(read(where.results)))
     assert chosen_rate(later, finished(read(where.results))) == 1e-4
 
 
 def test_a_row_made_with_other_settings_does_not_count(tmp_path):
     where, row = places(tmp_path), plan.Row("small", "best", plan.BEST, lr=1e-3)
     append(where.results, {"key": row.key, "settings": {**row.settings(), "steps": 3}})
-    assert not is_done(row, finished(read(where.results)), where)
+    assert not is_done(row, finished(read(where.results)))
 
 
 def test_means_spread_and_gaps_are_told(tmp_path):
@@ -189,7 +189,7 @@ def test_means_spread_and_gaps_are_told(tmp_path):
     assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
     assert "commit abc; m" in shown
     gap = 100 * ((10 / 12 - 1) + (11 / 10 - 1)) / 2
-    assert f"| best |  |  |  |  | {gap:+.2f}% |  |" in report.against_fixed(results, plan.BENCHES["SmolLM2-135M"])
+    assert f"| `best` |  |  |  |  | {gap:+.2f}% |  |" in report.against_fixed(results, plan.BENCHES["SmolLM2-135M"])
 
 
 def test_prose_outside_the_marks_stays():

@@ -1,0 +1,60 @@
+"""Part 4 of the study: `otaro analyze` on every layer of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from runs.study.plan import Observation
+
+
+def observe(job: Observation, models: Path, text: Path | None, device: str) -> dict[str, Any]:
+    """Run `otaro analyze` and keep what the tables and figures need of its files."""
+    model = "builtin" if job.model == "builtin" else str(models / job.model)
+    sizes = {"--batches": job.batches, "--batch-size": job.batch_size, "--sequence-length": job.sequence_length}
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        reading = ["--out", folder, "--reconstruction", job.reconstruction]
+        for words in (
+            ["weights", model, *reading],
+            ["gradients", model, "--text", str(text or "builtin"), *reading, *flags, "--device", device],
+        ):
+            command = [sys.executable, "-c", "from otaro.cli.main import main; main()", "analyze", *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip()[-500:])
+        weights, gradients = (json.loads(Path(folder, f"{kind}.json").read_text()) for kind in ("weights", "gradients"))
+    errors = {name: sum(map(abs, each)) / len(each) for name, each in gradients["norm_error"].items()}
+    fit = {name: {part: each[part] for part in ("x", "y_share", "y_bias")} for name, each in gradients["fit"].items()}
+    noise = {name: {part: each[part] for part in ("n", "ratio", "exponent")} for name, each in gradients["noise"].items()}
+    shares = {m["module"]: m["by_group_size"]["64"]["outlier_groups"] for m in weights["modules"]}
+    found = {
+        "modules": [{part: module[part] for part in ("layer", "projection", "to_fp")} for module in gradients["modules"]],
+        "overall": gradients["overall"],
+        "to_fp": gradients["to_fp"],
+        "norm_error": errors,
+        "fit": fit,
+        "noise": noise,
+        "weights": weights["overall"],
+        "most_outliers": dict(sorted(shares.items(), key=lambda pair: -(pair[1] or 0.0))[:5]),
+    }
+    stated = f"--reconstruction {job.reconstruction} {' '.join(flags)}"
+    line = {"key": job.key, "bench": "observe", "name": f"{job.model}, {job.reconstruction}", "settings": job.settings()}
+    return (
+        line
+        | {"command": f"otaro analyze gradients MODEL --text valid.txt {stated}"}
+        | {name: _rounded_to(value, 5) for name, value in found.items()}
+    )
+
+
+def _rounded_to(found: Any, digits: int) -> Any:
+    """All numbers with so many significant digits: the file is kept."""
+    if isinstance(found, dict):
+        return {name: _rounded_to(value, digits) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_rounded_to(value, digits) for value in found]
+    return float(f"{found:.{digits}g}") if isinstance(found, float) else found
