@@ -212,34 +212,40 @@ def swept(bench: Bench, method: Method, seed: int) -> Iterator[Row]:
         yield row
 
 
-def small_model_rows(bench: Bench, *, seeds: tuple[int, ...], sgd: tuple[float, ...]) -> Iterator[Row]:
-    """All tables of parts 1, 3 and 6 for a bench whose rates are chosen."""
+def method_rows(bench: Bench, seeds: tuple[int, ...]) -> Iterator[Row]:
+    """Part 1 for a bench whose rates are chosen; other formats are measured on the way."""
     yield Row(bench.name, "none", None, measures=("perplexity", "others"))
     yield Row(bench.name, "none, truncate", None, quantizer="truncate")
-    with_others = ("fp", "best")
     for seed in seeds:
         for method in methods():
-            if method.name in with_others:
+            if method.name in ("fp", "best"):
                 method = replace(method, extra={"measures": ("perplexity", "others")})
             yield from swept(bench, method, seed)
-    for seed in seeds:
-        for method in methods("truncate"):
-            rate_of = method.name.removesuffix(", truncate")
-            yield Row(bench.name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
-        for name, (options, _) in candidates().items():
-            if "rate x" not in name:
-                yield Row(bench.name, name, options, seed, rate_of="best")
-        yield Row(bench.name, "best, equal compute", BEST, seed, rate_of="best", steps=round(EQUAL_COMPUTE * bench.steps))
-        for p in NAMES:
-            options, steps = Options(method=f"fixed:{p}"), max(1, round(SIXTH * bench.steps))
-            yield Row(bench.name, f"fixed:{p}, a sixth", options, seed, rate_of=f"fixed:{p}", measured=(FULL, p), steps=steps)
-    for seed in seeds:
-        measured = (FULL, "E5M3")
-        qat = Row(bench.name, "int4 QAT", Options(method="fixed:E5M3"), seed, quantizer="int4", measured=measured)
-        yield replace(qat, rate_of="fixed:E5M3")
-        for p in NAMES:
-            options = best(method=f"fixed:{p}", weights=None, distill=0.0)
-            yield Row(bench.name, f"fixed:{p}, held as best", options, seed, rate_of="best", measured=(FULL, p))
+
+
+def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """The rest of parts 1 and 6: the paper's reconstruction, other recipes, equal compute, other roundings."""
+    name = bench.name
+    for method in methods("truncate"):
+        rate_of = method.name.removesuffix(", truncate")
+        yield Row(name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
+    qat = Row(name, "int4 QAT", Options(method="fixed:E5M3"), seed, quantizer="int4", measured=(FULL, "E5M3"))
+    yield replace(qat, rate_of="fixed:E5M3")
+    yield Row(name, "best, equal compute", BEST, seed, rate_of="best", steps=round(EQUAL_COMPUTE * bench.steps))
+    for p in NAMES:
+        dedicated, steps = Options(method=f"fixed:{p}"), max(1, round(SIXTH * bench.steps))
+        few = Row(name, f"fixed:{p}, a sixth", dedicated, seed, rate_of=f"fixed:{p}", steps=steps)
+        yield replace(few, measured=(FULL, p))
+    for recipe, (options, factor) in candidates().items():
+        if factor == 1.0:
+            yield Row(name, recipe, options, seed, rate_of="best")
+    for p in NAMES:
+        options = best(method=f"fixed:{p}", weights=None, distill=0.0)
+        yield Row(name, f"fixed:{p}, held as best", options, seed, rate_of="best", measured=(FULL, p))
+
+
+def ablation_rows(bench: Bench, sgd: tuple[float, ...]) -> Iterator[Row]:
+    """Part 3."""
     for _, row in ablations():
         yield replace(row, bench=bench.name)
     for row in optimizers(sgd):
@@ -250,8 +256,8 @@ SMOL, ALPACA = "SmolLM2-135M", "SmolLM2-135M, Alpaca"
 SMOL_RATE, BEST_RATE = 5e-5, 1e-4
 
 
-def smollm2_rows() -> Iterator[Row]:
-    """Parts 1, 3 and 6 for SmolLM2, whose rates docs/log.md settled; then, in between, part 2."""
+def smollm2_rows() -> Iterator[Job]:
+    """All parts but the fifth for SmolLM2, whose rates docs/log.md settled."""
     yield Row(SMOL, "none", None, measures=("perplexity", "others"))
     main = sorted(methods(), key=lambda method: method.name != "best")
     for seed in SEEDS:
@@ -265,6 +271,7 @@ def smollm2_rows() -> Iterator[Row]:
         for name in first:
             yield Row(SMOL, name, recipes[name][0], seed, recipes[name][1] * BEST_RATE)
     yield from alpaca_rows(("none", "best", "fp", "fixed:E5M4", "fixed:E5M3", "otaro", "uniform", "bps"))
+    yield Observation(SMOL, "midpoint")
     yield Row(SMOL, "none, truncate", None, quantizer="truncate")
     truncated = {method.name: method for method in methods("truncate")}
     for name in ("otaro", "uniform", "bps", "fp", "fixed:E5M3", "fixed:E5M4"):
@@ -290,6 +297,7 @@ def smollm2_rows() -> Iterator[Row]:
         if row.name in wanted:
             rate = BEST_RATE if row.rate_of == "best" else SMOL_RATE
             yield replace(row, bench=SMOL, lr=rate, rate_of="")
+    yield Observation(SMOL, "truncate", batches=8)
     for row in optimizers((1e-5, 0.03)):
         if row.name != "uniform, SGD":
             yield replace(row, bench=SMOL)
@@ -322,10 +330,11 @@ def moe_rows(bench: Bench) -> Iterator[Row]:
 
 def full() -> list[Job]:
     """The study."""
-    seen = list(small_model_rows(BENCHES["stories15M"], seeds=SEEDS, sgd=(1e-5, 0.03, 0.1)))
-    observations = [Observation("SmolLM2-135M", "midpoint"), Observation("SmolLM2-135M", "truncate", batches=8)]
-    observations += [Observation("stories15M", "midpoint"), Observation("stories15M", "truncate")]
-    return [*smollm2_rows(), *seen, *moe_rows(BENCHES["MoE"]), *observations]
+    stories = BENCHES["stories15M"]
+    jobs: list[Job] = [*smollm2_rows(), *method_rows(stories, SEEDS), *moe_rows(BENCHES["MoE"])]
+    jobs += [*ablation_rows(stories, (1e-5, 0.03, 0.1)), *(row for seed in SEEDS for row in variant_rows(stories, seed))]
+    jobs += [Observation("stories15M", "midpoint"), Observation("stories15M", "truncate")]
+    return jobs
 
 
 def small() -> list[Job]:
@@ -336,6 +345,7 @@ def small() -> list[Job]:
     for name in ("fp", "fixed:E5M4", "fixed:E5M3", "uniform", "bps", "otaro", "best"):
         method = known[name]
         asked.append(Row(questions.name, name, method.options, 0, 1e-3, measured=method.measured, measures=("zeroshot",)))
-    rows = list(small_model_rows(BENCHES["small"], seeds=SEEDS[:1], sgd=(1e-5, 0.01)))
+    bench = BENCHES["small"]
+    rows = [*method_rows(bench, SEEDS[:1]), *variant_rows(bench, SEEDS[0]), *ablation_rows(bench, (1e-5, 0.01))]
     observed = Observation("builtin", "midpoint", batches=2, batch_size=2, sequence_length=64)
     return [*rows, *asked, *moe_rows(BENCHES["small MoE"]), observed]

@@ -34,6 +34,7 @@ from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Bench, Job, Observation
 from runs.study.quantizers import OTHERS, precisely_for
 
 HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
+MOST_FAILURES = 4
 MEASURED_TOGETHER = 4096  # tokens
 LONGEST_WAIT = 120  # seconds, for rows that others wait for; after that they have failed
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
@@ -366,7 +367,7 @@ class Claims:
 def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, label: str) -> None:
     """Take jobs in their order until none is left, or none that would end in time."""
     worker, took = Worker(places), {}  # type: Worker, dict[str, float]
-    left, idle_since = list(jobs), time.time()
+    left, idle_since, failures = list(jobs), time.time(), 0
     while left:
         done = finished(read(places.results))
         left = [job for job in left if not is_done(job, done)]
@@ -385,11 +386,15 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         started = time.time()
         try:
             told = _do(worker, job, done, places)
+            failures = 0
         except Exception as error:  # one row that fails must not take the others with it; it stays missing
             told = f"FAILED: {type(error).__name__}: {error}"
+            failures += 1
         idle_since = time.time()
         took[bench] = idle_since - started
         print(f"{label} {job.key}: {told} ({took[bench]:.0f} s)", flush=True)
+        if failures == MOST_FAILURES:
+            raise SystemExit(f"{label} {failures} jobs failed one after the other; giving up")
 
 
 def _claimed(job: Job, claims: Claims) -> bool:
