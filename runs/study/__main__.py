@@ -129,7 +129,7 @@ def check(places: Places) -> None:
 def start_workers(a: argparse.Namespace, results: Path) -> None:
     """Start them, and wait."""
     environment = dict(os.environ)
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * (os.cpu_count() or 1) // a.workers)))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory() as claims:
