@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from otaro.cli.main import app
@@ -56,10 +57,14 @@ def test_json_is_one_line(tiny):
         (["--kv", "fp8"], PrecisionError, "unknown precision 'fp8'"),
         (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
         (["--gguf-dir", "x"], OtaroError, "--gguf-dir keeps the files of --against llama.cpp, which is not given"),
+        (["--device", "cuda"], OtaroError, "--device cuda, but torch finds no NVIDIA GPU"),
+        (["--device", "mps"], OtaroError, "--device mps: cpu, cuda, cuda:1, ... can be timed"),
+        (["--device", "gpu"], OtaroError, "--device gpu: cpu, cuda, cuda:1, ... can be timed"),
         (["--context", "600"], OtaroError, "the model has 512 positions"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(tiny, flags, error, message):
+def test_flags_that_make_no_sense_are_refused(tiny, monkeypatch, flags, error, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         bench(tiny, *flags)
 

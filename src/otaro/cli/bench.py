@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from otaro.cli import console
-from otaro.cli.generate import DirectoryArgument
+from otaro.cli.generate import DeviceOption, DirectoryArgument
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,6 +21,7 @@ LLAMA = "llama.cpp"
 
 def bench(
     directory: DirectoryArgument,
+    device: DeviceOption = "cpu",
     precision: Annotated[
         str | None,
         typer.Option("--precision", "-p", help="Some of E5M8,...,E5M3; by default all that are there.", show_default=False),
@@ -34,7 +35,8 @@ def bench(
         str | None, typer.Option(help="Keep keys and values at E5M8 to E5M3 instead of float16.", show_default=False)
     ] = None,
     transformers: Annotated[
-        bool, typer.Option("--transformers", help="Also time transformers in float32 on the decoded weights.")
+        bool,
+        typer.Option("--transformers", help="Also time transformers on the decoded weights: in float32, on a GPU in float16."),
     ] = False,
     against: Annotated[
         str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.", show_default=False)
@@ -47,7 +49,7 @@ def bench(
 ) -> None:
     """Time prefill and decode at each precision, in turns, and say how much of the memory's bandwidth that is.
 
-    Every contender reads the same tokens on the same number of threads. Figures are medians over the rounds.
+    Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
     """
     import otaro
     from otaro.evaluate import speed
@@ -64,6 +66,7 @@ def bench(
             directory,
             settings,
             chosen,
+            device=device,
             with_transformers=transformers,
             with_llama=against == LLAMA,
             gguf_dir=gguf_dir,
@@ -80,8 +83,10 @@ def show(result: Bench) -> None:
     for line in _head(result):
         console.out.print(line, highlight=False, soft_wrap=True)
     console.out.print(_speeds(result))
-    _remark(f"a plain read of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s")
+    _remark(f"a plain {_plain(result)} of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s")
     console.out.print(_memory(result))
+    if result.graph_bytes is not None:
+        _remark(f"graphs captured for all precisions together take another {console.size(result.graph_bytes)}")
     if result.others:
         console.out.print(_others(result))
         if any(LLAMA in other.name for other in result.others):
@@ -92,15 +97,13 @@ def show(result: Bench) -> None:
 
 def _head(result: Bench) -> Iterator[str]:
     """Where and how it was measured."""
-    from otaro.evaluate.speed import DECODE_PATH
-
     settings = result.settings
-    kv = settings.kv or ("float16" if result.path == DECODE_PATH else "float32")
     kernels = f"{result.kernels} ({console.escape(result.kernels_reason)})"
     yield f"[bold]{console.escape(result.model)}[/]"
-    yield f"{console.escape(result.machine)}, {_many(result.threads, 'thread')}; kernels {kernels}"
+    threads = "" if _on_gpu(result) else f", {_many(result.threads, 'thread')}"
+    yield f"{console.escape(result.machine)}{threads}; kernels {kernels}"
     yield ", ".join(f"{name} {version}" for name, version in console.versions().items())
-    yield f"{console.escape(result.path)}, keys and values in {kv}"
+    yield f"{console.escape(result.path)}, keys and values in {result.kv_type}"
     yield (
         f"prefill of {_many(settings.prompt_tokens, 'token')}; decode of {settings.tokens} after {settings.context}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns"
@@ -109,7 +112,9 @@ def _head(result: Bench) -> Iterator[str]:
 
 def _speeds(result: Bench) -> Table:
     table = _table(
-        "Speed", ["precision"], ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", "of plain\nread"]
+        "Speed",
+        ["precision"],
+        ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", f"of plain\n{_plain(result)}"],
     )
     for row in result.precisions:
         table.add_row(
@@ -124,9 +129,8 @@ def _speeds(result: Bench) -> Table:
 
 
 def _memory(result: Bench) -> Table:
-    table = _table(
-        "Memory, and switching to it", ["precision"], ["shards", "KV cache", "resident", "of shards\nand KV", "switch"]
-    )
+    memory = "allocated" if _on_gpu(result) else "resident"
+    table = _table("Memory, and switching to it", ["precision"], ["shards", "KV cache", memory, "of shards\nand KV", "switch"])
     for row in result.precisions:
         held = row.resident_bytes
         table.add_row(
@@ -138,6 +142,14 @@ def _memory(result: Bench) -> Table:
             "-" if row.switch is None else f"{row.switch * 1e6:.0f} us",
         )
     return table
+
+
+def _on_gpu(result: Bench) -> bool:
+    return result.device == "cuda"
+
+
+def _plain(result: Bench) -> str:
+    return "copy" if _on_gpu(result) else "read"
 
 
 def _others(result: Bench) -> Table:

@@ -1,8 +1,8 @@
 """What `otaro bench` times: things that read tokens, one after the other, and remember them.
 
 An engine is fed tokens and computes the logits that follow the last one; how it does so is its own affair. Ours come in two
-kinds: the decode path for the architectures it knows, and transformers' forward on the packed modules for all others.
-`plain_model` makes an ordinary float32 model of the decoded weights, the one to compare with.
+kinds: the decode path for the architectures it knows, of a CPU or of a GPU, and transformers' forward on the packed modules
+for all others. `plain_model` makes an ordinary model of the decoded weights, the one to compare with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from otaro.errors import OtaroError
 from otaro.runtime.decode import Decoder
+from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.precision import attachment
 from otaro.sefp.precision import Precision
 
@@ -29,8 +31,34 @@ class Engine(Protocol):
     def keep(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
 
+    def decode(self, ids: list[int]) -> None:
+        """Read these tokens one by one."""
+        for token in ids:
+            self.feed([token])
 
-class DecodePath:
+
+class OurEngine(Engine, Protocol):
+    """One that tells what its keys and values take."""
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of keys and values, once something was read."""
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Held for so many tokens."""
+        return round(self.kv_bytes_per_token * tokens)
+
+
+def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -> tuple[OurEngine, str | None]:
+    """What runs a nested model here, and why it is not the decode path, if it is not."""
+    if why_not := GpuDecoder.why_not(model) if on_gpu else Decoder.why_not(model):
+        if kv:
+            raise OtaroError(f"keys and values at {kv} need the decode path, but {why_not}")
+        return Forward(model), why_not
+    return GpuPath(model, kv, positions) if on_gpu else DecodePath(model, kv), None
+
+
+class DecodePath(OurEngine):
     """The decode path, with its keys and values in float16 or at the precision `kv`."""
 
     def __init__(self, model: Any, kv: Precision | None = None) -> None:
@@ -51,7 +79,47 @@ class DecodePath:
         return float(self._cache.nbytes / (-(-self._cache.length // _GROWTH) * _GROWTH))
 
 
-class Forward:
+class GpuPath(OurEngine):
+    """The decode path of a GPU, with room for `positions` tokens."""
+
+    def __init__(self, model: Any, kv: Precision | None, positions: int) -> None:
+        self._decoder = GpuDecoder.of(model)
+        self._cache = self._decoder.new_cache(kv, capacity=positions)
+
+    def feed(self, ids: list[int]) -> None:
+        """Start to read tokens."""
+        self._decoder.forward(ids, self._cache)
+
+    def decode(self, ids: list[int]) -> None:
+        """Read as many tokens as `generate` does: the first of these, then the likeliest, started one step ahead."""
+        self._decoder.begin(ids[:1], self._cache)
+        last = None
+        for _ in ids:
+            now = self._decoder.advance()
+            if last is not None:
+                self._decoder.chosen(last)
+            last = now
+
+    def keep(self, length: int) -> None:
+        """Forget later tokens."""
+        self._cache.crop(length)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of keys and values."""
+        return self._cache.nbytes / self._cache.capacity
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The room is of one size from the start."""
+        return self._cache.nbytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Of the graphs captured so far."""
+        return self._decoder.graph_bytes
+
+
+class Forward(OurEngine):
     """A transformers model, packed or plain, called token by token with its own cache."""
 
     def __init__(self, model: Any) -> None:
@@ -61,7 +129,9 @@ class Forward:
     @torch.inference_mode()
     def feed(self, ids: list[int]) -> None:
         """Read tokens."""
-        self._model(torch.tensor([ids]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._model(
+            torch.tensor([ids], device=self._model.device), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
 
     def keep(self, length: int) -> None:
         """Forget later tokens."""
@@ -79,24 +149,26 @@ class Forward:
         return float(held / self._cache.get_seq_length())
 
 
-def plain_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a nested model at its finest, in float32, by their names in an ordinary checkpoint; tied ones once."""
+def plain_weights(model: Any, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a nested model at its finest, by their names in an ordinary checkpoint; tied ones once."""
     attached = attachment(model)
     finest = attached.nested.finest
     for name, tensor in model.state_dict().items():
-        yield name, tensor.float()
+        yield name, tensor.to(dtype)
     for packed in dict.fromkeys(module.packed for module in attached.modules.values()):
         packed.reach(finest.mantissa_bits)
-        yield packed.name, packed.decode(finest.mantissa_bits, torch.float32).reshape(packed.shape)
+        yield packed.name, packed.decode(finest.mantissa_bits, dtype).reshape(packed.shape)
 
 
-def plain_model(model: Any) -> Any:
-    """An ordinary float32 model with the weights of a nested one at its finest precision."""
+def plain_model(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """An ordinary model, where the nested one is, with its weights at their finest precision."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
     with torch.device("meta"):
         plain = type(model)(config)
-    plain.to_empty(device="cpu").load_state_dict(dict(plain_weights(model)), strict=False)
+    for parameter in plain.parameters():  # and not buffers: angles stay precise
+        parameter.data = parameter.data.to(dtype)
+    plain.to_empty(device=model.device).load_state_dict(dict(plain_weights(model, dtype)), strict=False)
     plain.tie_weights()
     # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings.
     there = dict(plain.named_buffers())

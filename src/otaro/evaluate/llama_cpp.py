@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.engines import plain_weights
+from otaro.evaluate.engines import Engine, plain_weights
 from otaro.file.atomic import explained
 from otaro.runtime.precision import attachment
 
@@ -119,7 +119,7 @@ def _frequency_factors(model: Any) -> torch.Tensor | None:
     return None if torch.allclose(factors, torch.ones_like(factors)) else factors
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """A GGUF file, run by llama.cpp on `threads` threads with room for `positions` tokens."""
 
     def __init__(self, path: Path, *, threads: int, positions: int) -> None:

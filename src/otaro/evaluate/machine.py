@@ -1,4 +1,4 @@
-"""What a benchmark has to know of the machine: its processor, its memory's speed, and how much of it this process holds."""
+"""What a benchmark has to know of the machine: its processor or GPU, its memory's speed, how much of it is held, the time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,87 @@ import gc
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from otaro.errors import OtaroError
+
+COPY_BYTES = 1 << 30
+
+
+class Cpu:
+    """Where a model runs: here."""
+
+    kind = "cpu"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    @property
+    def name(self) -> str:
+        """The processor, in its maker's words."""
+        return cpu_name()
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+
+    def held_bytes(self) -> int | None:
+        """Memory that is in use; None where the system does not tell."""
+        return resident_bytes()
+
+    def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
+        """Something that moves about `size` bytes of memory and does nothing else; and how many bytes it moves."""
+        return plain_read(size), size
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """How long a call takes, with all that it starts and nothing that was started before."""
+        self.finish()
+        started = time.perf_counter()
+        call()
+        self.finish()
+        return time.perf_counter() - started
+
+
+class Gpu(Cpu):
+    """An NVIDIA GPU: work is started there and waited for."""
+
+    kind = "cuda"
+
+    @property
+    def name(self) -> str:
+        """The GPU, in its maker's words."""
+        return str(torch.cuda.get_device_name(self.device))
+
+    def finish(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def held_bytes(self) -> int | None:
+        """Of tensors on the GPU."""
+        gc.collect()
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
+        """A copy by a kernel, read and written bytes counted; ever the same size, as a small one would measure its launch."""
+        source = torch.zeros(COPY_BYTES // 8, dtype=torch.int64, device=self.device)
+        target = torch.empty_like(source)
+        return lambda: torch.bitwise_not(source, out=target), 2 * source.nbytes
+
+
+def processor(device: str) -> Cpu:
+    """What runs on a device; refused where there is none."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise OtaroError(f"--device {device}: cpu, cuda, cuda:1, ... can be timed")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OtaroError(f"--device {device}, but torch finds no NVIDIA GPU")
+    return Gpu(device) if kind == "cuda" else Cpu(device)
 
 
 def plain_read(size: int) -> Callable[[], object]:

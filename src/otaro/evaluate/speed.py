@@ -8,17 +8,19 @@ over the others, and ratios are medians of the ratios within rounds.
 Decoding reads every weight once per token, so its time is compared with that of reading memory. The bytes per token are base
 nibbles, planes and exponents of all matrices as they lie in memory, of experts those that a token takes, plus the keys and
 values of the tokens before. An embedding counts where it is also the head; a single row of it, norms and biases are left out.
-The yardstick is a plain read of a buffer larger than caches are, on as many threads, which takes its turn in every round.
+The yardstick is a plain read of a buffer larger than caches are, on as many threads, which takes its turn in every round; on a
+GPU it is a copy by a kernel, bytes read and written counted.
 
-Memory is what the process has grown by since before the model was opened. The warm-up goes from the coarsest precision to the
-finest, each mapping one more shard, so that every figure is that of a process which never ran at a finer one.
+Memory is what the process has grown by since before the model was opened; on a GPU, what tensors there have. The warm-up goes
+from the coarsest precision to the finest, each mapping one more shard, so that every figure is that of a process which never
+ran at a finer one. A GPU is waited for before a clock is looked at.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -30,15 +32,14 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
+from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_for, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
-from otaro.evaluate.machine import cpu_name, plain_read, resident_bytes
+from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import NESTED_FILES, resolve_model
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
-from otaro.runtime.decode import Decoder
 from otaro.runtime.load import load
 from otaro.runtime.modules import SefpEmbedding, SefpExperts
 from otaro.runtime.precision import attachment, set_precision
@@ -106,7 +107,7 @@ class PrecisionSpeed:
     bandwidth_share: float
     """Of a plain read of memory."""
     resident_bytes: int | None
-    """Growth of the process since before the model was opened; None where the system does not tell."""
+    """Growth of memory, on a GPU of the GPU's, since before the model was opened; None where the system does not tell."""
     file_bytes: int
     kv_cache_bytes: int
     """Held at the end of a turn, when memory is looked at."""
@@ -140,14 +141,22 @@ class Bench:
     """Everything `otaro bench` shows."""
 
     model: str
+    device: str
+    """cpu or cuda."""
     machine: str
+    """The processor or the GPU."""
     threads: int
     kernels: str
     kernels_reason: str
     path: str
     """What computes a token: our decode path, or transformers and why."""
+    kv_type: str
+    """Of keys and values."""
     settings: Settings
     read_bandwidth: float
+    """Of a plain read of memory; on a GPU, of a plain copy."""
+    graph_bytes: int | None
+    """Of what was captured on a GPU to be launched at once, for all precisions."""
     precisions: list[PrecisionSpeed]
     others: list[Contender]
     ratios: list[Ratio]
@@ -164,12 +173,17 @@ def bench(
     settings: Settings,
     precisions: Sequence[Precision] | None = None,
     *,
+    device: str = "cpu",
     with_transformers: bool = False,
     with_llama: bool = False,
     gguf_dir: Path | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
     """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
+    place = processor(device)
+    on_gpu = place.kind == "cuda"
+    if with_llama and on_gpu:
+        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
     if with_llama:
         library()  # a missing package shows before anything is measured
     nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
@@ -179,25 +193,22 @@ def bench(
     turns = (1 + settings.rounds) * (len(chosen) + with_transformers + len(kinds))
     with ExitStack() as stack:
         threads = stack.enter_context(_threads(settings.threads))
-        kernels, reason = ops.backend()
+        kernels, reason = ops.backend(place.device)
         _check_positions(load(nested.path, chosen[-1]).config, settings)
-        before = resident_bytes()  # the model is gone again, what Python imported for it stays and does not count
-        model = load(nested.path, chosen[-1])
+        before = place.held_bytes()  # the model is gone again, what Python imported for it stays and does not count
+        model = load(nested.path, chosen[-1], device=place.device)
         ids = _random_ids(model.config.vocab_size, settings.positions)
-        why_not = Decoder.why_not(model)
-        if why_not and settings.kv:
-            raise OtaroError(f"keys and values at {settings.kv} need the decode path, but {why_not}")
-        ours = Forward(model) if why_not else DecodePath(model, settings.kv)
-        timer = _Timer(ids, settings, turns, progress)
+        ours, why_not = engine_for(model, settings.kv, settings.positions, on_gpu)
+        timer = _Timer(place, ids, settings, turns, progress)
 
         grown: dict[str, int | None] = {}
         for precision in reversed(chosen):
             timer.add(str(precision), _AtPrecision(model, precision, ours))
-            now = resident_bytes()
+            now = place.held_bytes()
             grown[str(precision)] = None if now is None or before is None else now - before
         others: dict[str, int] = {}
         if with_transformers:
-            plain = plain_model(model)
+            plain = plain_model(model, torch.float16 if on_gpu else torch.float32)
             others[TRANSFORMERS] = sum(tensor.nbytes for tensor in plain.parameters())
             timer.add(TRANSFORMERS, Forward(plain))
         folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
@@ -228,24 +239,27 @@ def bench(
                     bandwidth_share=bandwidth / read_bandwidth,
                     resident_bytes=grown[str(precision)],
                     file_bytes=_file_bytes(nested, precision),
-                    kv_cache_bytes=round(ours.kv_bytes_per_token * (settings.context + settings.tokens)),
+                    kv_cache_bytes=ours.kv_bytes(settings.context + settings.tokens),
                     switch=switches.get(precision),
                 )
             )
         ratios = _ratios(rounds, [str(p) for p in chosen], others)
         return Bench(
             model=str(nested.path),
-            machine=cpu_name(),
+            device=place.kind,
+            machine=place.name,
             threads=threads,
             kernels=kernels,
             kernels_reason=reason,
             path=f"transformers: {why_not}" if why_not else DECODE_PATH,
+            kv_type=_kv_type(model, ours, settings),
             settings=settings,
             read_bandwidth=read_bandwidth,
+            graph_bytes=ours.graph_bytes if isinstance(ours, GpuPath) else None,
             precisions=rows,
             others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
             ratios=ratios,
-            bars=list(_bars(rows, ratios)) if others else [],
+            bars=list(_bars(rows, ratios, on_gpu)) if others else [],
         )
 
 
@@ -262,7 +276,7 @@ class _AtPrecision:
 
     def __init__(self, model: Any, precision: Precision, engine: Engine) -> None:
         self._model, self._precision, self._engine = model, precision, engine
-        self.feed = engine.feed
+        self.feed, self.decode = engine.feed, engine.decode
 
     def keep(self, length: int) -> None:
         """Forget later tokens; every turn begins with this, so the precision is set here."""
@@ -273,7 +287,8 @@ class _AtPrecision:
 class _Timer:
     """Lets engines take turns."""
 
-    def __init__(self, ids: list[int], settings: Settings, turns: int, progress: Progress) -> None:
+    def __init__(self, place: Cpu, ids: list[int], settings: Settings, turns: int, progress: Progress) -> None:
+        self._place = place
         self._ids, self._settings, self._progress = ids, settings, progress
         self._turns, self._done = turns, 0
         self._engines: dict[str, Engine] = {}
@@ -288,33 +303,29 @@ class _Timer:
         self._progress(what, self._done, self._turns)
 
     def run(self) -> tuple[dict[str, Rounds], float]:
-        """Seconds of every engine in every round, and the bytes per second of a plain read."""
+        """Seconds of every engine in every round, and the bytes per second of plain access to memory."""
         rounds = {name: Rounds() for name in self._engines}
-        read = plain_read(READ_BYTES)
+        read, moved = self._place.plain_access(READ_BYTES)
+        read()
         reads = []
         for _ in range(self._settings.rounds):
             for name in sorted(rounds, key=_neighbours):
                 prefill, decode = self._turn(name)
                 rounds[name].prefill.append(prefill)
                 rounds[name].decode.append(decode)
-            reads.append(_seconds(read))
-        return rounds, READ_BYTES / median(reads)
+            reads.append(self._place.seconds(read))
+        return rounds, moved / median(reads)
 
     def _turn(self, name: str) -> tuple[float, float]:
         self.say(name)
         time.sleep(_PAUSE)
         engine, prompt, context = self._engines[name], self._settings.prompt_tokens, self._settings.context
         engine.keep(0)
-        prefill = _seconds(lambda: engine.feed(self._ids[:prompt]))
+        prefill = self._place.seconds(lambda: engine.feed(self._ids[:prompt]))
         engine.keep(min(context, prompt))
         if context > prompt:
             engine.feed(self._ids[prompt:context])
-
-        def decode() -> None:
-            for token in self._ids[context : context + self._settings.tokens]:
-                engine.feed([token])
-
-        seconds = _seconds(decode)
+        seconds = self._place.seconds(lambda: engine.decode(self._ids[context : context + self._settings.tokens]))
         self._done += 1
         self.say(name)
         return prefill, seconds
@@ -330,8 +341,8 @@ def weight_bytes_per_token(model: Any, precision: Precision) -> int:
         name = module.packed.name
         if isinstance(module, SefpEmbedding):
             continue  # reads a row
-        # In memory an exponent takes a byte.
-        size = prod(schema.exponents_shape(name)) + sum(prod(plane[name][1]) for plane in entries)
+        # Exponents as they lie in memory: a byte each, on a GPU five bits.
+        size = module.packed.exponents.nbytes + sum(prod(plane[name][1]) for plane in entries)
         if isinstance(module, SefpExperts):
             size = size * model.config.num_experts_per_tok // module.packed.shape[0]
         sizes[name] = size  # by name: what is shared is read once
@@ -345,7 +356,7 @@ def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision,
         return {}
     for _ in range(SWITCHES):
         for precision, mine in times.items():
-            mine.append(_seconds(lambda p=precision: set_precision(model, p)))  # type: ignore[misc]
+            mine.append(Cpu().seconds(lambda p=precision: set_precision(model, p)))  # type: ignore[misc]
     return {precision: median(mine) for precision, mine in times.items()}
 
 
@@ -361,7 +372,14 @@ def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Map
     return ratios
 
 
-def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio]) -> Iterator[Bar]:
+def _kv_type(model: Any, ours: OurEngine, settings: Settings) -> str:
+    """In words."""
+    if settings.kv:
+        return str(settings.kv)
+    return str(model.dtype).removeprefix("torch.") if isinstance(ours, Forward) else "float16"
+
+
+def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio], on_gpu: bool = False) -> Iterator[Bar]:
     """What the project asks of itself, as far as it was measured."""
     for ratio in ratios:
         if ratio.against != TRANSFORMERS and ratio.precision != "E5M8":
@@ -369,7 +387,8 @@ def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio]) -> Iterator[B
     for ratio in ratios:
         if ratio.against == _llama("Q8_0"):
             yield _bar(f"prefill at {ratio.precision}, times {ratio.against}", ratio.prefill, 0.8)
-    if slowest := [ratio.decode for ratio in ratios if ratio.against == TRANSFORMERS]:
+    slowest = [ratio.decode for ratio in ratios if ratio.against == TRANSFORMERS]
+    if slowest and not on_gpu:  # there it is float16 and not compiled: benchmarks/bench_table2.py asks more
         yield _bar(f"decode at any precision, times {TRANSFORMERS} in float32", min(slowest), 5.0)
     if len(rows) == len(PRECISIONS):
         least = min(coarser.decode / finer.decode for finer, coarser in pairwise(rows))
@@ -387,12 +406,6 @@ def _llama(kind: str) -> str:
 def _neighbours(name: str) -> str:
     """A key that sorts each precision beside the engine it is compared with, the closer in time the better."""
     return {_llama(kind): f"{precision} then {kind}" for precision, kind in KINDS.items()}.get(name, name)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def _random_ids(vocabulary: int, count: int) -> list[int]:
