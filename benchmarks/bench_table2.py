@@ -9,6 +9,8 @@ Weights are random: only their shapes matter here. Parts:
     gemv          every product of the model with one token, beside cuBLAS in float16
     batch         one large matrix times 1 to 64 tokens: where integers straight from the planes stop paying
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
+    decode        float16 and every precision through our own decoder, keys and values in float16 and packed
+    switch        what it costs to change the precision between two tokens
     quantise      the fused quantise kernel of a tuning step, beside a copy of the same bytes
 
 Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
@@ -28,23 +30,31 @@ from typing import Any, NamedTuple
 
 import gpu
 import table2_decode
+import table2_own
 import table2_products
 import torch
 from common import machine
 from table2_products import Settings, say
 
-from otaro.sefp.precision import PRECISIONS
+from otaro.sefp.precision import PRECISIONS, Precision
 
 SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gemv": table2_products.gemv,
     "batch": table2_products.batch,
     "transformers": table2_decode.through_transformers,
+    "decode": table2_own.decode,
+    "switch": table2_own.switch,
     "quantise": table2_products.quantise,
 }
+E5M4 = Precision("E5M4")
 SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}
 """How many times as fast as cuBLAS in float16 the products of one token must be, all together."""
 OF_COPY = 0.7
 """The share of a copy's speed that quantising for a tuning step must reach."""
+AGAINST_TRANSFORMERS, AGAINST_OWN_HALF = 2.45, 2.0
+"""How many times as fast as float16 a token at E5M4 must be."""
+MEMORY_GIB = 4.83  # of weights and cache, both at E5M4
+SWITCH_US = 50.0
 
 
 class Bar(NamedTuple):
@@ -89,6 +99,7 @@ def main() -> None:
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
+    table2_own.print_summary(results)
     bars = list(judged(results))
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
@@ -109,9 +120,30 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
                 yield Bar(f"products of one token at {name}, times float16", total["float16"] / total[name], factor)
         steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
         yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
+    yield from judged_decode(results)
     for title, result in results.get("quantise", {}).items():
         if isinstance(result, dict) and result["best"]:
             yield Bar(f"quantising, {title}: share of a copy's speed", result["of_copy"], OF_COPY)
+
+
+def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
+    """Of the decoder: speed, memory, switches."""
+    rows, theirs = results.get("decode", {}).get("rows", {}), results.get("transformers", {}).get("tokens_per_s")
+    for cache in table2_own.CACHES if rows else ():
+        row = rows[table2_own.row_name(E5M4, cache)]
+        title = f"a token at E5M4 with the {cache} cache"
+        if theirs:
+            yield Bar(f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS)
+        own = rows[table2_own.HALF]["tokens_per_s"]
+        yield Bar(f"{title}, times float16 of our own", row["tokens_per_s"] / own, AGAINST_OWN_HALF)
+    if rows:
+        row = rows[table2_own.row_name(E5M4, "E5M4")]
+        total, held = row["accounted"]["total_gib"], row["allocated_gib"]
+        yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
+        yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)
+    if pairs := results.get("switch", {}).get("pairs"):
+        worst = max(pair["seconds"] for pair in pairs.values())
+        yield Bar("microseconds of a switch between two tokens", worst * 1e6, SWITCH_US, at_least=False)
 
 
 def print_bars(bars: list[Bar]) -> None:

@@ -80,14 +80,26 @@ def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None
     return product_bytes(precision) + matrix_bytes(1, HIDDEN, precision) + NORM_BYTES + cache_bytes(tokens, cache)
 
 
-def random_packed(rows: int, length: int, device: str) -> tuple[Packed, torch.Tensor]:
-    """A matrix of random codes with all planes, its exponents in the file's stream; and the same exponents as int8."""
-    base, *planes = (
-        torch.randint(0, 256, (rows, size * blocks(length)), dtype=torch.uint8, device=device)
-        for size in (BASE_BYTES, *[PLANE_BYTES] * 5)
-    )
+def random_bytes(rows: int, count: int, device: str) -> torch.Tensor:
+    """Of base nibbles, or of a plane."""
+    return torch.randint(0, 256, (rows, count), dtype=torch.uint8, device=device)
+
+
+def add_plane(packed: Packed) -> None:
+    """One bit more for every weight of a random matrix, in place."""
+    assert isinstance(packed.planes, list)
+    rows, device = len(packed.base), str(packed.base.device)
+    packed.planes.append(random_bytes(rows, PLANE_BYTES * blocks(packed.length), device))
+
+
+def random_packed(rows: int, length: int, device: str, planes: int = 5) -> tuple[Packed, torch.Tensor]:
+    """A matrix of random codes with some planes, its exponents in the file's stream; and the same exponents as int8."""
+    base = random_bytes(rows, BASE_BYTES * blocks(length), device)
     exponents = torch.randint(*EXPONENTS, (rows, -(-length // GROUP_SIZE)), dtype=torch.int8, device=device)
-    return Packed(base, exponent_words(exponents), planes, length, GROUP_SIZE, False), exponents
+    packed = Packed(base, exponent_words(exponents), [], length, GROUP_SIZE, False)
+    for _ in range(planes):
+        add_plane(packed)
+    return packed, exponents
 
 
 def at(packed: Packed, precision: Precision) -> Packed:

@@ -161,3 +161,102 @@ def test_transformers_decodes_after_its_context(modules, pretended, monkeypatch)
     result = decode.through_transformers(decode.Settings(1, 4e12))
     json.dumps(result)
     assert result["tokens_per_s"] > 0
+
+
+@pytest.fixture
+def toy(modules, pretended, monkeypatch):
+    """A decoder of two small layers, and rounds of four tokens behind twelve."""
+    bench, *_ = modules
+    shape = bench.table2_own.PackedModel.__init__.__globals__["Shape"]
+    model = sys.modules["table2_model"]
+    monkeypatch.setattr(model, "SHAPE", shape(2, 64, 128, 50, 4, 2, 32))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name, value in {"CONTEXT": 12, "CAPACITY": 16, "STEPS": 4}.items():
+        monkeypatch.setattr(bench.table2_decode, name, value)
+    return bench.table2_own
+
+
+def test_our_decoder_runs_every_precision_and_both_caches(modules, toy, capsys):
+    bench, *_ = modules
+    results = {
+        "decode": toy.decode(toy.Settings(2, 4e12)),
+        "transformers": {"tokens_per_s": 1.0, "accounted": {"total_gib": 15.2}},
+    }
+    rows = results["decode"]["rows"]
+    assert len(rows) == 1 + 6 * 2
+    assert not list(bench.wrong(results))
+    for row in rows.values():
+        assert len(row["rounds"]) == 2
+        assert row["tokens_per_s"] == 1 / row["seconds"]
+    assert rows["E5M4, E5M4 cache"]["cache_allocated"] < rows["E5M4, float16 cache"]["cache_allocated"]
+    assert results["decode"]["launches"]["float16"]["library"] > 0
+    bars = {bar.what: bar for bar in bench.judged(results)}
+    assert len(bars) == 6
+    assert bars["GiB of weights and cache at E5M4, by their sizes"].holds
+    capsys.readouterr()
+    toy.print_summary(results)
+    table = capsys.readouterr().out
+    assert "the paper, E5M4                4.77 GB     95.65       2.45" in table
+    assert "ours, E5M4, E5M4 cache" in table
+    json.dumps(results)
+
+
+def test_what_was_not_measured_is_not_judged(modules, toy, capsys):
+    bench, *_ = modules
+    failed = {"decode": {"failed": "no memory"}, "transformers": {"failed": "no compiler"}, "switch": {"failed": "no"}}
+    assert list(bench.judged(failed)) == []
+    toy.print_summary(failed)
+    assert capsys.readouterr().out == ""
+
+
+def test_logits_that_are_no_numbers_are_told(modules, toy, monkeypatch):
+    bench, *_ = modules
+    monkeypatch.setattr(sys.modules["table2_model"], "STD", float("inf"))
+    results = {"decode": toy.decode(toy.Settings(1, 4e12))}
+    assert list(bench.wrong(results)) == ["decode/rows/float16"]
+
+
+def test_switches_are_what_turns_cost_more_than_either(modules, toy, monkeypatch, capsys):
+    bench, *_ = modules
+    monkeypatch.setattr(toy, "CALLS", 12)
+    asked = []
+
+    def rounds_of(contenders, rounds):
+        for contender in contenders.values():
+            contender.rewind()
+            contender.step()
+            asked.append(contender)
+        return dict(zip(contenders, ([2e-3, 2e-3], [1e-3, 1e-3], [1.6e-3, 1.54e-3]), strict=True))
+
+    monkeypatch.setattr(toy, "rounds_of", rounds_of)
+    results = {"switch": toy.switch(toy.Settings(2, 4e12))}
+    assert len(asked) == 3 * 2 * 3
+    for pair in results["switch"]["pairs"].values():
+        assert pair["seconds"] == pytest.approx(70e-6)
+    (bar,) = bench.judged(results)
+    assert bar.found == pytest.approx(70)
+    assert not bar.holds
+    assert results["switch"]["modules"] == 2 + 7 * 2
+    assert "set_precision by itself" in capsys.readouterr().out
+
+
+def test_a_switch_is_in_the_next_token(modules, toy):
+    model = toy.PackedModel()
+    for _ in range(toy.ALL_PLANES):
+        model.add_plane()
+    decoder = toy.GpuDecoder(model.weights)
+    contender = toy.in_turn(model, decoder, toy.filled(decoder, None), toy.PRECISIONS[:2], True)
+    contender.rewind()
+    seen = []
+    for _ in range(3):
+        contender.step()
+        seen.append(set(decoder.precisions))
+    assert seen == [{8}, {7}, {8}]
+
+
+def test_planes_come_one_by_one(modules, toy):
+    model, held = toy.growing_model()
+    assert list(held) == list(reversed(toy.PRECISIONS))
+    assert len(model._packed[0].planes) == toy.ALL_PLANES
+    model.switch(toy.PRECISIONS[-1])
+    assert model.weights.precisions() == bytes([3]) * 16

@@ -1,0 +1,140 @@
+"""LLaMA-3-8B with random weights for our own decoder: packed, plane by plane, or in float16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import gpu
+import torch
+from llama3 import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KEY_HEADS, LAYERS, VOCABULARY, add_plane, random_packed
+
+from otaro.kernels.packed import Packed
+from otaro.runtime.gpu_cache import GpuCache
+from otaro.runtime.gpu_weights import Layer, Matrix, Weights
+from otaro.runtime.modules import SefpModule
+from otaro.runtime.precision import Attachment, set_precision
+from otaro.sefp.precision import COARSEST, FINEST, Precision
+
+ROPE_BASE = 500000.0
+EPS = 1e-5
+ALL_PLANES = FINEST - COARSEST  # besides the base nibbles
+STD = 0.02  # of weights in float16
+KEY_EXPONENTS = (-2, 1)
+"""Of random keys and values in a packed cache, from the first to the one before the second: about as large as normal ones."""
+
+
+class Shape(NamedTuple):
+    """Of a model."""
+
+    layers: int = LAYERS
+    hidden: int = HIDDEN
+    intermediate: int = INTERMEDIATE
+    vocabulary: int = VOCABULARY
+    heads: int = HEADS
+    key_heads: int = KEY_HEADS
+    head: int = HEAD_SIZE
+
+
+SHAPE = Shape()
+
+
+class PackedModel:
+    """The model with packed weights. At first it has their base nibbles alone: E5M3; `add_plane` adds a bit."""
+
+    def __init__(self) -> None:
+        self._packed: list[Packed] = []
+        self.weights = _weights(self._matrix, fused=False)
+        # What a nested model has in their place, so that a switch costs what it costs there.
+        numbers = range(2 + 7 * SHAPE.layers)
+        modules = {f"module{number}": SefpModule(_AllThere(), torch.float16) for number in numbers}  # type: ignore[arg-type]
+        self.weights.modules = list(modules.values())
+        nested: Any = SimpleNamespace(require=lambda precision: None)
+        self._model = SimpleNamespace(sefp=Attachment(nested, modules))
+
+    def add_plane(self) -> None:
+        """One bit more for every weight."""
+        for packed in self._packed:
+            add_plane(packed)
+
+    def switch(self, precision: Precision) -> None:
+        """As a nested model does."""
+        set_precision(self._model, precision)
+
+    def _matrix(self, rows: int, length: int) -> Matrix:
+        self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0)[0])
+        return Matrix(self._packed[-1])
+
+
+class _AllThere:
+    """A packed weight whose planes are attached."""
+
+    def reach(self, mantissa_bits: int) -> None:
+        """There is nothing to fetch."""
+
+
+def half_weights() -> Weights:
+    """The same model in float16."""
+    return _weights(lambda rows, length: Matrix(_half(rows, length)), fused=True)
+
+
+def _half(rows: int, length: int) -> torch.Tensor:
+    return torch.empty(rows, length, dtype=torch.float16, device=gpu.DEVICE).normal_(std=STD)
+
+
+def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Weights:
+    """A model of such matrices. Fused, queries, keys and values are one matrix, and so are gate and up."""
+    shape, device = SHAPE, torch.device(gpu.DEVICE)
+    queries, keys = shape.heads * shape.head, shape.key_heads * shape.head
+    layers = []
+    for _ in range(shape.layers):
+        layers.append(
+            Layer(
+                input_norm=_ones(shape.hidden),
+                mlp_norm=_ones(shape.hidden),
+                query=matrix(queries + 2 * keys if fused else queries, shape.hidden),
+                key=None if fused else matrix(keys, shape.hidden),
+                value=None if fused else matrix(keys, shape.hidden),
+                output=matrix(shape.hidden, queries),
+                gate=matrix(2 * shape.intermediate if fused else shape.intermediate, shape.hidden),
+                up=None if fused else matrix(shape.intermediate, shape.hidden),
+                down=matrix(shape.hidden, shape.intermediate),
+            )
+        )
+    return Weights(
+        heads=shape.heads,
+        kv_heads=shape.key_heads,
+        head=shape.head,
+        eps=EPS,
+        scale=shape.head**-0.5,
+        embedding=matrix(shape.vocabulary, shape.hidden),
+        layers=layers,
+        norm=_ones(shape.hidden),
+        logits=matrix(shape.vocabulary, shape.hidden),
+        rotary=_rotary,
+        device=device,
+    )
+
+
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count, device=gpu.DEVICE)
+
+
+def _rotary(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of some positions."""
+    steps = torch.arange(0, SHAPE.head, 2, device=gpu.DEVICE) / SHAPE.head
+    angles = torch.arange(start, end, device=gpu.DEVICE)[:, None] * ROPE_BASE**-steps
+    return angles.cos(), angles.sin()
+
+
+def fill(cache: GpuCache, tokens: int) -> None:
+    """Make a cache hold random keys and values of so many tokens."""
+    room = cache.room
+    if room.exponents is None:
+        room.base.normal_()
+    else:
+        for codes in (room.base, *room.planes):
+            codes.random_(0, 256)
+        room.exponents.random_(*KEY_EXPONENTS)
+    cache.lengths = [tokens] * len(cache.lengths)
