@@ -52,10 +52,18 @@ def set_precision(model: Any, precision: PrecisionLike) -> None:
     """
     attached = attachment(model)
     if isinstance(precision, Mapping):
-        bits = _matched(attached.modules, precision)
-    else:
-        bits = dict.fromkeys(attached.modules.values(), Precision(precision).mantissa_bits)
-    _apply(attached.nested, bits)
+        _apply(attached.nested, _matched(attached.modules, precision))
+        return
+    chosen = Precision(precision)
+    attached.nested.require(chosen)  # refuse before anything changes
+    bits = chosen.mantissa_bits
+    for module in attached.modules.values():
+        # What a switch between two tokens consists of: a call for each module would take most of the time.
+        state = module.__dict__
+        if bits <= state["_reached"]:
+            state["mantissa_bits"] = bits
+        else:
+            module.switch(bits)
 
 
 @contextmanager
