@@ -206,12 +206,12 @@ def by_integers(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 
 def by_tiles(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Tiles that stay in the cache between being decoded and being multiplied."""
-    threshold, cuda.INTEGER_TOKENS = cuda.INTEGER_TOKENS, 0
+    """Weights decoded tile by tile before they are multiplied."""
+    thresholds, cuda.INTEGER_TOKENS = cuda.INTEGER_TOKENS, (0,) * 6
     try:
         return cuda.matmul(x, packed)
     finally:
-        cuda.INTEGER_TOKENS = threshold
+        cuda.INTEGER_TOKENS = thresholds
 
 
 def by_whole(x: torch.Tensor, packed: Packed) -> torch.Tensor:
