@@ -94,7 +94,7 @@ def linear(
     """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the activations.
 
     Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
-    weights by the matrix product of the device's library.
+    weights by the matrix product of the device's library, unless a backend's integers are faster (`cuda.INTEGER_TOKENS`).
     """
     packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
     _check_activations(x, base, length, bias)
