@@ -97,6 +97,8 @@ def products(
         )
     if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
+    if any(5 * one.exponents.numel() >= 1 << 32 or one.base.numel() >= 16 << 32 for one in matrices):
+        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
     shared = room * units * (2 * unit + 8) if room <= 2 else 0
