@@ -362,22 +362,17 @@ def _reader(
 ) -> RowReader | BatchReader:
     """What reads these rows, which go on for `most` tokens at most."""
     decoder, prompts = decoder_of(model), unpadded(ids, mask)
-    cache: DecoderCache
-    if isinstance(decoder, GpuDecoder):
-        cache = given or decoder.new_cache(request.kv, len(prompts))
-    else:
-        cache = given or decoder.new_cache(request.kv)
-    lengths = getattr(cache, "lengths", [cache.length])
-    for prompt, length in zip(prompts, lengths, strict=False):
-        if length >= len(prompt):
-            raise OtaroError(
-                f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
-                "included, and one more at least"
-            )
+    if given is not None:
+        for prompt, length in zip(prompts, getattr(given, "lengths", [given.length]), strict=False):
+            if length >= len(prompt):
+                raise OtaroError(
+                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
+                    "included, and one more at least"
+                )
     if not isinstance(decoder, GpuDecoder):
         if request.rows is not None:
             raise OtaroError("a precision for each row needs the decoder of a GPU: give one precision for all")
-        return RowReader(decoder, cache, prompts[0])
+        return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0])
     bits = None
     if request.rows is not None:
         if len(request.rows) != len(prompts):
@@ -386,7 +381,8 @@ def _reader(
         for precision in request.rows:
             with at_precision(model, precision):  # which refuses what the directory cannot do
                 bits.append(decoder.weights.precisions())
-    return BatchReader(decoder, cache, prompts, bits, most)
+    with decoder.lock:
+        return BatchReader(decoder, given or decoder.new_cache(request.kv, len(prompts)), prompts, bits, most)
 
 
 def _device_chooses(sampler: Sampler, stop: _Stop, config: Any) -> bool:
