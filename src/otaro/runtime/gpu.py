@@ -221,7 +221,7 @@ class GpuDecoder:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
         if self._on_gpu:
-            self._events[number % RING].record()
+            self._events[number % RING].record(self._stream)
         return number
 
     def chosen(self, number: int) -> list[int]:
