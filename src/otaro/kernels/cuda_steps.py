@@ -32,7 +32,8 @@ class _Rows(Structure):
 
 class _Embed(Structure):
     _fields_ = (
-        ("matrix", cuda.PackedParameter), ("ids", c_void_p), ("x", c_void_p), ("length", c_int), ("blocks", c_int), ("groups", c_int),
+        ("matrix", cuda.PackedParameter), ("ids", c_void_p), ("x", c_void_p),
+        ("length", c_int), ("blocks", c_int), ("groups", c_int),
     )  # fmt: skip
 
 
@@ -62,8 +63,8 @@ class _Place(Structure):
 class _Attend(Structure):
     _fields_ = (
         ("queries", c_void_p), ("keys", _Rows), ("values", _Rows), ("positions", c_void_p), ("sequences", c_void_p),
-        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", cuda.ActivationsParameter), ("halves", c_void_p),
-        ("floats", c_void_p), ("capacity", c_int64),
+        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", cuda.ActivationsParameter),
+        ("halves", c_void_p), ("floats", c_void_p), ("capacity", c_int64),
         ("heads", c_int), ("kv_heads", c_int), ("blocks", c_int), ("window", c_int),
     )  # fmt: skip
 
