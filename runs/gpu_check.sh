@@ -51,7 +51,7 @@ sanitize() { # tool
     # memcheck sees the edges of single tensors only if torch does not cut them out of larger pieces; graphs need those pieces.
     local which=small settings=()
     [ "$tool" != memcheck ] || { which="small and not graph"; settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); }
-    step "$tool" env "${settings[@]}" timeout 200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    step "$tool" env "${settings[@]}" timeout 1200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
         "$python" -m pytest "${tests[@]}" -k "$which" "${files[@]}"
 }
 

@@ -118,6 +118,7 @@ def emulation(monkeypatch):
     if HAS_GPU or emulated.MISSING:
         pytest.skip(emulated.MISSING or "the kernels run on this machine's GPU")
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
     cuda._linear_kernel.cache_clear()
     yield
@@ -141,6 +142,20 @@ def emulation(monkeypatch):
 def test_emulated_products_are_those_of_the_reference(emulation, shape, bits, truncate, tokens, stream):
     packed, x = make_packed(*shape, seed=sum(shape)).at(bits, truncate), make_activations(tokens, shape[1])
     assert same_bits(cuda.linear(x, streamed(packed) if stream else packed), reference.linear(x, packed))
+
+
+def test_activations_stay_out_of_shared_memory_where_a_gpu_has_too_little(emulation, monkeypatch):
+    asked = []
+
+    class Recorded(emulated.Kernel):
+        def __call__(self, grid, threads, parameters, shared=0):
+            asked.append(shared)
+
+    monkeypatch.setattr(emulated, "Kernel", Recorded)
+    for tokens in (1, 2):
+        digits = cuda.new_digits(tokens, 14336, 64, torch.device("cpu"))
+        cuda.products(digits, tokens, [make_packed(16, 14336, 64, 4)], [torch.empty(tokens, 16)])
+    assert asked == [14336 // 64 * 136, 0]  # bytes of a unit's digits and term
 
 
 def test_emulated_matrices_share_a_launch(emulation):

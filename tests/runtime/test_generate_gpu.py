@@ -5,6 +5,7 @@ Rows of a batch must be to the last token what each of them is alone.
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -394,3 +395,36 @@ def test_on_a_gpu_a_small_batch_without_a_captured_step(make_nested):
         decoder._occurred.clear()  # or the second step of a kind would be captured
         assert alone(model, row, max_new_tokens=2) == expected
     assert not decoder._graphs
+
+
+def test_inference_mode_comes_and_goes(make_nested, device):
+    """What a decoder keeps was once made inside, and must be writable outside; and the other way round."""
+    with torch.inference_mode():
+        model = otaro.load(make_nested("llama"), "E5M4", device=device, dtype=torch.float32)
+        inside = by_decoder(model)
+    assert torch.equal(by_decoder(model), inside)
+    with torch.inference_mode():
+        assert torch.equal(by_decoder(model), inside)
+
+
+def test_a_model_that_moves_lets_go_of_its_decoder(make_nested, device):
+    model = otaro.load(make_nested("llama"), "E5M4", device=device, dtype=torch.float32)
+    by_decoder(model)
+    decoder = weakref.ref(serving.decoder_of(model))
+    model._apply(lambda tensor: tensor.clone())
+    gc.collect()
+    assert decoder() is None
+
+
+def test_rooms_of_caches_that_are_gone_do_not_pile_up(make_nested, device):
+    model = otaro.load(make_nested("llama"), "E5M4", device=device, dtype=torch.float32)
+    for rows in (1, 2, 3):
+        by_decoder(model, ROWS[:rows])
+    decoder = serving.decoder_of(model)
+    cache = decoder.new_cache(sequences=3, capacity=100)
+    assert not decoder._spare
+    cache.room.refused.fill_(1)
+    assert cache.room.grown(1000).refused.item() == 1
+    del cache
+    gc.collect()
+    assert decoder.new_cache(sequences=3).room.refused.item() == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from otaro.errors import OtaroError
+from otaro.runtime.load import check_device
 
 COPY_BYTES = 1 << 30
 
@@ -87,6 +88,7 @@ def processor(device: str) -> Cpu:
         raise OtaroError(f"--device {device}: cpu, cuda, cuda:1, ... can be timed")
     if kind == "cuda" and not torch.cuda.is_available():
         raise OtaroError(f"--device {device}, but torch finds no NVIDIA GPU")
+    check_device(device)
     return Gpu(device) if kind == "cuda" else Cpu(device)
 
 

@@ -66,7 +66,7 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
 
 def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.quantise`."""
-    digits, terms = to_digits(_aligned(x), group_size)
+    digits, terms = to_digits(x, group_size)
     codes = digits[:, :, 0].short() * 256 + digits[:, :, 1]
     return codes.flatten(1)[:, : x.shape[1]].contiguous(), terms[..., 1].contiguous().view(torch.float32)
 
@@ -75,7 +75,8 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(packed.base), device=x.device)
     if out.numel():
-        digits, packed = to_digits(_aligned(x), packed.group_size), _aligned_rows(packed)
+        packed = _aligned_rows(packed)  # before `quantise`: `linear` loads weights without waiting for its predecessor
+        digits = to_digits(x, packed.group_size)
         for first in range(0, len(x), MOST_TOKENS):
             products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
     return out
@@ -97,12 +98,12 @@ def products(
         )
     if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
-    if any(5 * one.exponents.numel() >= 1 << 32 or one.base.numel() >= 16 << 32 for one in matrices):
+    if any((32 if one.streamed else 5) * one.exponents.numel() >= 1 << 32 or one.base.numel() >= 16 << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
     shared = room * units * (2 * unit + 8) if room <= 2 else 0
-    shared = shared if shared <= _MOST_SHARED else 0
+    shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(_device(like.base))) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
         room, like.streamed,

@@ -60,6 +60,7 @@ class KeyValues:
         new = KeyValues(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device)
         for ours, theirs in zip(self.tensors, new.tensors, strict=True):
             theirs[..., : self.capacity, :] = ours
+        new.refused.copy_(self.refused)
         return new
 
     def write(self, kind: int, layer: int, sequence: int, start: int, rows: torch.Tensor) -> None:

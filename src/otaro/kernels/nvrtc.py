@@ -50,7 +50,15 @@ def missing(device: int) -> str:
         _nvrtc(), _driver()
     except OSError as error:
         return f"CUDA's compiler library could not be loaded ({error}); `pip install nvidia-cuda-nvrtc` brings it"
+    if 10 * capability[0] + capability[1] not in _architectures():
+        return f"{compiler()} does not know compute capability {'.'.join(map(str, capability))}; a newer torch may"
     return ""
+
+
+@cache
+def most_shared(device: int) -> int:
+    """Bytes of shared memory that a launch may ask for."""
+    return int(getattr(torch.cuda.get_device_properties(device), _OPT_IN)) - _STATIC_SHARED
 
 
 def compiler() -> str:
@@ -72,8 +80,7 @@ class Kernel:
             _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
             _ask(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
             # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the launch.
-            most = getattr(torch.cuda.get_device_properties(device), _OPT_IN) - _STATIC_SHARED
-            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most), name)
+            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most_shared(device)), name)
         self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, grid: tuple[int, ...], threads: int, parameters: ctypes.Structure, shared: int = 0) -> None:
@@ -190,6 +197,15 @@ def _nvrtc() -> Any:
         for path in sorted(Path(folder).glob(f"*/lib/{name}")):
             return ctypes.CDLL(str(path))
     raise OSError(f"{name} is not there")
+
+
+def _architectures() -> list[int]:
+    """Compute capabilities that the compiler knows, as 80, 90, ..."""
+    count = ctypes.c_int()
+    _nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    _nvrtc().nvrtcGetSupportedArchs(known)
+    return list(known)
 
 
 @cache

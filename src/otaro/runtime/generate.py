@@ -38,7 +38,16 @@ from otaro.runtime.decode import DecoderCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.precision import PrecisionLike, at_precision, attachment, finest_of, keeping_precision, set_precision
 from otaro.runtime.sample import Sampler
-from otaro.runtime.serving import BatchReader, RowReader, decoder_of, padded_on_the_left, rows_at_once, unpadded, why_not
+from otaro.runtime.serving import (
+    BatchReader,
+    RowReader,
+    decoder_of,
+    forget,
+    padded_on_the_left,
+    rows_at_once,
+    unpadded,
+    why_not,
+)
 from otaro.sefp.precision import Precision
 
 
@@ -139,6 +148,10 @@ class Generates:
 
     generation: Generation
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        forget(self)
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
     def generate(
         self,
         *args: Any,
@@ -189,17 +202,21 @@ class Generates:
         if reason:
             return self._by_transformers("_sample", reason, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
-        return decode_loop(
-            self,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            cache if isinstance(cache, DecoderCache) else None,
-            model_kwargs.get("attention_mask"),
-            request,
-        )
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # what a decoder keeps must stay writable when the caller's mode ends
+            return decode_loop(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                cache if isinstance(cache, DecoderCache) else None,
+                model_kwargs.get("attention_mask"),
+                request,
+            )
 
     def _beam_search(
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
@@ -374,14 +391,14 @@ def _reader(
             raise OtaroError("a precision for each row needs the decoder of a GPU: give one precision for all")
         return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0])
     bits = None
-    if request.rows is not None:
-        if len(request.rows) != len(prompts):
-            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
-        bits = []
-        for precision in request.rows:
-            with at_precision(model, precision):  # which refuses what the directory cannot do
-                bits.append(decoder.weights.precisions())
-    with decoder.lock:
+    if request.rows is not None and len(request.rows) != len(prompts):
+        raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
+    with decoder.lock:  # other threads' steps ask the model for its precision
+        if request.rows is not None:
+            bits = []
+            for precision in request.rows:
+                with at_precision(model, precision):  # which refuses what the directory cannot do
+                    bits.append(decoder.weights.precisions())
         return BatchReader(decoder, given or decoder.new_cache(request.kv, len(prompts)), prompts, bits, most)
 
 

@@ -80,8 +80,9 @@ class GpuDecoder:
         self._step = 0
         self._going: _Going | None = None
         self._places: list[int] = []
-        self._spare: dict[tuple[int, int], list[KeyValues]] = {}
+        self._spare: list[KeyValues] = []
         self._parts: list[tuple[Any, int, int]] = []
+        self._enter_stream()
 
     @staticmethod
     def of(model: Any, steps: Steps | None = None) -> GpuDecoder:
@@ -120,13 +121,17 @@ class GpuDecoder:
         """An empty cache, in float16 or packed at a precision, for up to 16 sequences; room for `capacity` tokens of each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
-        # The room of a cache that is gone, with the graphs that point into it, serves the next one of its kind.
-        spare = self._spare.setdefault((sequences, kv.mantissa_bits if kv else 0), [])
-        spare.sort(key=lambda room: room.capacity)
-        cache = GpuCache(self.weights, kv, sequences, capacity, spare.pop() if spare else None)
-        while spare:
-            self._forget(spare.pop())
-        finalize(cache, spare.extend, cache.holder)
+        self._enter_stream()
+        # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
+        kind, found = (sequences, kv.mantissa_bits if kv else 0), None
+        while self._spare:
+            room = self._spare.pop()
+            if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
+                found = room
+            else:
+                self._forget(room)
+        cache = GpuCache(self.weights, kv, sequences, capacity, found)
+        finalize(cache, self._spare.extend, cache.holder)
         return cache
 
     @property
@@ -188,7 +193,7 @@ class GpuDecoder:
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         cache.check()
-        return logits[going.places].clone()
+        return logits[going.places]
 
     @torch.no_grad()
     def begin(
@@ -262,6 +267,7 @@ class GpuDecoder:
 
     def reserve(self, cache: GpuCache, length: int) -> None:
         """Make room for so many positions, and know their angles."""
+        self._enter_stream()
         old = cache.room
         if cache.reserve(length):
             self._forget(old)

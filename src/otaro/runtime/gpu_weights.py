@@ -170,4 +170,4 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
 def parts_of(model: Any) -> list[tuple[Any, int, int]]:
     """What a decoder has taken from a model, to be compared with what the model consists of later."""
     tensors = [*unpacked_tensors(model), *(module.packed.base for module in packed_modules(model))]
-    return [(tensor, tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return [(tensor, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]

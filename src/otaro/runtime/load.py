@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from otaro.errors import CheckpointError, FormatError, OtaroError
 from otaro.file.checkpoint import BUILTIN, SIDECARS, brief, resolve_model
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
+from otaro.kernels import ops
 from otaro.runtime import hf  # noqa: F401 (registers the plug-in)
 from otaro.runtime.precision import PrecisionLike, set_precision
 from otaro.sefp.precision import FINEST, Precision
@@ -36,6 +38,7 @@ def load(
     from transformers import AutoModelForCausalLM
 
     check_device(device)
+    _warn_of_slowness(torch.device(device))
     by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
     named = [Precision(value) for value in by_pattern.values()]
     finest = max(named).mantissa_bits if "*" in by_pattern else FINEST
@@ -83,6 +86,16 @@ def check_device(device: str | torch.device) -> None:
         raise OtaroError(f"unknown device {device!r}; use cpu, cuda, cuda:1, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise OtaroError(f"device {device!r}: this torch sees no CUDA device; use cpu")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise OtaroError(f"device {device!r}: this machine has {torch.cuda.device_count()} of them, counted from 0")
+
+
+def _warn_of_slowness(device: torch.device) -> None:
+    """A GPU without kernels computes the same, hundreds of times slower: whoever did not ask for that should know."""
+    if device.type == "cuda" and ops.OVERRIDE not in os.environ:
+        name, reason = ops.backend(device)
+        if name == "reference":
+            warnings.warn(f"{device} has no kernels and will be slow: {reason}", stacklevel=3)
 
 
 def _read_config(path: Path) -> Any:

@@ -39,12 +39,18 @@ def rows_at_once(model: Any) -> int:
     return MAX_TOKENS if kind_of(model) is GpuDecoder else 1
 
 
+@torch.inference_mode(False)
 def decoder_of(model: Any) -> Decoder | GpuDecoder:
     """The decoder of a model, made when it is first needed, and anew when the model was changed."""
     decoder, kind = _decoders.get(model), kind_of(model)
     if not isinstance(decoder, kind) or not decoder.serves(model):
         decoder = _decoders[model] = GpuDecoder.of(model) if kind is GpuDecoder else Decoder(model)
     return decoder
+
+
+def forget(model: Any) -> None:
+    """Let go of a model's decoder: it points into tensors that are about to move, and would keep them."""
+    _decoders.pop(model, None)
 
 
 class Reader(Protocol):

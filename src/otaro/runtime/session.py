@@ -88,7 +88,8 @@ class ChatSession:
 
         reason = why_not(self.model)
         if reason is None:
-            return decoder_of(self.model).new_cache(self.kv)
+            with torch.inference_mode(False):  # it may outlive the caller's mode
+                return decoder_of(self.model).new_cache(self.kv)
         if self.kv:
             raise OtaroError(f"kv={self.kv} needs the decoder, which does not serve this model: {reason}")
         return DynamicCache(config=self.model.config)

@@ -42,7 +42,7 @@ BEST = Launch(4096, 8)
 
 
 def serves(weight: torch.Tensor, group_size: int) -> bool:
-    """Whether the kernel can take this weight: in whole groups of a power of two, row by row from an even address on."""
+    """Whether the kernel can take this weight: in whole groups of a power of two, row by row from a multiple of 16 bytes on."""
     whole = weight.shape[-1] % group_size == 0 and group_size & (group_size - 1) == 0 and ALIGNED <= group_size <= BEST.tile
     return whole and weight.is_contiguous() and weight.numel() > 0 and weight.data_ptr() % ALIGNED == 0
 

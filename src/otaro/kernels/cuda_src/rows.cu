@@ -26,8 +26,8 @@ struct Quantise {
 };
 
 extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
-  let_successor_start();
   wait_for_predecessor();
+  let_successor_start();  // not earlier: `linear` loads weights at once, and whoever wrote those must be done
   const int lane = threadIdx.x % kWarp;
   const int64_t slot = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   if (slot >= p.tokens * p.units) return;
