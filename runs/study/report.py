@@ -27,8 +27,12 @@ COLUMNS = (FULL, *NAMES)
 class Results:
     """Rows of the results file by what they are."""
 
-    def __init__(self, path: Path) -> None:
-        self.lines = list({line["key"]: line for line in read(path)}.values())
+    def __init__(self, *paths: Path) -> None:
+        self.lines = list({line["key"]: line for path in paths for line in read(path)}.values())
+
+    def has(self, bench: str, name: str) -> bool:
+        """Whether there is such a row, of any seed."""
+        return bool(self.rows(bench, name))
 
     def observation(self, model: str, reconstruction: str) -> Result | None:
         """What `otaro analyze` found."""
@@ -63,7 +67,8 @@ class Results:
     def source(self, bench: str) -> str:
         """The line under a table: command, commits, machines, seeds."""
         lines = [line for line in self.lines if line["bench"] == bench]
-        command = "runs/study.sh --small" if bench.startswith("small") else f"runs/study.sh --data DIR --only '{bench}:*'"
+        chosen = f"--only '{bench}:*'"
+        command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
         if not lines:
             return "\n*Not measured.*\n"
 
@@ -139,7 +144,8 @@ def _paired(results: Results, bench: Bench, name: str, other: str, column: str, 
     gaps = [100 * (a / b - 1) for a, b in pairs if a and b]
     if not gaps:
         return ""
-    shown = f"{statistics.fmean(gaps):+.2f}%"
+    spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
+    shown = f"{statistics.fmean(gaps):+.2f}{spread}%"
     return f"**{shown}**" if statistics.fmean(gaps) > 0 else shown
 
 
@@ -332,15 +338,16 @@ def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None
 
 def zero_shot_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
     """Table 1 as lines."""
-    figure.set_size_inches(5.2, 3.4)
-    axes = figure.subplots()
-    for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
-        found = next((line["zeroshot"] for line in results.rows(benches[0].name, name).values()), None)
-        if found:
-            means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
-            axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label="before" if name == "none" else name)
-    axes.set(ylabel="average accuracy, %", title=benches[0].name)
-    axes.legend(fontsize=7)
+    figure.set_size_inches(5.2 * len(benches), 3.4)
+    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+        for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
+            found = next((line["zeroshot"] for line in results.rows(bench.name, name).values()), None)
+            if found:
+                means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
+                called = "before" if name == "none" else name
+                axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
+        axes.set(ylabel="average accuracy, %", title=bench.name)
+        axes.legend(fontsize=7)
 
 
 def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
@@ -433,37 +440,49 @@ def draw(draw_on: Callable[[Any], None]) -> str:
 # The page -----------------------------------------------------------------------------------------------------------------
 
 
+BIG = ("SmolLM2-135M", "stories15M")
+
+
 def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
-    """What stands between the marks, by name."""
-    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
-    asked, expert = BENCHES["small, questions" if small else plan.ALPACA], BENCHES["small MoE" if small else "MoE"]
-    models = [bench.model for bench in benches]
+    """What stands between the marks, by name; those of the reduced form too, which alone are there for `small`."""
+    benches = [BENCHES[name] for name in (*(() if small else BIG), "small")]
     kinds = {"task": task, "against fixed": against_fixed, "choice": choice}
     kinds |= {"truncate": truncated, "equal compute": equal_compute}
     found: dict[str, Callable[[], str]] = {}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found["zero-shot"] = lambda: zero_shot(results, asked)
+    if not small:
+        found["zero-shot"] = partial(zero_shot, results, BENCHES[plan.ALPACA])
+    found["zero-shot, small"] = partial(zero_shot, results, BENCHES["small, questions"])
     for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found |= {f"observations, {model}": partial(observed, results, model) for model in models}
-    found["mixture of experts"] = lambda: mixture(results, expert)
+    found |= {f"observations, {bench.model}": partial(observed, results, bench.model) for bench in benches}
+    if not small:
+        found["mixture of experts"] = partial(mixture, results, BENCHES["MoE"])
+    found["mixture of experts, small"] = partial(mixture, results, BENCHES["small MoE"])
     found |= {f"others, {bench.name}": partial(others, results, bench) for bench in benches}
     return found
 
 
-def figures(results: Results, *, small: bool) -> dict[str, str]:
-    """By file name."""
-    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
-    asked, models = BENCHES["small, questions" if small else plan.ALPACA], [bench.model for bench in benches]
-    drawn = {
-        "task.svg": draw(lambda figure: task_figure(results, benches, figure)),
-        "zero-shot.svg": draw(lambda figure: zero_shot_figure(results, [asked], figure)),
-        "ablations.svg": draw(lambda figure: ablation_figure(results, benches[-1:], figure)),
-        "others.svg": draw(lambda figure: others_figure(results, benches, figure)),
-        "observations.svg": draw(lambda figure: observation_figure(results, models, figure)),
+def figures(results: Results) -> dict[str, str]:
+    """By file name, each of the models that have rows for it; of ablations, of the first such model."""
+    benches = [BENCHES[name] for name in (*BIG, "small")]
+    asked = [BENCHES[name] for name in (plan.ALPACA, "small, questions")]
+    whole = [bench for bench in benches if results.has(bench.name, "best")]
+    ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small") if results.has(name, "otaro, N 1")]
+    seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
+    drawn: dict[str, Callable[[Any], None] | None] = {
+        "task.svg": partial(task_figure, results, whole) if whole else None,
+        "zero-shot.svg": partial(zero_shot_figure, results, told) if (told := _told(results, asked)) else None,
+        "ablations.svg": partial(ablation_figure, results, ablated[:1]) if ablated else None,
+        "others.svg": partial(others_figure, results, whole) if whole else None,
+        "observations.svg": partial(observation_figure, results, seen) if seen else None,
     }
-    return drawn
+    return {name: draw(how) for name, how in drawn.items() if how}
+
+
+def _told(results: Results, benches: Sequence[Bench]) -> list[Bench]:
+    return [bench for bench in benches if any(results.has(bench.name, name) for name in MAIN)]
 
 
 def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
@@ -478,8 +497,9 @@ def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
 
 
 def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
-    """Write page and figures; the names of the files."""
-    results = Results(results_file)
+    """Write page and figures; the names of the files. Beside the study's own rows, the page shows those of the reduced form."""
+    reduced = results_file.parent / "study-small.jsonl"
+    results = Results(results_file) if small else Results(reduced, results_file)
     made = sections(results, small=small)
     if page.is_file():
         text = page.read_text()
@@ -487,7 +507,7 @@ def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
         text = "# Results\n\n" + "\n".join(f"## {name}\n\n<!-- study: {name} -->\n<!-- /study -->\n" for name in made)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(fill(text, made))
-    drawn = figures(results, small=small)
+    drawn = figures(results)
     (page.parent / "figures").mkdir(exist_ok=True)
     for name, drawing in drawn.items():
         (page.parent / "figures" / name).write_text(drawing)
