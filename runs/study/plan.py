@@ -41,6 +41,7 @@ BENCHES = {
         Bench("SmolLM2-135M, Alpaca", "SmolLM2-135M", "alpaca", 16, 256, 2048, 0, 0),
         Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(3e-4, 1e-3), compiled=False),
         Bench("small", "builtin", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
+        Bench("small, longer", "builtin", "builtin", 8, 64, 128, 1_024, 40, rates=(1e-3,), compiled=False),
         Bench("small, questions", "builtin", "builtin", 8, 64, 128, 0, 10, compiled=False),
         Bench("small MoE", "moe", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
     )
@@ -344,7 +345,12 @@ def small() -> list[Job]:
     for name in ("fp", "fixed:E5M4", "fixed:E5M3", "uniform", "bps", "otaro", "best"):
         method = known[name]
         asked.append(Row(questions.name, name, method.options, 0, 1e-3, measured=method.measured, measures=("zeroshot",)))
-    bench = BENCHES["small"]
-    rows = [*method_rows(bench, SEEDS), *variant_rows(bench, SEEDS[0]), *ablation_rows(bench, (1e-5, 0.01))]
-    observed = Observation("builtin", "midpoint", batches=2, batch_size=2, sequence_length=64)
+    bench, longer = BENCHES["small"], BENCHES["small, longer"]
+    searched = {row.name for group, row in ablations() if group in ("lambda", "delay")}
+    rows = [*method_rows(bench, SEEDS), *variant_rows(bench, SEEDS[0])]
+    rows += [row for row in ablation_rows(bench, (1e-5, 0.01)) if row.name not in searched]
+    # In ten steps the search takes the same path at any lambda, and no accumulator fills.
+    rows += [row for seed in SEEDS for name in ("uniform", "bps", "otaro") for row in swept(longer, known[name], seed)]
+    rows += [replace(row, bench=longer.name) for _, row in ablations() if row.name in searched]
+    observed = Observation("builtin", "midpoint", batches=8, batch_size=2, sequence_length=64)
     return [*rows, *asked, *moe_rows(BENCHES["small MoE"], SEEDS), observed]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,26 @@ class Results:
                     found[line["seed"]] = line
         return found
 
-    def values(self, bench: str, name: str, column: str, measure: str = "perplexity") -> list[float]:
-        """One number per seed."""
+    def values(
+        self, bench: str, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
+    ) -> list[float]:
+        """One number per seed, of all or of those given."""
         rows = self.rows(bench, name)
-        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows)]
+        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds]
         return [value for value in found if value is not None]
 
-    def cell(self, bench: str, name: str, column: str) -> list[float]:
+    def shared(self, bench: str, names: Sequence[str]) -> set[int]:
+        """The seeds that all have, of those that have any: what is compared is to be compared at the same ones."""
+        found = [set(rows) for name in names if (rows := self.rows(bench, name))]
+        return set.intersection(*found) if found else set()
+
+    def cell(self, bench: str, name: str, column: str, seeds: Collection[int] | None = None) -> list[float]:
         """Likewise; `fixed` is each precision's own model."""
         if name.startswith("fixed") and ":" not in name:
             if column == FULL:
                 return []
             name = name.replace("fixed", f"fixed:{column}", 1)
-        return self.values(bench, name, column)
+        return self.values(bench, name, column, seeds=seeds)
 
     def source(self, bench: str) -> str:
         """The line under a table: command, commits, machines, seeds."""
@@ -152,7 +159,8 @@ def _paired(results: Results, bench: Bench, name: str, other: str, column: str, 
 def equal_compute(results: Results, bench: Bench) -> str:
     """Part 1 at equal compute."""
     names = ("best", "best, equal compute", "fixed", "fixed, a sixth")
-    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in NAMES)] for name in names]
+    seeds = results.shared(bench.name, ["best, equal compute", *(f"fixed:{p}, a sixth" for p in NAMES)])
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c, seeds)) for c in NAMES)] for name in names if seeds]
     return table(["", *NAMES], rows) + results.source(bench.name)
 
 
@@ -199,19 +207,16 @@ def ablations(results: Results, bench: Bench) -> str:
     }
     rows = []
     for group, names in groups.items():
+        made = [name for name in names if results.has(bench.name, name)]
+        if not made:
+            continue
         rows.append([f"**{titles.get(group, group)}**", *([""] * 6), " "])
-        for name in (*bases.get(group, ("best",)), *names):
-            values = [results.values(bench.name, name, column) for column in COLUMNS]
-            if any(values):
-                rows.append([_called(name), *map(number, values)])
-    text = table(["", *COLUMNS], [row for at, row in enumerate(rows) if not _lonely(rows, at)])
-    return text + results.source(bench.name)
-
-
-def _lonely(rows: list[list[str]], at: int) -> bool:
-    """A heading with nothing under it."""
-    following = rows[at + 1 : at + 2]
-    return rows[at][0].startswith("**") and (not following or following[0][0].startswith("**"))
+        every = [*bases.get(group, ("best",)), *made]
+        seeds = results.shared(bench.name, every)
+        rows += [
+            [_called(name), *(number(results.values(bench.name, name, c, seeds=seeds)) for c in COLUMNS)] for name in every
+        ]
+    return table(["", *COLUMNS], rows) + results.source(bench.name)
 
 
 def optimizers(results: Results, bench: Bench) -> str:
@@ -221,8 +226,8 @@ def optimizers(results: Results, bench: Bench) -> str:
     for line in sorted(lines, key=lambda line: (line["lr"], line["name"])):
         shown = [number([v]) if (v := line.get("perplexity", {}).get(c)) else "" for c in COLUMNS]
         rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else [line.get("error", "")] + [""] * 6)])
-    for name in ("uniform", "bps", "otaro", "otaro, mean"):
-        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c)) for c in COLUMNS)])
+    for name in ("uniform", "bps", "otaro", "otaro, mean") if lines else ():
+        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c, seeds=plan.SEEDS[:1])) for c in COLUMNS)])
     return table(["", *COLUMNS], rows) + results.source(bench.name)
 
 
@@ -242,19 +247,17 @@ def others(results: Results, bench: Bench) -> str:
     tuned = [name for name in ("none", "fp", "best") if results.rows(bench.name, name)]
     if not tuned:
         return table([""], [])
-    rows = []
+    rows, seeds = [], plan.SEEDS[:1]  # other formats were measured there
     for name, (bits, _) in OTHERS.items():
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others")) for t in tuned)])
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others", seeds)) for t in tuned)])
     for name in NAMES:
         bits = Precision(name).bits_per_weight()
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name)) for t in tuned)])
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, seeds=seeds)) for t in tuned)])
     rows.sort(key=lambda row: float(row[1]))
     text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
-    trained = [
-        ["int4 QAT, groups of 64", "4.25", number(results.values(bench.name, "int4 QAT", "E5M3"))],
-        ["`fixed:E5M3`", "4.08", number(results.values(bench.name, "fixed:E5M3", "E5M3"))],
-        ["`best` at E5M3", "4.08", number(results.values(bench.name, "best", "E5M3"))],
-    ]
+    four = {"int4 QAT": ("int4 QAT, groups of 64", "4.25"), "fixed:E5M3": ("`fixed:E5M3`", "4.08"), "best": ("`best`", "4.08")}
+    common = results.shared(bench.name, list(four))
+    trained = [[*called, number(results.values(bench.name, name, "E5M3", seeds=common))] for name, called in four.items()]
     return text + table(["tuned at four bits", "bits a weight", "perplexity"], trained) + results.source(bench.name)
 
 
@@ -370,7 +373,8 @@ def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> 
 
 
 def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
-    found = [results.values(bench, name, column) for name in names]
+    seeds = results.shared(bench, names)
+    found = [results.values(bench, name, column, seeds=seeds) for name in names]
     return [statistics.fmean(values) if values else math.nan for values in found]
 
 
@@ -455,7 +459,7 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
         found["zero-shot"] = partial(zero_shot, results, BENCHES[plan.ALPACA])
     found["zero-shot, small"] = partial(zero_shot, results, BENCHES["small, questions"])
     for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
-        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
+        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in (*benches, BENCHES["small, longer"])}
     found |= {f"observations, {bench.model}": partial(observed, results, bench.model) for bench in benches}
     if not small:
         found["mixture of experts"] = partial(mixture, results, BENCHES["MoE"])
@@ -469,7 +473,7 @@ def figures(results: Results) -> dict[str, str]:
     benches = [BENCHES[name] for name in (*BIG, "small")]
     asked = [BENCHES[name] for name in (plan.ALPACA, "small, questions")]
     whole = [bench for bench in benches if results.has(bench.name, "best")]
-    ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small") if results.has(name, "otaro, N 1")]
+    ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small, longer") if results.has(name, "otaro, N 1")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
     drawn: dict[str, Callable[[Any], None] | None] = {
         "task.svg": partial(task_figure, results, whole) if whole else None,
