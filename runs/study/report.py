@@ -137,6 +137,18 @@ def against_fixed(results: Results, bench: Bench, measure: str = "perplexity") -
     return table(["", *NAMES], rows) + results.source(bench.name)
 
 
+def strategies(results: Results, benches: Sequence[Bench]) -> str:
+    """What path search adds to uniform sampling, and delayed accumulation to path search, seeds paired."""
+    rows = [
+        [f"{bench.name}, {text}", f"`{ours}` against `{theirs}`"]
+        + [_paired(results, bench, ours, theirs, column, measure) for column in NAMES]
+        for ours, theirs in (("bps", "uniform"), ("otaro", "bps"))
+        for bench in benches
+        for text, measure in (("test", "perplexity"), ("held-out", "heldout"))
+    ]
+    return table(["", "", *NAMES], [row for row in rows if any(row[2:])]) + "\nRows and commands as above.\n"
+
+
 def choice(results: Results, bench: Bench) -> str:
     """The same on held-out text, which is what recipes are chosen by."""
     return against_fixed(results, bench, "heldout")
@@ -335,6 +347,7 @@ def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None
             axes.plot(NAMES, gaps, marker="o", markersize=3, color=COLOURS[name], label=name)
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=1)
+        _plain(axes)
         axes.set(title=bench.name, ylabel="perplexity against the dedicated model, %")
         axes.legend(fontsize=7)
 
@@ -368,8 +381,16 @@ def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> 
         right.plot([1, 5, 10, 20], _means(results, bench, names, column), style, color=COLOURS["otaro"], label=column)
     left.set(xlabel="λ", ylabel="perplexity", title=f"{bench}: exploration", yscale="log")
     right.set(xlabel="N", title="delay of ultra-low updates (N = 1: none)", yscale="log")
+    _plain(left)
+    _plain(right)
     left.legend(fontsize=7)
     right.legend(fontsize=7)
+
+
+def _plain(axes: Any) -> None:
+    """Numbers beside a logarithmic axis as people write them."""
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if axes.get_yscale() == "log" else "")
 
 
 def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
@@ -383,17 +404,19 @@ def others_figure(results: Results, benches: Sequence[Bench], figure: Any) -> No
     figure.set_size_inches(4.6 * len(benches), 3.4)
     for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
         bits = [Precision(name).bits_per_weight() for name in NAMES]
-        ours = [statistics.fmean(results.values(bench.name, "best", name) or [math.nan]) for name in NAMES]
+        seeds = plan.SEEDS[:1]  # other formats were measured there
+        ours = [statistics.fmean(results.values(bench.name, "best", name, seeds=seeds) or [math.nan]) for name in NAMES]
         axes.plot(bits, ours, marker="o", markersize=3, color=COLOURS["best"], label="`best`, one nested model")
         for name, (size, _) in OTHERS.items():
             for tuned in ("fp", "best"):
-                values = results.values(bench.name, tuned, name, "others")
+                values = results.values(bench.name, tuned, name, "others", seeds)
                 if values:
                     axes.plot([size], [statistics.fmean(values)], "x", color=COLOURS[tuned])
                     axes.annotate(name, (size, statistics.fmean(values)), fontsize=6)
         axes.plot([], [], "x", color=COLOURS["fp"], label="plain tuning, rounded")
         axes.plot([], [], "x", color=COLOURS["best"], label="`best`, rounded")
         axes.set(title=bench.name, xlabel="bits a weight", ylabel="perplexity", yscale="log")
+        _plain(axes)
         axes.legend(fontsize=7)
 
 
@@ -455,6 +478,8 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
+    found["strategies"] = partial(strategies, results, [*benches, BENCHES["small, longer"]])
+    found["task, small, longer"] = partial(task, results, BENCHES["small, longer"])
     if not small:
         found["zero-shot"] = partial(zero_shot, results, BENCHES[plan.ALPACA])
     found["zero-shot, small"] = partial(zero_shot, results, BENCHES["small, questions"])
@@ -473,10 +498,11 @@ def figures(results: Results) -> dict[str, str]:
     benches = [BENCHES[name] for name in (*BIG, "small")]
     asked = [BENCHES[name] for name in (plan.ALPACA, "small, questions")]
     whole = [bench for bench in benches if results.has(bench.name, "best")]
+    tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
     ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small, longer") if results.has(name, "otaro, N 1")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
     drawn: dict[str, Callable[[Any], None] | None] = {
-        "task.svg": partial(task_figure, results, whole) if whole else None,
+        "task.svg": partial(task_figure, results, tuned) if tuned else None,
         "zero-shot.svg": partial(zero_shot_figure, results, told) if (told := _told(results, asked)) else None,
         "ablations.svg": partial(ablation_figure, results, ablated[:1]) if ablated else None,
         "others.svg": partial(others_figure, results, whole) if whole else None,

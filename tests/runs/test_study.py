@@ -212,6 +212,17 @@ def test_means_spread_and_gaps_are_told(tmp_path):
     )
 
 
+def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path):
+    where = places(tmp_path)
+    for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
+        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed}
+        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
+    shown = report.strategies(report.Results(where.results), [plan.BENCHES["stories15M"]])
+    assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
+    assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
+    assert "held-out" not in shown
+
+
 def test_prose_outside_the_marks_stays():
     page = "before\n<!-- study: one -->\nold\n<!-- /study -->\nafter\n"
     assert report.fill(page, {"one": lambda: "new"}) == "before\n<!-- study: one -->\nnew\n<!-- /study -->\nafter\n"
