@@ -56,6 +56,7 @@ inline int current, threads, block_arrived[2], block_live;
 inline dim3 block_index, block_size, grid_size;
 inline void (*body)(const void*);
 inline const void* parameters;
+inline int4 dynamic_shared[(128 << 10) / sizeof(int4)];  // of the block that runs
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
@@ -243,9 +244,8 @@ inline uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
   };
   return fuse(a, b, c) | static_cast<uint32_t>(fuse(a >> 16, b >> 16, c >> 16)) << 16;
 }
-inline void load16(const uint32_t* from, uint32_t* to) { std::memcpy(to, from, 16); }
-inline void load8(const uint32_t* from, uint32_t& first, uint32_t& second) { first = from[0], second = from[1]; }
-inline uint32_t load4(const uint32_t* from) { return *from; }
+template <int Words>
+void load_words(const uint32_t* from, uint32_t* to) { std::memcpy(to, from, 4 * Words); }
 inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (mask & a) | (~mask & b); }
 template <int Bytes>
 void copy_to_shared(void* to, const void* from) { std::memcpy(to, from, Bytes); }

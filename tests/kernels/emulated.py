@@ -46,7 +46,7 @@ class Kernel:
 
 def kernel(file, name, device, **constants):
     """The kernel `name` of a source file, compiled for this CPU with these constants."""
-    return Kernel(_library(file, tuple(sorted((key, int(value)) for key, value in constants.items()))), name)
+    return Kernel(_library(file, name, tuple(sorted((key, int(value)) for key, value in constants.items()))), name)
 
 
 @cache
@@ -55,11 +55,11 @@ def _folder():
 
 
 @cache
-def _library(file, constants):
+def _library(file, name, constants):
     header, source = (_without_assembler((nvrtc.SOURCES / one).read_text()) for one in ("sefp.cuh", file))
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
-    for struct, name in _kernels(source):
-        text += _LAUNCH.format(name=name, struct=struct)
+    text = text.replace("extern __shared__ int4 room[];", "int4* room = emulated::dynamic_shared;")
+    text += _LAUNCH.format(name=name, struct=re.search(rf"\b{name}\(const __grid_constant__ (\w+) p\)", source)[1])
     flags = [*_FLAGS, *(f"-D{key}={value}" for key, value in constants)]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
@@ -67,11 +67,6 @@ def _library(file, constants):
     done = subprocess.run(["g++", *flags, "-o", path, code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(path))
-
-
-def _kernels(source):
-    """Structure and name of every kernel."""
-    return [(struct, name) for name, struct in re.findall(r"(\w+)\(const __grid_constant__ (\w+) p\)", source)]
 
 
 def _without_assembler(source):

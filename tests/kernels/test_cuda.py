@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from otaro.file.planes import exponent_word_count, exponent_words, pack_exponent
 from otaro.kernels import cuda, nvrtc, ops, reference
 from otaro.runtime.modules import PackedWeight
 
+from . import emulated
 from .packed import GRIDS, Packed, make_activations, make_packed, same_bits
 
 HAS_GPU = torch.cuda.is_available()
@@ -107,6 +110,59 @@ def test_sources_compile_for_a_gpu_that_is_not_there(constants):
     assert nvrtc.compile_source("linear.cu", sources[0], sources[1], flags)[:4] == b"\x7fELF"
     with pytest.raises(KernelError, match=r"could not compile linear\.cu"):
         nvrtc.compile_source("linear.cu", sources[0] + b"\nnonsense;", sources[1], flags)
+
+
+@pytest.fixture
+def emulation(monkeypatch):
+    """Kernels run on the CPU, two multiprocessors of one block each: blocks then have several tiles."""
+    if HAS_GPU or emulated.MISSING:
+        pytest.skip(emulated.MISSING or "the kernels run on this machine's GPU")
+    monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    cuda._linear_kernel.cache_clear()
+    yield
+    cuda._linear_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "truncate", "tokens", "stream"),
+    [
+        ((50, 1024, 64), 3, False, 1, True),
+        ((18, 2048, 64), 4, True, 1, True),
+        ((33, 200, 64), 8, False, 1, False),
+        ((16, 1100, 64), 8, True, 2, True),
+        ((17, 200, 64), 6, False, 3, False),
+        ((20, 300, 96), 5, True, 8, True),
+        ((5, 1056, 32), 7, False, 16, True),
+        ((3, 700, 128), 4, False, 20, False),
+    ],
+    ids=str,
+)
+def test_emulated_products_are_those_of_the_reference(emulation, shape, bits, truncate, tokens, stream):
+    packed, x = make_packed(*shape, seed=sum(shape)).at(bits, truncate), make_activations(tokens, shape[1])
+    assert same_bits(cuda.linear(x, streamed(packed) if stream else packed), reference.linear(x, packed))
+
+
+def test_emulated_matrices_share_a_launch(emulation):
+    matrices = [make_packed(rows, 576, 64, 4, seed=rows) for rows in (64, 17, 33)]
+    x, biases = make_activations(2, 576), [None, torch.randn(17), None]
+    outs = [torch.full((2, len(one.base)), 7.0) for one in matrices]
+    cuda.products(cuda.to_digits(x, 64), 2, matrices, outs, biases)
+    for one, out, bias in zip(matrices, outs, biases, strict=True):
+        expected = reference.linear(x, one)
+        assert same_bits(out, expected if bias is None else expected + bias)
+
+
+@pytest.mark.parametrize("shape", [(5, 65, 64), (7, 300, 96), (4, 192, 32)], ids=str)
+def test_emulated_rows_are_those_of_the_reference(emulation, shape):
+    ids = torch.tensor([shape[0] - 1, 0])
+    for (bits, truncate), dtype in zip(((3, False), (5, True), (8, False)), cuda._TYPES, strict=True):
+        packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
+        expected = reference.decode(packed, dtype)
+        assert same_bits(cuda.decode(streamed(packed), dtype), expected)
+        assert same_bits(cuda.embedding(ids, packed, dtype), expected[ids])
+        for got, law in zip(cuda.quantise(expected, shape[2]), reference.quantise(expected, shape[2]), strict=True):
+            assert same_bits(got, law)
 
 
 # With one

@@ -290,18 +290,18 @@ def on_gpu(make_nested):
 
 @ON_GPU
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_on_the_gpu_it_computes_what_torch_computes(make_nested, served, kv):
+def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, served, kv):
+    """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than twice as much."""
     model = otaro.load(make_nested(served), "E5M5", device="cuda", dtype=torch.float32)
     decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(served), "E5M5"))
-    expected = token_by_token(law, IDS[:40], kv)
-    # An activation or a key that rounds the other way moves by a step of 2^-15 or 2^-11; packed keys by 2^-7.
-    rounding = 2.0**-9 if kv is None else 2.0**-5
+    truth = slow(decoded_model(served, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
+    theirs = error(token_by_token(law, IDS[:40], kv), truth)
     for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
-        assert (ours.cpu() - expected).abs().max() <= rounding * expected.abs().max()
+        assert error(ours.cpu(), truth) <= 2 * theirs
 
 
 @ON_GPU
-def test_on_the_gpu_a_replayed_graph_gives_the_same_bits(on_gpu):
+def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(on_gpu):
     decoder = GpuDecoder.of(on_gpu)
     eager, cache = [], decoder.new_cache(capacity=64)
     for token in IDS[:20]:
@@ -342,11 +342,11 @@ def test_on_the_gpu_a_switch_costs_little(on_gpu):
     decoder.forward(IDS[:3], cache)
     times = {"same": [], "switched": []}
     for i in range(60):
-        if i % 2 == 0:
-            otaro.set_precision(on_gpu, "E5M3" if i % 4 else "E5M7")
         decoder.begin([IDS[i]], cache)
         torch.cuda.synchronize()
         start = time.perf_counter()
+        if i % 2 == 0:
+            otaro.set_precision(on_gpu, "E5M3" if i % 4 else "E5M7")
         decoder.advance()
         times["same" if i % 2 else "switched"].append(time.perf_counter() - start)
     median = {name: sorted(found[8:])[len(found[8:]) // 2] for name, found in times.items()}

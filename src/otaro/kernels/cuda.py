@@ -75,7 +75,7 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(packed.base), device=x.device)
     if out.numel():
-        digits = to_digits(_aligned(x), packed.group_size)
+        digits, packed = to_digits(_aligned(x), packed.group_size), _aligned_rows(packed)
         for first in range(0, len(x), MOST_TOKENS):
             products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
     return out
@@ -97,6 +97,8 @@ def products(
         )
     if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
+    if any(5 * one.exponents.numel() >= 1 << 32 or one.base.numel() >= 16 << 32 for one in matrices):
+        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
     shared = room * units * (2 * unit + 8) if room <= 2 else 0
@@ -109,7 +111,7 @@ def products(
     )  # fmt: skip
     parameters = _Linear()
     for i, one in enumerate(matrices):
-        parameters.matrix[i] = _packed(one)
+        parameters.matrix[i] = packed_parameter(one)
         bias = biases[i] if biases else None
         parameters.bias[i] = None if bias is None else bias.data_ptr()
     for i, out in enumerate(outs):
@@ -180,13 +182,14 @@ def _decode(packed: Packed, ids: torch.Tensor | None, count: int, dtype: torch.d
     threads = count * 4 * blocks(packed.length)
     if not threads:
         return out
+    packed = _aligned_rows(packed)
     kernel = nvrtc.kernel(
         "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
         STREAM=packed.streamed, IDS=ids is not None,
     )  # fmt: skip
     groups = -(-packed.length // packed.group_size)
     parameters = _Decode(
-        _packed(packed), None if ids is None else ids.data_ptr(), out.data_ptr(), count, packed.length,
+        packed_parameter(packed), None if ids is None else ids.data_ptr(), out.data_ptr(), count, packed.length,
         blocks(packed.length), groups, packed.group_size,
     )  # fmt: skip
     kernel((-(-threads // 256),), 256, parameters)
@@ -203,18 +206,25 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def _packed(packed: Packed) -> _PackedRows:
+def _aligned_rows(packed: Packed) -> Packed:
+    return packed._replace(base=_aligned(packed.base), planes=[_aligned(plane) for plane in packed.planes])
+
+
+def packed_parameter(packed: Packed) -> PackedParameter:
+    """Packed rows as the kernels take them."""
     if packed.base.data_ptr() % 16 or any(plane.data_ptr() % 4 for plane in packed.planes):
         raise KernelError("packed rows must lie at multiples of 16 bytes; clone() them")
     planes = [plane.data_ptr() for plane in packed.planes] + [None] * (5 - len(packed.planes))
-    return _PackedRows(packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.exponents.data_ptr(), len(packed.base))
+    return PackedParameter(
+        packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.exponents.data_ptr(), len(packed.base)
+    )
 
 
-def _activations(digits: Digits, first: int = 0) -> _Activations:
-    return _Activations(digits.digits[first:].data_ptr(), digits.terms[first:].data_ptr())
+def _activations(digits: Digits, first: int = 0) -> ActivationsParameter:
+    return ActivationsParameter(digits.digits[first:].data_ptr(), digits.terms[first:].data_ptr())
 
 
-class _PackedRows(ctypes.Structure):
+class PackedParameter(ctypes.Structure):
     """`Packed` of sefp.cuh."""
 
     _fields_ = (
@@ -222,7 +232,7 @@ class _PackedRows(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Activations(ctypes.Structure):
+class ActivationsParameter(ctypes.Structure):
     """`Activations` of sefp.cuh."""
 
     _fields_ = (("digits", ctypes.c_void_p), ("terms", ctypes.c_void_p))
@@ -232,7 +242,7 @@ class _Quantise(ctypes.Structure):
     """`Quantise` of rows.cu."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p), ("out", _Activations),
+        ("x", ctypes.c_void_p), ("out", ActivationsParameter),
         ("tokens", ctypes.c_int64), ("length", ctypes.c_int64), ("units", ctypes.c_int64),
     )  # fmt: skip
 
@@ -241,7 +251,7 @@ class _Decode(ctypes.Structure):
     """`Decode` of rows.cu."""
 
     _fields_ = (
-        ("packed", _PackedRows), ("ids", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("packed", PackedParameter), ("ids", ctypes.c_void_p), ("out", ctypes.c_void_p),
         ("count", ctypes.c_int64), ("length", ctypes.c_int64),
         ("blocks", ctypes.c_int), ("groups", ctypes.c_int), ("group_size", ctypes.c_int),
     )  # fmt: skip
@@ -251,7 +261,7 @@ class _Linear(ctypes.Structure):
     """`Linear` of linear.cu."""
 
     _fields_ = (
-        ("matrix", _PackedRows * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
-        ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", _Activations),
+        ("matrix", PackedParameter * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
+        ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", ActivationsParameter),
         ("tokens", ctypes.c_int), ("blocks", ctypes.c_int), ("units", ctypes.c_int), ("groups", ctypes.c_int),
     )  # fmt: skip

@@ -26,34 +26,27 @@ _CHOOSING = 64  # blocks that look for the likeliest token
 _FLOATS = 2  # attend's OUT
 
 
-class _Packed(Structure):
-    _fields_ = (("base", c_void_p), ("planes", c_void_p * 5), ("exponents", c_void_p), ("rows", c_int64))
-
-
-class _Activations(Structure):
-    _fields_ = (("digits", c_void_p), ("terms", c_void_p))
-
-
 class _Rows(Structure):
     _fields_ = (("base", c_void_p), ("planes", c_void_p * 5), ("exponents", c_void_p))
 
 
 class _Embed(Structure):
     _fields_ = (
-        ("matrix", _Packed), ("ids", c_void_p), ("x", c_void_p), ("length", c_int), ("blocks", c_int), ("groups", c_int),
+        ("matrix", cuda.PackedParameter), ("ids", c_void_p), ("x", c_void_p),
+        ("length", c_int), ("blocks", c_int), ("groups", c_int),
     )  # fmt: skip
 
 
 class _Normalise(Structure):
     _fields_ = (
-        ("x", c_void_p), ("delta", c_void_p), ("weight", c_void_p), ("out", _Activations), ("halves", c_void_p),
+        ("x", c_void_p), ("delta", c_void_p), ("weight", c_void_p), ("out", cuda.ActivationsParameter), ("halves", c_void_p),
         ("length", c_int), ("units", c_int), ("eps", c_float),
     )  # fmt: skip
 
 
 class _Quantise(Structure):
     _fields_ = (
-        ("x", c_void_p), ("up", c_void_p), ("stride", c_int64), ("out", _Activations), ("halves", c_void_p),
+        ("x", c_void_p), ("up", c_void_p), ("stride", c_int64), ("out", cuda.ActivationsParameter), ("halves", c_void_p),
         ("tokens", c_int), ("length", c_int), ("units", c_int),
     )  # fmt: skip
 
@@ -70,8 +63,8 @@ class _Place(Structure):
 class _Attend(Structure):
     _fields_ = (
         ("queries", c_void_p), ("keys", _Rows), ("values", _Rows), ("positions", c_void_p), ("sequences", c_void_p),
-        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", _Activations), ("halves", c_void_p),
-        ("floats", c_void_p), ("capacity", c_int64),
+        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", cuda.ActivationsParameter),
+        ("halves", c_void_p), ("floats", c_void_p), ("capacity", c_int64),
         ("heads", c_int), ("kv_heads", c_int), ("blocks", c_int), ("window", c_int),
     )  # fmt: skip
 
@@ -107,9 +100,7 @@ class CudaSteps:
         }  # fmt: skip
         blocks = weight.base.shape[1] // 16
         groups = -(-weight.length // weight.group_size)
-        planes = (c_void_p * 5)(*(plane.data_ptr() for plane in weight.planes))
-        matrix = _Packed(weight.base.data_ptr(), planes, weight.exponents.data_ptr(), len(weight.base))
-        parameters = _Embed(matrix, ids.data_ptr(), x.data_ptr(), weight.length, blocks, groups)
+        parameters = _Embed(cuda.packed_parameter(weight), ids.data_ptr(), x.data_ptr(), weight.length, blocks, groups)
         grid = (-(-weight.length // (4 * _THREADS)), len(ids))
         nvrtc.kernel("decode.cu", "embed", self._gpu, **constants)(grid, _THREADS, parameters)
 
@@ -232,8 +223,8 @@ def _units(out: Activations) -> tuple[int, int]:
     return unit, -(-out.length // unit)
 
 
-def _digits(out: Activations) -> _Activations:
-    return _Activations(*((0, 0) if out.group_size is None else (part.data_ptr() for part in out.data)))
+def _digits(out: Activations) -> cuda.ActivationsParameter:
+    return cuda.ActivationsParameter(*((0, 0) if out.group_size is None else (part.data_ptr() for part in out.data)))
 
 
 def _halves(out: Activations) -> int:

@@ -8,30 +8,37 @@ On both ways the precision may change while tokens are produced:
 
     model.generate(ids, prefill="E5M8", decode="E5M4")            # read the prompt at E5M8, write at E5M4
     model.generate(ids, schedule={0: "E5M8", 100: "E5M4"})        # from the 100th new token on at E5M4
+    model.generate(ids, precision="E5M4")                          # all of it at E5M4
+    model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder of a GPU only)
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
 
 and so it may by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step begins. A
 model that was given phases runs afterwards as it did before.
+
+On a GPU the likeliest token is chosen there. While no streamer, processor or stopping criterion of the caller's looks on, the
+next step begins before the last one's token is known to the host: phases begin where they should all the same, but what
+another thread sets takes effect one token later.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from otaro.errors import OtaroError, PrecisionError
-from otaro.runtime.decode import Decoder, DecoderCache
-from otaro.runtime.precision import PrecisionLike, attachment, finest_of, keeping_precision, set_precision
+from otaro.runtime.decode import DecoderCache
+from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.precision import PrecisionLike, at_precision, attachment, finest_of, keeping_precision, set_precision
 from otaro.runtime.sample import Sampler
+from otaro.runtime.serving import BatchReader, RowReader, decoder_of, padded_on_the_left, rows_at_once, unpadded, why_not
 from otaro.sefp.precision import Precision
 
 
@@ -43,24 +50,26 @@ class Generation:
     reason: str = ""
     """Why it was not the decoder."""
     prompt_tokens: int = 0
+    """In a row, padding included."""
     reused_tokens: int = 0
     """Tokens of the prompt that a cache already held."""
     new_tokens: int = 0
+    """In a row."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     precisions: list[str] = field(default_factory=list)
-    """Those that steps ran at, in order."""
+    """Those that steps ran at, in order; rows that differ are set apart by slashes."""
     cache_bytes: int | None = None
     """Memory of keys and values; unknown where transformers keeps them."""
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens read per second."""
+        """Prompt tokens read per second, of one row."""
         return (self.prompt_tokens - self.reused_tokens) / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_rate(self) -> float:
-        """New tokens per second after the first, which comes with the prompt."""
+        """New tokens of a row per second after the first, which comes with the prompt."""
         return max(self.new_tokens - 1, 0) / max(self.decode_seconds, 1e-9)
 
 
@@ -108,19 +117,12 @@ class _Request:
     kv: Precision | None
     obstacle: str
     """What in the arguments keeps the decoder from serving, in words."""
+    rows: Sequence[PrecisionLike] | None = None
+    """A precision for each row."""
 
 
 _request: ContextVar[_Request | None] = ContextVar("request", default=None)
 _classes: dict[type, type] = {}
-_decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
-
-
-def decoder_of(model: Any) -> Decoder:
-    """The decoder of a model, made when it is first needed, and anew when the model was changed."""
-    decoder = _decoders.get(model)
-    if decoder is None or not decoder.serves(model):
-        decoder = _decoders[model] = Decoder(model)
-    return decoder
 
 
 def serve_with_decoder(model: Any) -> None:
@@ -143,15 +145,23 @@ class Generates:
         prefill: PrecisionLike | None = None,
         decode: PrecisionLike | None = None,
         schedule: Mapping[int, PrecisionLike] | None = None,
+        precision: PrecisionLike | Sequence[PrecisionLike] | None = None,
         kv: str | Precision | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' `generate`, with precisions by phase; see the head of this module."""
-        phases = Phases(prefill, decode, schedule)
+        """As transformers' `generate`, with precisions by phase or by row; see the head of this module."""
+        phases, rows = Phases(prefill, decode, schedule), None
+        if precision is not None:
+            if phases.steps:
+                raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
+            if isinstance(precision, str | Precision | Mapping):
+                phases = Phases(schedule={0: precision})
+            else:
+                rows = list(precision)
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
             raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
-        request = _Request(phases, None if kv is None else Precision(kv), "")
+        request = _Request(phases, None if kv is None else Precision(kv), "", rows)
         if cache is not None and not isinstance(cache, DecoderCache):
             request.obstacle = f"the cache given is a {type(cache).__name__}"
         elif kwargs.get("position_ids") is not None:
@@ -175,7 +185,7 @@ class Generates:
     ) -> Any:
         request = _request.get() or _Request(Phases(), None, "another library called it")
         options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-        reason = request.obstacle or _obstacle(input_ids, options) or Decoder.why_not(self)
+        reason = request.obstacle or _obstacle(input_ids, options, rows_at_once(self)) or why_not(self)
         if reason:
             return self._by_transformers("_sample", reason, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
@@ -187,6 +197,7 @@ class Generates:
             generation_config,
             streamer,
             cache if isinstance(cache, DecoderCache) else None,
+            model_kwargs.get("attention_mask"),
             request,
         )
 
@@ -200,8 +211,8 @@ class Generates:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         request = _request.get()
-        if request and (request.phases.steps or request.kv):
-            raise OtaroError("prefill, decode, schedule and kv do not go together with assisted generation")
+        if request and (request.phases.steps or request.kv or request.rows):
+            raise OtaroError("prefill, decode, schedule, precision and kv do not go together with assisted generation")
         self.generation = Generation(reason="it is assisted by another model")
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
@@ -212,6 +223,8 @@ class Generates:
         request = _request.get() or _Request(Phases(), None, "")
         if request.kv:
             raise OtaroError(f"kv={request.kv} needs the decoder, which does not serve here: {reason}")
+        if request.rows is not None:
+            raise OtaroError(f"a precision for each row needs the decoder of a GPU, which does not serve here: {reason}")
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
         cache = options.get("past_key_values")
@@ -252,11 +265,11 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
         return self.report
 
 
-def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any]) -> str:
-    """What in these options the decoder does not do, in words."""
+def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any], rows: int) -> str:
+    """What in these options a decoder for so many rows does not do, in words."""
     config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
-    if len(input_ids) != 1:
-        return f"the batch has {len(input_ids)} rows"
+    if len(input_ids) > rows:
+        return f"the batch has {len(input_ids)} rows" + (f", and the decoder takes {rows}" if rows > 1 else "")
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions or hidden states are wanted"
     if config.use_cache is False:
@@ -267,7 +280,10 @@ def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any]) -> str:
         return "it assists another model"
     mask = options.get("attention_mask")
     if mask is not None and not bool((mask == 1).all()):
-        return "the prompt is padded"
+        if rows == 1:
+            return "the prompt is padded"
+        if not (mask.dim() == 2 and padded_on_the_left(mask)):
+            return "the prompt is padded, and not on its left"
     known |= {"attention_mask", "position_ids", "cache_position", "past_key_values"}
     unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
     return f"{unknown[0]} was given" if unknown else ""
@@ -281,51 +297,54 @@ def decode_loop(
     config: Any,
     streamer: Any,
     given: DecoderCache | None,
+    mask: torch.Tensor | None,
     request: _Request,
 ) -> Any:
-    """What `_sample` does, by the decoder: one row of tokens, continued until a criterion holds."""
-    decoder = decoder_of(model)
-    cache = given or decoder.new_cache(request.kv)
-    prompt = input_ids[0].tolist()
-    if cache.length >= len(prompt):
-        raise OtaroError(
-            f"the cache holds {cache.length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
-            "included, and one more at least"
-        )
-    report = model.generation = Generation("decoder", prompt_tokens=len(prompt), reused_tokens=cache.length)
+    """What `_sample` does, by a decoder: rows of tokens, continued until a criterion holds."""
     wants_scores = config.return_dict_in_generate and config.output_scores
     wants_logits = config.return_dict_in_generate and config.output_logits
     sampler = Sampler(processors, bool(config.do_sample), exact_scores=wants_scores)
-    stop = _Stop(criteria)
+    stop = _Stop(criteria, len(input_ids), config._pad_token_tensor)
+    reader = _reader(model, input_ids, mask, given, request, stop.limit - input_ids.shape[1])
+    report = model.generation = Generation(
+        "decoder", prompt_tokens=input_ids.shape[1], reused_tokens=0 if given is None else given.length
+    )
+    by_gpu = reader if isinstance(reader, BatchReader) and _device_chooses(sampler, stop, config) else None
     scores: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []
-    tokens = _Row(input_ids)
-    unread, bits, step = prompt[cache.length :], b"", 0
+    tokens = _Rows(input_ids)
+    chosen: list[int] | None = None
+    bits: Sequence[bytes] = ()
     clock = time.perf_counter()
-    while True:
-        request.phases.enter(model, step)
-        logits = decoder.forward(unread, cache)
-        if decoder.precisions != bits:  # a phase, or somebody else, has switched
-            bits = decoder.precisions
-            report.precisions.append(_described(bits))
-        now = time.perf_counter()
-        if step == 0:
-            report.prefill_seconds = now - clock
-            clock = now
-        token = sampler.choose(tokens.ids, logits)
-        tokens.append(token)
-        step += 1
-        if wants_scores:
-            scores.append(sampler.scores)
-        if wants_logits:
-            raw.append(logits.unsqueeze(0))
-        if streamer is not None:
-            streamer.put(torch.tensor([token]))
-        if stop(tokens.ids, token, tuple(scores) if wants_scores else None):
-            break
-        unread = [token]
+    # Nobody but us looks on while the GPU runs ahead, so nobody waits for the decoder in vain.
+    with by_gpu.refusing() if by_gpu and streamer is None else nullcontext():
+        while True:
+            if by_gpu and chosen is not None:
+                ahead = int(streamer is None and tokens.length + 1 < stop.limit)
+                chosen = by_gpu.likeliest(chosen, tokens.new, ahead, lambda step: request.phases.enter(model, step))
+            else:
+                request.phases.enter(model, tokens.new)
+                logits = reader.read(chosen)
+                if tokens.new == 0:
+                    now = time.perf_counter()
+                    report.prefill_seconds, clock = now - clock, now
+                chosen = sampler.choose_all(tokens.ids, logits)
+                if wants_scores:
+                    scores.append(sampler.scores)
+                if wants_logits:
+                    raw.append(logits)
+            if reader.ran_at != bits:  # a phase, or somebody else, has switched
+                bits = reader.ran_at
+                report.precisions.append(" / ".join(_described(row) for row in bits))
+            tokens.append(stop.padded(chosen))
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens.last))
+            if stop(tokens, tuple(scores) if wants_scores else None):
+                break
     report.decode_seconds = time.perf_counter() - clock
-    report.new_tokens, report.cache_bytes = step, cache.nbytes
+    if isinstance(reader, BatchReader):
+        reader.finish(stop.lasted(tokens.new))
+    report.new_tokens, report.cache_bytes = tokens.new, reader.cache.nbytes
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:
@@ -334,35 +353,87 @@ def decode_loop(
         sequences=tokens.ids.clone(),
         scores=tuple(scores) if wants_scores else None,
         logits=tuple(raw) if wants_logits else None,
-        past_key_values=cache,
+        past_key_values=reader.cache,
     )
 
 
-class _Row:
-    """A row of tokens that grows without being copied each time."""
+def _reader(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: DecoderCache | None, request: _Request, most: float
+) -> RowReader | BatchReader:
+    """What reads these rows, which go on for `most` tokens at most."""
+    decoder, prompts = decoder_of(model), unpadded(ids, mask)
+    if given is not None:
+        for prompt, length in zip(prompts, getattr(given, "lengths", [given.length]), strict=False):
+            if length >= len(prompt):
+                raise OtaroError(
+                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
+                    "included, and one more at least"
+                )
+    if not isinstance(decoder, GpuDecoder):
+        if request.rows is not None:
+            raise OtaroError("a precision for each row needs the decoder of a GPU: give one precision for all")
+        return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0])
+    bits = None
+    if request.rows is not None:
+        if len(request.rows) != len(prompts):
+            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
+        bits = []
+        for precision in request.rows:
+            with at_precision(model, precision):  # which refuses what the directory cannot do
+                bits.append(decoder.weights.precisions())
+    with decoder.lock:
+        return BatchReader(decoder, given or decoder.new_cache(request.kv, len(prompts)), prompts, bits, most)
+
+
+def _device_chooses(sampler: Sampler, stop: _Stop, config: Any) -> bool:
+    """Whether nobody asks for more than the likeliest tokens."""
+    wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    return sampler.known and not sampler.do_sample and not stop.others and not sampler.processors and not wants
+
+
+class _Rows:
+    """Rows of tokens that grow without being copied each time; `ids` brings them up to date where they are kept."""
 
     def __init__(self, ids: torch.Tensor) -> None:
-        self.length = ids.shape[1]
-        self._room = torch.nn.functional.pad(ids, (0, self.length + 256))
+        self._prompt = self._written = ids.shape[1]
+        self._room = torch.nn.functional.pad(ids, (0, self._prompt + 256))
+        self._unwritten: list[list[int]] = []
+        self.last: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return self._written + len(self._unwritten)
+
+    @property
+    def new(self) -> int:
+        return self.length - self._prompt
 
     @property
     def ids(self) -> torch.Tensor:
-        return self._room[:, : self.length]
+        if self._unwritten:
+            if self.length > self._room.shape[1]:
+                self._room = torch.nn.functional.pad(self._room, (0, self.length))
+            columns = torch.tensor(self._unwritten, dtype=self._room.dtype).t()
+            self._room[:, self._written : self.length] = columns.to(self._room.device)
+            self._written, self._unwritten = self.length, []
+        return self._room[:, : self._written]
 
-    def append(self, token: int) -> None:
-        if self.length == self._room.shape[1]:
-            self._room = torch.nn.functional.pad(self._room, (0, self.length))
-        self._room[0, self.length] = token
-        self.length += 1
+    def append(self, tokens: list[int]) -> None:
+        self._unwritten.append(tokens)
+        self.last = tokens
 
 
 class _Stop:
-    """Stopping criteria; the two that are nearly always there cost no tensor."""
+    """Stopping criteria; the two that are nearly always there cost no tensor. Rows end one by one, and are padded then."""
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, rows: int, pad: torch.Tensor | None) -> None:
         self.limit: float = float("inf")
         self.ends: set[int] = set()
         self.others = StoppingCriteriaList()
+        self._ended_at: list[int | None] = [None] * rows
+        # As in transformers: without an end of text among the criteria, rows that others have ended go on.
+        ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self._pad = int(pad) if ends_rows and rows > 1 and pad is not None else None
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
                 self.limit = min(self.limit, criterion.max_length)
@@ -371,10 +442,24 @@ class _Stop:
             else:
                 self.others.append(criterion)
 
-    def __call__(self, ids: torch.Tensor, token: int, scores: Any) -> bool:
-        done = ids.shape[1] >= self.limit or token in self.ends
+    def padded(self, tokens: list[int]) -> list[int]:
+        """These tokens, but padding in rows that have ended."""
+        if self._pad is None:
+            return tokens
+        return [token if end is None else self._pad for token, end in zip(tokens, self._ended_at, strict=True)]
+
+    def __call__(self, tokens: _Rows, scores: Any) -> bool:
+        """Whether all rows have ended."""
         # All are asked in any case: a criterion may count how often it is.
-        return bool(self.others(ids, scores).all()) | done if self.others else done
+        others = self.others(tokens.ids, scores).tolist() if self.others else [False] * len(tokens.last)
+        for row, (token, other) in enumerate(zip(tokens.last, others, strict=True)):
+            if self._ended_at[row] is None and (other or token in self.ends or tokens.length >= self.limit):
+                self._ended_at[row] = tokens.new
+        return None not in self._ended_at
+
+    def lasted(self, new: int) -> list[int]:
+        """How many new tokens of each row are not padding."""
+        return [new if self._pad is None or end is None else end for end in self._ended_at]
 
 
 def _described(bits: Any) -> str:

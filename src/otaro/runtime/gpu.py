@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -66,6 +67,8 @@ class GpuDecoder:
         self.vocabulary = weights.logits.rows
         self.precisions = b""
         """Mantissa bits of every matrix at the last step, of its first token."""
+        self.lock = RLock()
+        """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
         self._buffers = _Buffers(weights, self.steps)
         self._rotation = self._angles(1)
@@ -140,8 +143,8 @@ class GpuDecoder:
         They are on the device. If anything is refused the cache is as before.
         """
         tokens = self._checked(ids, cache)
-        before = cache.lengths[sequence]
-        self._reserve(cache, before + len(tokens))
+        self._going, before = None, cache.lengths[sequence]
+        self.reserve(cache, before + len(tokens))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.weights.device)
         try:
             start = 0
@@ -194,11 +197,16 @@ class GpuDecoder:
         cache: GpuCache,
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
-    ) -> None:
-        """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`."""
+    ) -> object:
+        """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
         self._going, self._places = going, going.places
+        return going
+
+    def goes_on(self, begun: object) -> bool:
+        """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
+        return begun is not None and begun is self._going
 
     @torch.no_grad()
     def advance(self) -> int:
@@ -207,13 +215,13 @@ class GpuDecoder:
         if going is None:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
-        self._reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
+        self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
         self._run(len(going.ids), going.spans(self.weights), cache, "likeliest")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
         if self._on_gpu:
-            self._events[number % RING].record()
+            self._events[number % RING].record(self._stream)
         return number
 
     def chosen(self, number: int) -> list[int]:
@@ -238,7 +246,7 @@ class GpuDecoder:
         order = sorted(range(len(tokens)), key=lambda i: bits[i] if bits else b"")
         places = [order.index(i) for i in range(len(tokens))]
         chosen = None if bits is None else [bits[i] for i in order]
-        self._reserve(cache, max(cache.lengths[sequence] for sequence in those) + 1)
+        self.reserve(cache, max(cache.lengths[sequence] for sequence in those) + 1)
         return _Going([tokens[i] for i in order], [those[i] for i in order], places, chosen, cache)
 
     def _checked(self, ids: Sequence[int], cache: GpuCache) -> list[int]:
@@ -252,8 +260,8 @@ class GpuDecoder:
             raise OtaroError("this cache was made by the decoder of another model")
         return tokens
 
-    def _reserve(self, cache: GpuCache, length: int) -> None:
-        """Room for so many positions, and their angles."""
+    def reserve(self, cache: GpuCache, length: int) -> None:
+        """Make room for so many positions, and know their angles."""
         old = cache.room
         if cache.reserve(length):
             self._forget(old)

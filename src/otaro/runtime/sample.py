@@ -21,7 +21,7 @@ class Sampler:
     """Greedy, or drawing from what temperature, top-k, top-p and other processors leave."""
 
     scores: torch.Tensor
-    """What the processors made of the last logits, [1, vocabulary]; only with `exact_scores`."""
+    """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
     def __init__(self, processors: Any, do_sample: bool, exact_scores: bool = False) -> None:
         self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores
@@ -46,10 +46,25 @@ class Sampler:
         if not self.do_sample:
             return int(self._processed(ids, logits).argmax())
         tokens, probabilities = self.distribution(ids, logits)
-        sums = probabilities.double().cumsum(0)
-        at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64) * sums[-1], right=True))
-        at = min(at, len(sums) - 1)
+        at = _drawn(probabilities)
         return at if tokens is None else int(tokens[at])
+
+    def choose_all(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
+        """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
+
+        There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
+        same again whatever else draws.
+        """
+        if self.known and not self.do_sample:
+            chosen: list[int] = logits.argmax(-1).tolist()
+            return chosen
+        if self.known:
+            return [self.choose(ids[row : row + 1], one) for row, one in enumerate(logits.cpu())]
+        self.scores = self.processors(ids, logits.clone())
+        if not self.do_sample:
+            chosen = self.scores.argmax(-1).tolist()
+            return chosen
+        return [_drawn(row) for row in self.scores.softmax(-1).cpu()]
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
@@ -95,3 +110,10 @@ class Sampler:
         if kept < len(probabilities) and probabilities[kept] == probabilities[kept - 1]:
             return None  # a tie: sorting decides
         return tokens[:kept], probabilities[:kept]
+
+
+def _drawn(probabilities: torch.Tensor) -> int:
+    """A place, drawn with these probabilities, which need not add up to one."""
+    sums = probabilities.double().cumsum(0)
+    at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64) * sums[-1], right=True))
+    return min(at, len(sums) - 1)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.runtime.decode import Decoder
 from otaro.sefp.precision import Precision
 
 
@@ -85,9 +84,9 @@ class ChatSession:
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
 
-        from otaro.runtime.generate import decoder_of
+        from otaro.runtime.serving import decoder_of, why_not
 
-        reason = Decoder.why_not(self.model)
+        reason = why_not(self.model)
         if reason is None:
             return decoder_of(self.model).new_cache(self.kv)
         if self.kv:

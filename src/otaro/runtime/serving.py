@@ -1,0 +1,164 @@
+"""Which decoder serves a model, and how `generate` reads tokens with it.
+
+On a CPU it is the extension's (`decode`), for one row of tokens. On a GPU it is the one of captured graphs (`gpu`), for up to
+16 rows: each is a sequence of its own, without the padding that makes a rectangle of them, and may have its own precision.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from otaro.errors import OtaroError
+from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.decode import Decoder, DecoderCache
+from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.gpu_cache import GpuCache
+
+_decoders: WeakKeyDictionary[Any, Decoder | GpuDecoder] = WeakKeyDictionary()
+_ROOM = 1024  # new tokens for which there is room from the start: a cache that grows has its graphs captured again
+
+
+def kind_of(model: Any) -> type[Decoder] | type[GpuDecoder]:
+    """The decoder for the device that a model is on."""
+    return GpuDecoder if model.device.type == "cuda" else Decoder
+
+
+def why_not(model: Any) -> str | None:
+    """Why this model has to go through transformers, in words; None if a decoder serves it."""
+    return kind_of(model).why_not(model)
+
+
+def rows_at_once(model: Any) -> int:
+    """How many rows of tokens the decoder of this model's device takes."""
+    return MAX_TOKENS if kind_of(model) is GpuDecoder else 1
+
+
+def decoder_of(model: Any) -> Decoder | GpuDecoder:
+    """The decoder of a model, made when it is first needed, and anew when the model was changed."""
+    decoder, kind = _decoders.get(model), kind_of(model)
+    if not isinstance(decoder, kind) or not decoder.serves(model):
+        decoder = _decoders[model] = GpuDecoder.of(model) if kind is GpuDecoder else Decoder(model)
+    return decoder
+
+
+class Reader(Protocol):
+    """Reads the prompts of some rows, then one token of each at a time."""
+
+    cache: DecoderCache
+
+    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
+        """Logits [rows, vocabulary] after these tokens, one of each row; after the prompts, if there are none."""
+
+    @property
+    def ran_at(self) -> Sequence[bytes]:
+        """Mantissa bits of the last step: of all rows, or of each where they differ."""
+
+
+class RowReader:
+    """One row on a CPU."""
+
+    def __init__(self, decoder: Decoder, cache: DecoderCache, prompt: list[int]) -> None:
+        if isinstance(cache, GpuCache):
+            raise OtaroError("this cache was made by the decoder of another model")
+        self._decoder, self.cache, self._unread = decoder, cache, prompt[cache.length :]
+
+    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
+        """Logits of the row."""
+        return self._decoder.forward(self._unread if tokens is None else tokens, self.cache).unsqueeze(0)
+
+    @property
+    def ran_at(self) -> Sequence[bytes]:
+        """Mantissa bits of the last step."""
+        return [self._decoder.precisions]
+
+
+class BatchReader:
+    """Some rows on a GPU. `bits` are the precisions of each row, where they were given."""
+
+    def __init__(
+        self, decoder: GpuDecoder, cache: DecoderCache, prompts: list[list[int]], bits: list[bytes] | None, most: float
+    ) -> None:
+        if not isinstance(cache, GpuCache) or len(cache.lengths) != len(prompts):
+            raise OtaroError("this cache was made by the decoder of another model, or for another number of rows")
+        self._decoder, self.cache, self._bits = decoder, cache, bits
+        self._unread = [prompt[length:] for prompt, length in zip(prompts, cache.lengths, strict=True)]
+        self._before = list(cache.lengths)
+        self._lengths = [len(prompt) for prompt in prompts]
+        decoder.reserve(cache, max(self._lengths) + int(min(most, _ROOM)))
+        self._going: object = None
+        self._under_way: deque[tuple[int, bytes]] = deque()
+        self._ran_at = b""
+
+    @property
+    def ran_at(self) -> Sequence[bytes]:
+        """Mantissa bits of the last step that was waited for."""
+        return [self._ran_at] if self._bits is None else self._bits
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Nobody else uses the decoder meanwhile; if anything is refused the cache is as before all of it."""
+        with self._decoder.lock:
+            try:
+                yield
+            except OtaroError:
+                self.cache.lengths = list(self._before)
+                raise
+
+    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
+        """Logits of all rows, on the device."""
+        with self.refusing():
+            if tokens is None:
+                logits = torch.stack([self._read_prompt(row) for row in range(len(self._unread))])
+                if logits.is_cuda:
+                    torch.cuda.current_stream(logits.device).synchronize()  # its time is the prompt's
+            else:
+                logits = self._decoder.step(tokens, self.cache, bits=self._bits)
+            self._ran_at = self._decoder.precisions
+        return logits
+
+    def _read_prompt(self, row: int) -> torch.Tensor:
+        bits = None if self._bits is None else self._bits[row]
+        return self._decoder.forward(self._unread[row], self.cache, sequence=row, bits=bits)
+
+    def likeliest(self, tokens: list[int], step: int, ahead: int, enter: Callable[[int], None]) -> list[int]:
+        """What follows these tokens, the ones of the step before; `enter` is told of every step before it starts.
+
+        Up to `ahead` more steps are started before this one is waited for.
+        """
+        with self.refusing():
+            if not self._under_way and not self._decoder.goes_on(self._going):
+                self._going = self._decoder.begin(tokens, self.cache, bits=self._bits)
+            while len(self._under_way) <= ahead:
+                enter(step + len(self._under_way))
+                self._under_way.append((self._decoder.advance(), self._decoder.precisions))
+            number, self._ran_at = self._under_way.popleft()
+            chosen = self._decoder.chosen(number)
+            if not ahead:
+                self.cache.check()
+        return chosen
+
+    def finish(self, new: Sequence[int]) -> None:
+        """Of so many new tokens of each row all but the last were read; what else was read is forgotten."""
+        with self.refusing():
+            self.cache.check()
+        self.cache.lengths = [length + count - 1 for length, count in zip(self._lengths, new, strict=True)]
+
+
+def unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """Rows of tokens without the padding on their left."""
+    rows: list[list[int]] = ids.tolist()
+    if mask is None:
+        return rows
+    return [row[len(row) - count :] for row, count in zip(rows, mask.sum(1).tolist(), strict=True)]
+
+
+def padded_on_the_left(mask: torch.Tensor) -> bool:
+    """Whether what a mask [rows, tokens] hides is at the beginning of each row, and not all of it."""
+    seen = mask == 1
+    return bool((seen | (mask == 0)).all() and (seen[:, 1:] | ~seen[:, :-1]).all() and seen[:, -1].all())
