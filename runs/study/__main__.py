@@ -63,7 +63,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="runs/study.sh",
         description="Run the study of docs/results.md, or what is missing of it.",
-        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, and --data; --small needs neither.",
+        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, and --data; --small needs neither. "
+        "What it costs is told in CONTRIBUTING.md.",
     )
     do = parser.add_mutually_exclusive_group()
     do.add_argument("--list", action="store_true", help="say what is done and what is missing, and stop")

@@ -43,10 +43,11 @@ def observe(job: Observation, models: Path, text: Path | None, device: str) -> d
         "most_outliers": dict(sorted(shares.items(), key=lambda pair: -(pair[1] or 0.0))[:5]),
     }
     stated = f"--reconstruction {job.reconstruction} {' '.join(flags)}"
+    subject = "builtin --text builtin" if job.model == "builtin" else f"models/{job.model} --text valid.txt"
     line = {"key": job.key, "bench": "observe", "name": f"{job.model}, {job.reconstruction}", "settings": job.settings()}
     return (
         line
-        | {"command": f"otaro analyze gradients MODEL --text valid.txt {stated}"}
+        | {"command": f"otaro analyze gradients {subject} {stated}"}
         | {name: _rounded_to(value, 5) for name, value in found.items()}
     )
 

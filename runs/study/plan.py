@@ -37,10 +37,11 @@ BENCHES = {
     bench.name: bench
     for bench in (
         Bench("SmolLM2-135M", "SmolLM2-135M", "wikitext", 8, 512, 2048, 147_456, 300),
-        Bench("stories15M", "stories15M", "wikitext", 16, 256, 256, 147_456, 300, rates=(1.5e-4, 3e-4, 6e-4)),
+        Bench("stories15M", "stories15M", "wikitext", 16, 256, 256, 147_456, 300, rates=(7.5e-5, 1.5e-4, 3e-4)),
         Bench("SmolLM2-135M, Alpaca", "SmolLM2-135M", "alpaca", 16, 256, 2048, 0, 0),
         Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(3e-4, 1e-3), compiled=False),
         Bench("small", "builtin", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
+        Bench("small, longer", "builtin", "builtin", 8, 64, 128, 1_024, 40, rates=(1e-3,), compiled=False),
         Bench("small, questions", "builtin", "builtin", 8, 64, 128, 0, 10, compiled=False),
         Bench("small MoE", "moe", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
     )
@@ -85,6 +86,8 @@ class Row:
             ours, plain = self.options.to_dict(), DEFAULTS.to_dict()
             stated["options"] = {name: value for name, value in ours.items() if name == "method" or value != plain[name]}
         stated["steps"] = self.steps or BENCHES[self.bench].steps
+        if self.lr is not None or self.options is None:
+            stated.pop("rates")  # they matter where one of them is chosen
         return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
 
 
@@ -129,7 +132,7 @@ def methods(reconstruction: Literal["midpoint", "truncate"] = "midpoint") -> lis
         return Options(method=name, reconstruction=reconstruction)
 
     found = [Method(f"fp{suffix}", plain("fp"))]
-    found += [Method(f"fixed:{p}{suffix}", plain(f"fixed:{p}"), (FULL, p)) for p in NAMES]
+    found += [Method(f"fixed:{p}{suffix}", plain(f"fixed:{p}"), (p,)) for p in NAMES]
     found += [Method(f"{name}{suffix}", plain(name)) for name in ("uniform", "bps", "otaro")]
     return [*found, Method("best", BEST)] if reconstruction == "midpoint" else found
 
@@ -213,12 +216,12 @@ def swept(bench: Bench, method: Method, seed: int) -> Iterator[Row]:
 
 
 def method_rows(bench: Bench, seeds: tuple[int, ...]) -> Iterator[Row]:
-    """Part 1 for a bench whose rates are chosen; other formats are measured on the way."""
+    """Part 1 for a bench whose rates are chosen; other formats are measured on the way, at the first seed alone."""
     yield Row(bench.name, "none", None, measures=("perplexity", "others"))
     yield Row(bench.name, "none, truncate", None, quantizer="truncate")
     for seed in seeds:
         for method in methods():
-            if method.name in ("fp", "best"):
+            if method.name in ("fp", "best") and seed == SEEDS[0]:
                 method = replace(method, extra={"measures": ("perplexity", "others")})
             yield from swept(bench, method, seed)
 
@@ -229,19 +232,19 @@ def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
     for method in methods("truncate"):
         rate_of = method.name.removesuffix(", truncate")
         yield Row(name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
-    qat = Row(name, "int4 QAT", Options(method="fixed:E5M3"), seed, quantizer="int4", measured=(FULL, "E5M3"))
+    qat = Row(name, "int4 QAT", Options(method="fixed:E5M3"), seed, quantizer="int4", measured=("E5M3",))
     yield replace(qat, rate_of="fixed:E5M3")
     yield Row(name, "best, equal compute", BEST, seed, rate_of="best", steps=round(EQUAL_COMPUTE * bench.steps))
     for p in NAMES:
         dedicated, steps = Options(method=f"fixed:{p}"), max(1, round(SIXTH * bench.steps))
         few = Row(name, f"fixed:{p}, a sixth", dedicated, seed, rate_of=f"fixed:{p}", steps=steps)
-        yield replace(few, measured=(FULL, p))
+        yield replace(few, measured=(p,))
     for recipe, (options, factor) in candidates().items():
         if factor == 1.0:
             yield Row(name, recipe, options, seed, rate_of="best")
     for p in NAMES:
         options = best(method=f"fixed:{p}", weights=None, distill=0.0)
-        yield Row(name, f"fixed:{p}, held as best", options, seed, rate_of="best", measured=(FULL, p))
+        yield Row(name, f"fixed:{p}, held as best", options, seed, rate_of="best", measured=(p,))
 
 
 def ablation_rows(bench: Bench, sgd: tuple[float, ...]) -> Iterator[Row]:
@@ -263,13 +266,9 @@ def smollm2_rows() -> Iterator[Job]:
     for seed in SEEDS:
         for method in main:
             rate = BEST_RATE if method.name == "best" else SMOL_RATE
-            measures = ("perplexity", "others") if method.name in ("fp", "best") else ("perplexity",)
+            both = method.name in ("fp", "best") and seed == SEEDS[0]
+            measures = ("perplexity", "others") if both else ("perplexity",)
             yield Row(SMOL, method.name, method.options, seed, rate, measured=method.measured, measures=measures)
-    recipes = candidates()
-    first = list(recipes)[:2]
-    for seed in SEEDS:
-        for name in first:
-            yield Row(SMOL, name, recipes[name][0], seed, recipes[name][1] * BEST_RATE)
     yield from alpaca_rows(("none", "best", "fp", "fixed:E5M4", "fixed:E5M3", "otaro", "uniform", "bps"))
     yield Observation(SMOL, "midpoint")
     yield Row(SMOL, "none, truncate", None, quantizer="truncate")
@@ -277,22 +276,22 @@ def smollm2_rows() -> Iterator[Job]:
     for name in ("otaro", "uniform", "bps", "fp", "fixed:E5M3", "fixed:E5M4"):
         method = truncated[f"{name}, truncate"]
         yield Row(SMOL, method.name, method.options, 0, SMOL_RATE, measured=method.measured)
-    yield Row(SMOL, "int4 QAT", Options(method="fixed:E5M3"), 0, SMOL_RATE, quantizer="int4", measured=(FULL, "E5M3"))
+    yield Row(SMOL, "int4 QAT", Options(method="fixed:E5M3"), 0, SMOL_RATE, quantizer="int4", measured=("E5M3",))
     yield Row(SMOL, "best, equal compute", BEST, 0, BEST_RATE, steps=249)
     for p in NAMES:
-        yield Row(SMOL, f"fixed:{p}, a sixth", Options(method=f"fixed:{p}"), 0, SMOL_RATE, steps=50, measured=(FULL, p))
+        yield Row(SMOL, f"fixed:{p}, a sixth", Options(method=f"fixed:{p}"), 0, SMOL_RATE, steps=50, measured=(p,))
     for p in ("E5M3", "E5M4", "E5M8"):
         options = best(method=f"fixed:{p}", weights=None, distill=0.0)
-        yield Row(SMOL, f"fixed:{p}, held as best", options, 0, BEST_RATE, measured=(FULL, p))
+        yield Row(SMOL, f"fixed:{p}, held as best", options, 0, BEST_RATE, measured=(p,))
     wanted = {
         "otaro, mean", "otaro, N 1", "otaro, N 5", "otaro, N 20", "otaro, lambda 3", "otaro, lambda 7", "best, 0 distilled",
         "best, no pull", "best, no average", "best, one rate", "best, weights 1 1 1 1 1 1", "best, truncate",
         "best, zero at E5M4", "best, groups of 32", "best, groups of 128", "uniform, 0.5 distilled",
     }  # fmt: skip
     yield from alpaca_rows(("fixed:E5M8", "fixed:E5M5", "fixed:E5M6", "fixed:E5M7"))
-    for name in list(recipes)[2:]:
+    for name, (options, factor) in candidates().items():
         for seed in SEEDS:
-            yield Row(SMOL, name, recipes[name][0], seed, recipes[name][1] * BEST_RATE)
+            yield Row(SMOL, name, options, seed, factor * BEST_RATE)
     for _, row in ablations():
         if row.name in wanted:
             rate = BEST_RATE if row.rate_of == "best" else SMOL_RATE
@@ -319,13 +318,14 @@ def alpaca_rows(names: tuple[str, ...]) -> Iterator[Row]:
         yield Row(ALPACA, name, method.options, 0, rate, measured=measured, measures=("zeroshot",))
 
 
-def moe_rows(bench: Bench) -> Iterator[Row]:
+def moe_rows(bench: Bench, seeds: tuple[int, ...] = SEEDS[:1]) -> Iterator[Row]:
     """Part 5."""
     yield Row(bench.name, "none", None)
     wanted = ("fp", "best", "otaro", "bps", "uniform", "fixed:E5M3", "fixed:E5M4", "fixed:E5M8")
     known = {method.name: method for method in methods()}
-    for name in wanted:
-        yield from swept(bench, known[name], 0)
+    for seed in seeds:
+        for name in wanted:
+            yield from swept(bench, known[name], seed)
 
 
 def full() -> list[Job]:
@@ -338,14 +338,19 @@ def full() -> list[Job]:
 
 
 def small() -> list[Job]:
-    """Every table in reduced form on the built-in model."""
+    """Every table in reduced form on the built-in model; three seeds for the methods, one for the rest."""
     questions = BENCHES["small, questions"]
     known = {method.name: method for method in methods()}
     asked = [Row(questions.name, "none", None, measures=("zeroshot",))]
     for name in ("fp", "fixed:E5M4", "fixed:E5M3", "uniform", "bps", "otaro", "best"):
         method = known[name]
         asked.append(Row(questions.name, name, method.options, 0, 1e-3, measured=method.measured, measures=("zeroshot",)))
-    bench = BENCHES["small"]
-    rows = [*method_rows(bench, SEEDS[:1]), *variant_rows(bench, SEEDS[0]), *ablation_rows(bench, (1e-5, 0.01))]
-    observed = Observation("builtin", "midpoint", batches=2, batch_size=2, sequence_length=64)
-    return [*rows, *asked, *moe_rows(BENCHES["small MoE"]), observed]
+    bench, longer = BENCHES["small"], BENCHES["small, longer"]
+    searched = {row.name for group, row in ablations() if group in ("lambda", "delay")}
+    rows = [*method_rows(bench, SEEDS), *variant_rows(bench, SEEDS[0])]
+    rows += [row for row in ablation_rows(bench, (1e-5, 0.01)) if row.name not in searched]
+    # In ten steps the search takes the same path at any lambda, and no accumulator fills.
+    rows += [row for seed in SEEDS for name in ("uniform", "bps", "otaro") for row in swept(longer, known[name], seed)]
+    rows += [replace(row, bench=longer.name) for _, row in ablations() if row.name in searched]
+    observed = Observation("builtin", "midpoint", batches=8, batch_size=2, sequence_length=64)
+    return [*rows, *asked, *moe_rows(BENCHES["small MoE"], SEEDS), observed]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,12 @@ COLUMNS = (FULL, *NAMES)
 class Results:
     """Rows of the results file by what they are."""
 
-    def __init__(self, path: Path) -> None:
-        self.lines = list({line["key"]: line for line in read(path)}.values())
+    def __init__(self, *paths: Path) -> None:
+        self.lines = list({line["key"]: line for path in paths for line in read(path)}.values())
+
+    def has(self, bench: str, name: str) -> bool:
+        """Whether there is such a row, of any seed."""
+        return bool(self.rows(bench, name))
 
     def observation(self, model: str, reconstruction: str) -> Result | None:
         """What `otaro analyze` found."""
@@ -46,24 +50,32 @@ class Results:
                     found[line["seed"]] = line
         return found
 
-    def values(self, bench: str, name: str, column: str, measure: str = "perplexity") -> list[float]:
-        """One number per seed."""
+    def values(
+        self, bench: str, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
+    ) -> list[float]:
+        """One number per seed, of all or of those given."""
         rows = self.rows(bench, name)
-        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows)]
+        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds]
         return [value for value in found if value is not None]
 
-    def cell(self, bench: str, name: str, column: str) -> list[float]:
+    def shared(self, bench: str, names: Sequence[str]) -> set[int]:
+        """The seeds that all have, of those that have any: what is compared is to be compared at the same ones."""
+        found = [set(rows) for name in names if (rows := self.rows(bench, name))]
+        return set.intersection(*found) if found else set()
+
+    def cell(self, bench: str, name: str, column: str, seeds: Collection[int] | None = None) -> list[float]:
         """Likewise; `fixed` is each precision's own model."""
         if name.startswith("fixed") and ":" not in name:
             if column == FULL:
                 return []
             name = name.replace("fixed", f"fixed:{column}", 1)
-        return self.values(bench, name, column)
+        return self.values(bench, name, column, seeds=seeds)
 
     def source(self, bench: str) -> str:
         """The line under a table: command, commits, machines, seeds."""
         lines = [line for line in self.lines if line["bench"] == bench]
-        command = "runs/study.sh --small" if bench.startswith("small") else f"runs/study.sh --data DIR --only '{bench}:*'"
+        chosen = f"--only '{bench}:*'"
+        command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
         if not lines:
             return "\n*Not measured.*\n"
 
@@ -125,6 +137,18 @@ def against_fixed(results: Results, bench: Bench, measure: str = "perplexity") -
     return table(["", *NAMES], rows) + results.source(bench.name)
 
 
+def strategies(results: Results, benches: Sequence[Bench]) -> str:
+    """What path search adds to uniform sampling, and delayed accumulation to path search, seeds paired."""
+    rows = [
+        [f"{bench.name}, {text}", f"`{ours}` against `{theirs}`"]
+        + [_paired(results, bench, ours, theirs, column, measure) for column in NAMES]
+        for ours, theirs in (("bps", "uniform"), ("otaro", "bps"))
+        for bench in benches
+        for text, measure in (("test", "perplexity"), ("held-out", "heldout"))
+    ]
+    return table(["", "", *NAMES], [row for row in rows if any(row[2:])]) + "\nRows and commands as above.\n"
+
+
 def choice(results: Results, bench: Bench) -> str:
     """The same on held-out text, which is what recipes are chosen by."""
     return against_fixed(results, bench, "heldout")
@@ -139,14 +163,16 @@ def _paired(results: Results, bench: Bench, name: str, other: str, column: str, 
     gaps = [100 * (a / b - 1) for a, b in pairs if a and b]
     if not gaps:
         return ""
-    shown = f"{statistics.fmean(gaps):+.2f}%"
+    spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
+    shown = f"{statistics.fmean(gaps):+.2f}{spread}%"
     return f"**{shown}**" if statistics.fmean(gaps) > 0 else shown
 
 
 def equal_compute(results: Results, bench: Bench) -> str:
     """Part 1 at equal compute."""
     names = ("best", "best, equal compute", "fixed", "fixed, a sixth")
-    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in NAMES)] for name in names]
+    seeds = results.shared(bench.name, ["best, equal compute", *(f"fixed:{p}, a sixth" for p in NAMES)])
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c, seeds)) for c in NAMES)] for name in names if seeds]
     return table(["", *NAMES], rows) + results.source(bench.name)
 
 
@@ -193,19 +219,16 @@ def ablations(results: Results, bench: Bench) -> str:
     }
     rows = []
     for group, names in groups.items():
+        made = [name for name in names if results.has(bench.name, name)]
+        if not made:
+            continue
         rows.append([f"**{titles.get(group, group)}**", *([""] * 6), " "])
-        for name in (*bases.get(group, ("best",)), *names):
-            values = [results.values(bench.name, name, column) for column in COLUMNS]
-            if any(values):
-                rows.append([_called(name), *map(number, values)])
-    text = table(["", *COLUMNS], [row for at, row in enumerate(rows) if not _lonely(rows, at)])
-    return text + results.source(bench.name)
-
-
-def _lonely(rows: list[list[str]], at: int) -> bool:
-    """A heading with nothing under it."""
-    following = rows[at + 1 : at + 2]
-    return rows[at][0].startswith("**") and (not following or following[0][0].startswith("**"))
+        every = [*bases.get(group, ("best",)), *made]
+        seeds = results.shared(bench.name, every)
+        rows += [
+            [_called(name), *(number(results.values(bench.name, name, c, seeds=seeds)) for c in COLUMNS)] for name in every
+        ]
+    return table(["", *COLUMNS], rows) + results.source(bench.name)
 
 
 def optimizers(results: Results, bench: Bench) -> str:
@@ -215,8 +238,8 @@ def optimizers(results: Results, bench: Bench) -> str:
     for line in sorted(lines, key=lambda line: (line["lr"], line["name"])):
         shown = [number([v]) if (v := line.get("perplexity", {}).get(c)) else "" for c in COLUMNS]
         rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else [line.get("error", "")] + [""] * 6)])
-    for name in ("uniform", "bps", "otaro", "otaro, mean"):
-        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c)) for c in COLUMNS)])
+    for name in ("uniform", "bps", "otaro", "otaro, mean") if lines else ():
+        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c, seeds=plan.SEEDS[:1])) for c in COLUMNS)])
     return table(["", *COLUMNS], rows) + results.source(bench.name)
 
 
@@ -236,19 +259,17 @@ def others(results: Results, bench: Bench) -> str:
     tuned = [name for name in ("none", "fp", "best") if results.rows(bench.name, name)]
     if not tuned:
         return table([""], [])
-    rows = []
+    rows, seeds = [], plan.SEEDS[:1]  # other formats were measured there
     for name, (bits, _) in OTHERS.items():
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others")) for t in tuned)])
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others", seeds)) for t in tuned)])
     for name in NAMES:
         bits = Precision(name).bits_per_weight()
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name)) for t in tuned)])
+        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, seeds=seeds)) for t in tuned)])
     rows.sort(key=lambda row: float(row[1]))
     text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
-    trained = [
-        ["int4 QAT, groups of 64", "4.25", number(results.values(bench.name, "int4 QAT", "E5M3"))],
-        ["`fixed:E5M3`", "4.08", number(results.values(bench.name, "fixed:E5M3", "E5M3"))],
-        ["`best` at E5M3", "4.08", number(results.values(bench.name, "best", "E5M3"))],
-    ]
+    four = {"int4 QAT": ("int4 QAT, groups of 64", "4.25"), "fixed:E5M3": ("`fixed:E5M3`", "4.08"), "best": ("`best`", "4.08")}
+    common = results.shared(bench.name, list(four))
+    trained = [[*called, number(results.values(bench.name, name, "E5M3", seeds=common))] for name, called in four.items()]
     return text + table(["tuned at four bits", "bits a weight", "perplexity"], trained) + results.source(bench.name)
 
 
@@ -326,21 +347,23 @@ def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None
             axes.plot(NAMES, gaps, marker="o", markersize=3, color=COLOURS[name], label=name)
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set_yscale("symlog", linthresh=1)
+        _plain(axes)
         axes.set(title=bench.name, ylabel="perplexity against the dedicated model, %")
         axes.legend(fontsize=7)
 
 
 def zero_shot_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
     """Table 1 as lines."""
-    figure.set_size_inches(5.2, 3.4)
-    axes = figure.subplots()
-    for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
-        found = next((line["zeroshot"] for line in results.rows(benches[0].name, name).values()), None)
-        if found:
-            means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
-            axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label="before" if name == "none" else name)
-    axes.set(ylabel="average accuracy, %", title=benches[0].name)
-    axes.legend(fontsize=7)
+    figure.set_size_inches(5.2 * len(benches), 3.4)
+    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+        for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
+            found = next((line["zeroshot"] for line in results.rows(bench.name, name).values()), None)
+            if found:
+                means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
+                called = "before" if name == "none" else name
+                axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
+        axes.set(ylabel="average accuracy, %", title=bench.name)
+        axes.legend(fontsize=7)
 
 
 def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
@@ -358,12 +381,21 @@ def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> 
         right.plot([1, 5, 10, 20], _means(results, bench, names, column), style, color=COLOURS["otaro"], label=column)
     left.set(xlabel="λ", ylabel="perplexity", title=f"{bench}: exploration", yscale="log")
     right.set(xlabel="N", title="delay of ultra-low updates (N = 1: none)", yscale="log")
+    _plain(left)
+    _plain(right)
     left.legend(fontsize=7)
     right.legend(fontsize=7)
 
 
+def _plain(axes: Any) -> None:
+    """Numbers beside a logarithmic axis as people write them."""
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if axes.get_yscale() == "log" else "")
+
+
 def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
-    found = [results.values(bench, name, column) for name in names]
+    seeds = results.shared(bench, names)
+    found = [results.values(bench, name, column, seeds=seeds) for name in names]
     return [statistics.fmean(values) if values else math.nan for values in found]
 
 
@@ -372,17 +404,19 @@ def others_figure(results: Results, benches: Sequence[Bench], figure: Any) -> No
     figure.set_size_inches(4.6 * len(benches), 3.4)
     for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
         bits = [Precision(name).bits_per_weight() for name in NAMES]
-        ours = [statistics.fmean(results.values(bench.name, "best", name) or [math.nan]) for name in NAMES]
+        seeds = plan.SEEDS[:1]  # other formats were measured there
+        ours = [statistics.fmean(results.values(bench.name, "best", name, seeds=seeds) or [math.nan]) for name in NAMES]
         axes.plot(bits, ours, marker="o", markersize=3, color=COLOURS["best"], label="`best`, one nested model")
         for name, (size, _) in OTHERS.items():
             for tuned in ("fp", "best"):
-                values = results.values(bench.name, tuned, name, "others")
+                values = results.values(bench.name, tuned, name, "others", seeds)
                 if values:
                     axes.plot([size], [statistics.fmean(values)], "x", color=COLOURS[tuned])
                     axes.annotate(name, (size, statistics.fmean(values)), fontsize=6)
         axes.plot([], [], "x", color=COLOURS["fp"], label="plain tuning, rounded")
         axes.plot([], [], "x", color=COLOURS["best"], label="`best`, rounded")
         axes.set(title=bench.name, xlabel="bits a weight", ylabel="perplexity", yscale="log")
+        _plain(axes)
         axes.legend(fontsize=7)
 
 
@@ -433,37 +467,52 @@ def draw(draw_on: Callable[[Any], None]) -> str:
 # The page -----------------------------------------------------------------------------------------------------------------
 
 
+BIG = ("SmolLM2-135M", "stories15M")
+
+
 def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
-    """What stands between the marks, by name."""
-    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
-    asked, expert = BENCHES["small, questions" if small else plan.ALPACA], BENCHES["small MoE" if small else "MoE"]
-    models = [bench.model for bench in benches]
+    """What stands between the marks, by name; those of the reduced form too, which alone are there for `small`."""
+    benches = [BENCHES[name] for name in (*(() if small else BIG), "small")]
     kinds = {"task": task, "against fixed": against_fixed, "choice": choice}
     kinds |= {"truncate": truncated, "equal compute": equal_compute}
     found: dict[str, Callable[[], str]] = {}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found["zero-shot"] = lambda: zero_shot(results, asked)
+    found["strategies"] = partial(strategies, results, [*benches, BENCHES["small, longer"]])
+    found["task, small, longer"] = partial(task, results, BENCHES["small, longer"])
+    if not small:
+        found["zero-shot"] = partial(zero_shot, results, BENCHES[plan.ALPACA])
+    found["zero-shot, small"] = partial(zero_shot, results, BENCHES["small, questions"])
     for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
-        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found |= {f"observations, {model}": partial(observed, results, model) for model in models}
-    found["mixture of experts"] = lambda: mixture(results, expert)
+        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in (*benches, BENCHES["small, longer"])}
+    found |= {f"observations, {bench.model}": partial(observed, results, bench.model) for bench in benches}
+    if not small:
+        found["mixture of experts"] = partial(mixture, results, BENCHES["MoE"])
+    found["mixture of experts, small"] = partial(mixture, results, BENCHES["small MoE"])
     found |= {f"others, {bench.name}": partial(others, results, bench) for bench in benches}
     return found
 
 
-def figures(results: Results, *, small: bool) -> dict[str, str]:
-    """By file name."""
-    benches = [BENCHES["small"]] if small else [BENCHES["SmolLM2-135M"], BENCHES["stories15M"]]
-    asked, models = BENCHES["small, questions" if small else plan.ALPACA], [bench.model for bench in benches]
-    drawn = {
-        "task.svg": draw(lambda figure: task_figure(results, benches, figure)),
-        "zero-shot.svg": draw(lambda figure: zero_shot_figure(results, [asked], figure)),
-        "ablations.svg": draw(lambda figure: ablation_figure(results, benches[-1:], figure)),
-        "others.svg": draw(lambda figure: others_figure(results, benches, figure)),
-        "observations.svg": draw(lambda figure: observation_figure(results, models, figure)),
+def figures(results: Results) -> dict[str, str]:
+    """By file name, each of the models that have rows for it; of ablations, of the first such model."""
+    benches = [BENCHES[name] for name in (*BIG, "small")]
+    asked = [BENCHES[name] for name in (plan.ALPACA, "small, questions")]
+    whole = [bench for bench in benches if results.has(bench.name, "best")]
+    tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
+    ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small, longer") if results.has(name, "otaro, N 1")]
+    seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
+    drawn: dict[str, Callable[[Any], None] | None] = {
+        "task.svg": partial(task_figure, results, tuned) if tuned else None,
+        "zero-shot.svg": partial(zero_shot_figure, results, told) if (told := _told(results, asked)) else None,
+        "ablations.svg": partial(ablation_figure, results, ablated[:1]) if ablated else None,
+        "others.svg": partial(others_figure, results, whole) if whole else None,
+        "observations.svg": partial(observation_figure, results, seen) if seen else None,
     }
-    return drawn
+    return {name: draw(how) for name, how in drawn.items() if how}
+
+
+def _told(results: Results, benches: Sequence[Bench]) -> list[Bench]:
+    return [bench for bench in benches if any(results.has(bench.name, name) for name in MAIN)]
 
 
 def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
@@ -478,8 +527,9 @@ def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
 
 
 def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
-    """Write page and figures; the names of the files."""
-    results = Results(results_file)
+    """Write page and figures; the names of the files. Beside the study's own rows, the page shows those of the reduced form."""
+    reduced = results_file.parent / "study-small.jsonl"
+    results = Results(results_file) if small else Results(reduced, results_file)
     made = sections(results, small=small)
     if page.is_file():
         text = page.read_text()
@@ -487,7 +537,7 @@ def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
         text = "# Results\n\n" + "\n".join(f"## {name}\n\n<!-- study: {name} -->\n<!-- /study -->\n" for name in made)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(fill(text, made))
-    drawn = figures(results, small=small)
+    drawn = figures(results)
     (page.parent / "figures").mkdir(exist_ok=True)
     for name, drawing in drawn.items():
         (page.parent / "figures" / name).write_text(drawing)

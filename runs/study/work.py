@@ -314,13 +314,19 @@ def append(results: Path, line: Result) -> None:
 
 
 def finished(lines: Sequence[Result]) -> dict[str, Result]:
-    """Lines by key, as far as they were made with the settings that the plan now has for that key."""
+    """Lines by key, the last where there are several."""
     return {line["key"]: line for line in lines}
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
-    """Whether the results hold it."""
-    return job.key in done and done[job.key]["settings"] == json.loads(json.dumps(job.settings()))
+    """Whether the results hold it, made with the settings that the plan now has; more may have been measured than it asks."""
+    if job.key not in done:
+        return False
+    made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
+    return all(
+        set(wanted) <= set(made.get(name, ())) if name in ("measured", "measures") else made.get(name) == wanted
+        for name, wanted in asked.items()
+    )
 
 
 def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:

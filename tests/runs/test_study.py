@@ -177,6 +177,24 @@ def test_a_row_made_with_other_settings_does_not_count(tmp_path):
     assert not is_done(row, finished(read(where.results)))
 
 
+def test_a_row_counts_where_more_was_measured_than_is_asked_and_not_where_less_was(tmp_path):
+    where, row = places(tmp_path), plan.Row("small", "best", plan.BEST, lr=1e-3, measured=("E5M4", "E5M3"))
+    for measured, counts in ((["full", "E5M4", "E5M3"], True), (["full", "E5M4"], False)):
+        append(where.results, {"key": row.key, "settings": {**row.settings(), "measured": measured}})
+        assert is_done(row, finished(read(where.results))) is counts
+
+
+def test_other_rates_make_rows_that_choose_one_anew_and_leave_those_that_name_theirs(monkeypatch, tmp_path):
+    where = places(tmp_path)
+    named = plan.Row("small", "best", plan.BEST, lr=1e-3)
+    rows = [named, replace(named, lr=None, rate_of="best")]
+    for row in rows:
+        append(where.results, {"key": row.key, "settings": row.settings()})
+    assert [is_done(row, finished(read(where.results))) for row in rows] == [True, True]
+    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], rates=(1e-4, 1e-3)))
+    assert [is_done(row, finished(read(where.results))) for row in rows] == [True, False]
+
+
 def test_means_spread_and_gaps_are_told(tmp_path):
     where = places(tmp_path)
     for seed, ours, theirs in ((0, 10.0, 12.0), (1, 11.0, 10.0)):
@@ -188,8 +206,21 @@ def test_means_spread_and_gaps_are_told(tmp_path):
     assert "| `best` |  |  |  |  |  | 10.500 ± 0.707 |  |" in shown
     assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
     assert "commit abc; m" in shown
-    gap = 100 * ((10 / 12 - 1) + (11 / 10 - 1)) / 2
-    assert f"| `best` |  |  |  |  | {gap:+.2f}% |  |" in report.against_fixed(results, plan.BENCHES["SmolLM2-135M"])
+    gap, spread = -3.3333, 18.8562  # of -16.67 and +10
+    assert f"| `best` |  |  |  |  | {gap:+.2f} ± {spread:.2f}% |  |" in report.against_fixed(
+        results, plan.BENCHES["SmolLM2-135M"]
+    )
+
+
+def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path):
+    where = places(tmp_path)
+    for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
+        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed}
+        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
+    shown = report.strategies(report.Results(where.results), [plan.BENCHES["stories15M"]])
+    assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
+    assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
+    assert "held-out" not in shown
 
 
 def test_prose_outside_the_marks_stays():

@@ -17,6 +17,7 @@ import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.config import BEST, Options
+from otaro.tune.data import collate
 from otaro.tune.fake_quant import Precisely, prepare, restore
 from otaro.tune.trainer import OtaroMixin, OtaroTrainer, TrainingError, last_complete_checkpoint, losses_by_precision
 
@@ -270,6 +271,17 @@ def test_losses_by_precision_are_means_over_all_labels(fresh):
     found = losses_by_precision(model, precisely, [None, *PRECISIONS], batches)
     assert model.training
     assert found == pytest.approx([by_hand(fresh(), data, 0.0, at)[0] for at in (None, *PRECISIONS)], rel=1e-5)
+
+
+def test_losses_by_precision_do_not_count_what_is_padded(fresh):
+    first, second = ({key: value.tolist() for key, value in example.items()} for example in examples(2))
+    second = {key: value[:-4] for key, value in second.items()}
+    counts = [sum(label != -100 for label in example["labels"][1:]) for example in (first, second)]
+    model, precisely, join = fresh(), Precisely(), collate(0)
+    prepare(model, precisely)
+    alone = [losses_by_precision(model, precisely, [None], [join([example])])[0] for example in (first, second)]
+    (found,) = losses_by_precision(model, precisely, [None], [join([first, second])])
+    assert found == pytest.approx(sum(mean * count for mean, count in zip(alone, counts, strict=True)) / sum(counts), rel=1e-5)
 
 
 @pytest.fixture

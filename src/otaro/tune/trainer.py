@@ -402,20 +402,26 @@ def losses_by_precision(
 ) -> list[float]:
     """Mean loss per token at each precision, of a prepared model; batches as the collator makes them.
 
-    Not compiled, even if the steps are: other shapes would crowd out their graphs.
+    Not compiled, even if the steps are: other shapes would crowd out their graphs. A GPU is waited for once per precision:
+    where several processes share it, each wait is a turn of all the others.
     """
     was_training = model.training
     model.eval()
+    tokens = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in batches)
+    there = []
+    for batch in batches:
+        # A mask that masks nothing is left out: the model would look at it, and wait.
+        idle = "attention_mask" in batch and bool(batch["attention_mask"].all())
+        there.append({n: tensor.to(model.device) for n, tensor in batch.items() if not (idle and n == "attention_mask")})
     means = []
     for precision in precisions:
-        total, tokens = 0.0, 0
+        sums = []
         with precisely.at(precision), torch.compiler.set_stance("force_eager"):
-            for batch in batches:
-                inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-                labels = inputs.pop("labels")[..., 1:]
+            for batch in there:
+                labels = batch["labels"][..., 1:]
+                inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
                 logits = model(**inputs).logits[..., :-1, :].float()
-                total += float(cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
-                tokens += int((labels != -100).sum())
-        means.append(total / max(tokens, 1))
+                sums.append(cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
+        means.append(sum(torch.stack(sums).tolist()) / max(tokens, 1) if sums else 0.0)
     model.train(was_training)
     return means
