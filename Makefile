@@ -28,7 +28,7 @@ demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six p
 	@$(BIN)/otaro demo
 
 test: setup ## run the tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: setup ## lint, formatting, types
 	@$(BIN)/ruff check .

@@ -33,8 +33,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # README's commands take the longest and cannot be shared out: what starts last must be short.
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    # A file goes to one process, and these take the longest: what starts last must be short.
+    long = ["test_readme.py", "test_study.py", "test_proof.py", "test_demo.py"]
+    items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
 SIZES = {
