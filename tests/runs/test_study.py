@@ -42,7 +42,7 @@ def weights():
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
 def test_formats_of_llama_cpp_hold_what_gguf_makes_of_the_weights(name, weights):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed, whose rounding this is compared with")
     kind = gguf.GGMLQuantizationType[name]
     theirs = gguf.dequantize(gguf.quantize(weights.numpy(), kind), kind)
     assert np.array_equal(OTHERS[name][1](weights).numpy(), theirs)
@@ -95,7 +95,7 @@ def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on(
 
 
 def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed, whose metrics these are compared with")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32),
         AutoTokenizer.from_pretrained(MODEL_DIR),

@@ -31,12 +31,13 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.decode import DecoderCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.precision import PrecisionLike, at_precision, attachment, finest_of, keeping_precision, set_precision
+from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
 from otaro.runtime.serving import (
     BatchReader,
@@ -321,7 +322,7 @@ def decode_loop(
     wants_scores = config.return_dict_in_generate and config.output_scores
     wants_logits = config.return_dict_in_generate and config.output_logits
     sampler = Sampler(processors, bool(config.do_sample), exact_scores=wants_scores)
-    stop = _Stop(criteria, len(input_ids), config._pad_token_tensor)
+    stop = Stop(criteria, len(input_ids), config._pad_token_tensor)
     reader = _reader(model, input_ids, mask, given, request, stop.limit - input_ids.shape[1])
     report = model.generation = Generation(
         "decoder", prompt_tokens=input_ids.shape[1], reused_tokens=0 if given is None else given.length
@@ -329,7 +330,7 @@ def decode_loop(
     by_gpu = reader if isinstance(reader, BatchReader) and _device_chooses(sampler, stop, config) else None
     scores: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []
-    tokens = _Rows(input_ids)
+    tokens = Rows(input_ids)
     chosen: list[int] | None = None
     bits: Sequence[bytes] = ()
     clock = time.perf_counter()
@@ -402,81 +403,10 @@ def _reader(
         return BatchReader(decoder, given or decoder.new_cache(request.kv, len(prompts)), prompts, bits, most)
 
 
-def _device_chooses(sampler: Sampler, stop: _Stop, config: Any) -> bool:
+def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:
     """Whether nobody asks for more than the likeliest tokens."""
     wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     return sampler.known and not sampler.do_sample and not stop.others and not sampler.processors and not wants
-
-
-class _Rows:
-    """Rows of tokens that grow without being copied each time; `ids` brings them up to date where they are kept."""
-
-    def __init__(self, ids: torch.Tensor) -> None:
-        self._prompt = self._written = ids.shape[1]
-        self._room = torch.nn.functional.pad(ids, (0, self._prompt + 256))
-        self._unwritten: list[list[int]] = []
-        self.last: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return self._written + len(self._unwritten)
-
-    @property
-    def new(self) -> int:
-        return self.length - self._prompt
-
-    @property
-    def ids(self) -> torch.Tensor:
-        if self._unwritten:
-            if self.length > self._room.shape[1]:
-                self._room = torch.nn.functional.pad(self._room, (0, self.length))
-            columns = torch.tensor(self._unwritten, dtype=self._room.dtype).t()
-            self._room[:, self._written : self.length] = columns.to(self._room.device)
-            self._written, self._unwritten = self.length, []
-        return self._room[:, : self._written]
-
-    def append(self, tokens: list[int]) -> None:
-        self._unwritten.append(tokens)
-        self.last = tokens
-
-
-class _Stop:
-    """Stopping criteria; the two that are nearly always there cost no tensor. Rows end one by one, and are padded then."""
-
-    def __init__(self, criteria: StoppingCriteriaList, rows: int, pad: torch.Tensor | None) -> None:
-        self.limit: float = float("inf")
-        self.ends: set[int] = set()
-        self.others = StoppingCriteriaList()
-        self._ended_at: list[int | None] = [None] * rows
-        # As in transformers: without an end of text among the criteria, rows that others have ended go on.
-        ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._pad = int(pad) if ends_rows and rows > 1 and pad is not None else None
-        for criterion in criteria:
-            if type(criterion) is MaxLengthCriteria:
-                self.limit = min(self.limit, criterion.max_length)
-            elif type(criterion) is EosTokenCriteria:
-                self.ends.update(criterion.eos_token_id.flatten().tolist())
-            else:
-                self.others.append(criterion)
-
-    def padded(self, tokens: list[int]) -> list[int]:
-        """These tokens, but padding in rows that have ended."""
-        if self._pad is None:
-            return tokens
-        return [token if end is None else self._pad for token, end in zip(tokens, self._ended_at, strict=True)]
-
-    def __call__(self, tokens: _Rows, scores: Any) -> bool:
-        """Whether all rows have ended."""
-        # All are asked in any case: a criterion may count how often it is.
-        others = self.others(tokens.ids, scores).tolist() if self.others else [False] * len(tokens.last)
-        for row, (token, other) in enumerate(zip(tokens.last, others, strict=True)):
-            if self._ended_at[row] is None and (other or token in self.ends or tokens.length >= self.limit):
-                self._ended_at[row] = tokens.new
-        return None not in self._ended_at
-
-    def lasted(self, new: int) -> list[int]:
-        """How many new tokens of each row are not padding."""
-        return [new if self._pad is None or end is None else end for end in self._ended_at]
 
 
 def _described(bits: Any) -> str:

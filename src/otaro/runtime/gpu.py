@@ -34,9 +34,10 @@ from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.keyvalues import KeyValues
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, ReferenceSteps, Rotation, State, Steps
 from otaro.runtime.decode import architecture_obstacle, packed_modules, unpacked_tensors
+from otaro.runtime.gpu_buffers import Buffers
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_prompt import CHUNK, read_prompt
-from otaro.runtime.gpu_weights import MATRICES, Layer, Matrix, Weights, parts_of
+from otaro.runtime.gpu_weights import MATRICES, Matrix, Weights, parts_of
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -70,7 +71,7 @@ class GpuDecoder:
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
-        self._buffers = _Buffers(weights, self.steps)
+        self._buffers = Buffers(weights, self.steps)
         self._rotation = self._angles(1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
@@ -369,14 +370,14 @@ class GpuDecoder:
         for number, layer in enumerate(weights.layers):
             first = 1 + MATRICES * number
             steps.normalise(x, delta, layer.input_norm, weights.eps, hidden)
-            self._multiply(hidden, _there(layer, ("query", "key", "value"), first), buffers.projected, spans)
+            self._multiply(hidden, layer.those("query", "key", "value", first=first), buffers.projected, spans)
             vectors = buffers.vectors(tokens)
             steps.place(vectors, (layer.query_norm, layer.key_norm), self._rotation, state, queries, room, number)
             steps.attend(queries, state, room, number, layer.window, attended)
             delta = buffers.delta[:tokens]
             self._multiply(attended, [(layer.output, first + 3)], [buffers.delta], spans)
             steps.normalise(x, delta, layer.mlp_norm, weights.eps, hidden)
-            self._multiply(hidden, _there(layer, ("gate", "up"), first + 4), buffers.gates, spans)
+            self._multiply(hidden, layer.those("gate", "up", first=first + 4), buffers.gates, spans)
             gate, up = buffers.gate_and_up(tokens)
             steps.quantise(gate, gated, up)
             self._multiply(gated, [(layer.down, first + 6)], [buffers.delta], spans)
@@ -444,55 +445,6 @@ class _Going:
         return spans
 
 
-class _Buffers:
-    """What a step computes with, for 16 tokens."""
-
-    def __init__(self, weights: Weights, steps: Steps) -> None:
-        first, device = weights.layers[0], weights.device
-        hidden = weights.embedding.length
-        of_queries, of_keys = weights.heads * weights.head, weights.kv_heads * weights.head
-
-        def new(length: int, like: Matrix | None = None) -> torch.Tensor:
-            plain = like is not None and like.plain is not None
-            return torch.zeros(MAX_TOKENS, length, dtype=torch.float16 if plain else torch.float32, device=device)
-
-        self.x, self.queries = new(hidden), new(of_queries)
-        self.delta = new(hidden, first.output)
-        self._sizes = (of_queries, of_keys, of_keys)
-        self._fused = first.key is None
-        width = first.down.length
-        if self._fused:
-            self.projected, self.gates = [new(sum(self._sizes), first.query)], [new(2 * width, first.gate)]
-        else:
-            self.projected = [new(size, first.query) for size in self._sizes]
-            side_by_side = new(2 * width, first.gate)
-            self.gates = [side_by_side[:, :width], side_by_side[:, width:]]
-        self.logits = new(weights.logits.rows)
-        self.half_logits = new(weights.logits.rows, weights.logits) if weights.logits.plain is not None else None
-        self.hidden = steps.activations(MAX_TOKENS, hidden, first.query.group_size)
-        self.attended = steps.activations(MAX_TOKENS, of_queries, first.output.group_size)
-        self.gated = steps.activations(MAX_TOKENS, width, first.down.group_size)
-        self.last = steps.activations(MAX_TOKENS, hidden, weights.logits.group_size)
-
-    def vectors(self, tokens: int) -> Sequence[torch.Tensor]:
-        """Queries, keys and values."""
-        if self._fused:
-            return list(self.projected[0][:tokens].split(self._sizes, 1))
-        return [one[:tokens] for one in self.projected]
-
-    def gate_and_up(self, tokens: int) -> Sequence[torch.Tensor]:
-        """Both products of the gated layer."""
-        if self._fused:
-            return self.gates[0][:tokens].chunk(2, 1)
-        return [one[:tokens] for one in self.gates]
-
-
 def steps_for(device: torch.device) -> Steps:
     """Kernels where there are some, else torch."""
     return CudaSteps(device) if ops.backend(device)[0].startswith("cuda") else ReferenceSteps(device)
-
-
-def _there(layer: Layer, names: Sequence[str], first: int) -> list[tuple[Matrix, int]]:
-    """Matrices of a layer with their numbers; plain ones have swallowed their neighbours."""
-    found = ((getattr(layer, name), first + i) for i, name in enumerate(names))
-    return [(matrix, number) for matrix, number in found if matrix is not None]

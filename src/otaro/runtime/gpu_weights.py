@@ -80,6 +80,11 @@ class Layer:
     window: int = 0
     """How many positions a token sees; 0 for all."""
 
+    def those(self, *names: str, first: int) -> list[tuple[Matrix, int]]:
+        """Some matrices with their numbers, counted from `first`; plain ones have swallowed their neighbours."""
+        found = ((getattr(self, name), number) for number, name in enumerate(names, first))
+        return [(matrix, number) for matrix, number in found if matrix is not None]
+
 
 @dataclass
 class Weights:
