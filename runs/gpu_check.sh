@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPU tests, then the small ones under compute-sanitizer; what was seen goes to one log.
+# All GPU tests, and the small ones under compute-sanitizer too; what was seen goes to one log.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,10 +8,10 @@ usage() {
     cat <<END
 usage: runs/gpu_check.sh [LOG]
 
-On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, then
-the tests with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. Everything that is printed
-goes to LOG too (default: gpu_check.log). The package need not be installed; \$PYTHON is the interpreter (default: python3), and
-\$OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
+On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and beside them
+the tests with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. When all have ended, what they
+printed goes to the screen and to LOG (default: gpu_check.log). The package need not be installed; \$PYTHON is the interpreter
+(default: python3), and \$OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
 END
 }
 
@@ -34,25 +34,30 @@ cd "$root" || exit 1
 
 mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' -o -name test_fused.py | sort)
 tests=(-q -p no:cacheprovider --durations=3 -ra)
-failed=()
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+names=()
 
+# Steps run side by side, for most of their time goes into compiling and into Python; their output is shown in order.
 step() { # name, command...
     local name=$1 started=$SECONDS
     shift
-    echo
-    echo "== $name: $*"
-    "$@" || failed+=("$name")
-    echo "== $name took $((SECONDS - started)) s"
+    names+=("$name")
+    {
+        echo
+        echo "== $name: $*"
+        "$@"
+        echo $? >"$scratch/${#names[@]}.status"
+        echo "== $name took $((SECONDS - started)) s"
+    } >"$scratch/${#names[@]}.log" 2>&1 &
 }
 
-sanitize() { # tool
-    local tool=$1
-    command -v compute-sanitizer >/dev/null || { echo "== $tool: compute-sanitizer is not on the PATH"; failed+=("$tool"); return; }
+sanitize() { # tool, test file
     # memcheck sees the edges of single tensors only if torch does not cut them out of larger pieces; graphs need those pieces.
     local which=small settings=()
-    [ "$tool" != memcheck ] || { which="small and not graph"; settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); }
-    step "$tool" env "${settings[@]}" timeout 1200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-        "$python" -m pytest "${tests[@]}" -k "$which" "${files[@]}"
+    [ "$1" != memcheck ] || { which="small and not graph"; settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); }
+    step "$1 of $2" env "${settings[@]}" timeout 1200 compute-sanitizer --tool "$1" --error-exitcode 9 \
+        "$python" -m pytest "${tests[@]}" -k "$which" "$2"
 }
 
 check() {
@@ -70,9 +75,23 @@ print("kernels: {} ({})".format(*ops.backend("cuda")))
 END
     echo "commit ${OTARO_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
     compute-sanitizer --version 2>/dev/null | tail -n 1
-    step tests "$python" -m pytest "${tests[@]}" "${files[@]}"
+    for file in "${files[@]}"; do
+        step "$file" "$python" -m pytest "${tests[@]}" "$file"
+    done
     for tool in memcheck racecheck synccheck; do
-        sanitize "$tool"
+        for file in "${files[@]}"; do
+            ! grep -q "def test_.*small" "$file" || sanitize "$tool" "$file"
+        done
+    done
+    echo "${#names[@]} steps side by side; each is shown when all have ended"
+    wait
+    local failed=()
+    for i in "${!names[@]}"; do
+        cat "$scratch/$((i + 1)).log"
+        case $(cat "$scratch/$((i + 1)).status") in
+            0 | 5) ;; # 5: the file has no test for this tool
+            *) failed+=("${names[i]}") ;;
+        esac
     done
     echo
     if [ ${#failed[@]} -gt 0 ]; then

@@ -331,7 +331,8 @@ def moe_rows(bench: Bench, seeds: tuple[int, ...] = SEEDS[:1]) -> Iterator[Row]:
 def full() -> list[Job]:
     """The study."""
     stories = BENCHES["stories15M"]
-    jobs: list[Job] = [*smollm2_rows(), *method_rows(stories, SEEDS), *moe_rows(BENCHES["MoE"])]
+    methods_of_stories = sorted(method_rows(stories, SEEDS), key=lambda row: row.name != "best")
+    jobs: list[Job] = [*smollm2_rows(), *methods_of_stories, *moe_rows(BENCHES["MoE"])]
     jobs += [*ablation_rows(stories, (1e-5, 0.03, 0.1)), *(row for seed in SEEDS for row in variant_rows(stories, seed))]
     jobs += [Observation("stories15M", "midpoint"), Observation("stories15M", "truncate")]
     return jobs

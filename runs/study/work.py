@@ -103,9 +103,8 @@ class Worker:
         self.places, self.held = places, {}  # type: Places, dict[str, Held]
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        if places.device == "cuda":
-            # Measuring in TF32: its ten bits of mantissa hold the codes of every precision exactly.
-            torch.set_float32_matmul_precision("high")
+        self.half = torch.float16 if places.device == "cuda" else None
+        """What is measured in: ten bits of mantissa hold the codes of every precision exactly, and attention is then fast."""
 
     def run(self, row: Row, lr: float) -> Result:
         """The row's line for the results."""
@@ -120,7 +119,7 @@ class Worker:
         except TrainingError as error:
             return line | {"error": str(error).partition(";")[0]} | self.provenance(started)
         finally:
-            # Trainer leaves autocast around the model; measuring is to be without, and the next trainer to put its own.
+            # Trainer leaves its autocast around the model; measuring has another, and the next trainer puts its own.
             for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 held.model.__dict__.pop(left, None)
             gc.collect()  # trainers hold themselves, and with them the optimizer's states
@@ -131,11 +130,11 @@ class Worker:
         wanted = [None if name == FULL else Precision(name) for name in row.measured]
         if "perplexity" in row.measures:
             for text, batches in (("heldout", material.heldout), ("perplexity", material.test)):
-                losses = losses_by_precision(held.model, precisely, wanted, batches)
+                losses = self._losses(held.model, precisely, wanted, batches)
                 line[text] = {name: _perplexity(loss) for name, loss in zip(row.measured, losses, strict=True)}
         if "others" in row.measures:
             line["others"] = {
-                name: _perplexity(losses_by_precision(held.model, precisely, [None], material.test)[0])
+                name: _perplexity(self._losses(held.model, precisely, [None], material.test)[0])
                 for name in self._rounded(held.model)
             }
         if "zeroshot" in row.measures:
@@ -215,20 +214,23 @@ class Worker:
             yield name
         torch._foreach_copy_(list(weights.values()), before)
 
+    def _losses(self, model: Any, precisely: Precisely, wanted: list[Precision | None], batches: list[Any]) -> list[float]:
+        with torch.autocast(self.places.device, self.half, enabled=self.half is not None):
+            return losses_by_precision(model, precisely, wanted, batches, self.half)
+
     @torch.inference_mode()
     def _accuracies(
         self, model: Any, precisely: Precisely, measured: Sequence[str], questions: zeroshot.Questions
     ) -> dict[str, Any]:
-        """Of every task at every precision; in float16, which holds the codes exactly as well."""
-        half = torch.float16 if self.places.device == "cuda" else None
+        """Of every task at every precision."""
         positions, found = model.config.max_position_embeddings, {}
         model.eval()
         for name in measured:
             precision = None if name == FULL else Precision(name)
             with (
-                precisely.at(precision, half),
+                precisely.at(precision, self.half),
                 torch.compiler.set_stance("force_eager"),
-                torch.autocast(self.places.device, half, enabled=half is not None),
+                torch.autocast(self.places.device, self.half, enabled=self.half is not None),
             ):
                 found[name] = zeroshot.evaluate(model, questions, positions)
         return found

@@ -398,9 +398,15 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tens
 
 @torch.inference_mode()
 def losses_by_precision(
-    model: Any, precisely: Precisely, precisions: list[Precision | None], batches: list[dict[str, torch.Tensor]]
+    model: Any,
+    precisely: Precisely,
+    precisions: list[Precision | None],
+    batches: list[dict[str, torch.Tensor]],
+    compute_dtype: torch.dtype | None = None,
 ) -> list[float]:
     """Mean loss per token at each precision, of a prepared model; batches as the collator makes them.
+
+    `compute_dtype` is autocast's type where the call is made under it.
 
     Not compiled, even if the steps are: other shapes would crowd out their graphs. A GPU is waited for once per precision:
     where several processes share it, each wait is a turn of all the others.
@@ -416,7 +422,7 @@ def losses_by_precision(
     means = []
     for precision in precisions:
         sums = []
-        with precisely.at(precision), torch.compiler.set_stance("force_eager"):
+        with precisely.at(precision, compute_dtype), torch.compiler.set_stance("force_eager"):
             for batch in there:
                 labels = batch["labels"][..., 1:]
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
