@@ -27,8 +27,8 @@ COLUMNS = (FULL, *NAMES)
 class Results:
     """Rows of the results file by what they are."""
 
-    def __init__(self, *paths: Path) -> None:
-        self.lines = list({line["key"]: line for path in paths for line in read(path)}.values())
+    def __init__(self, path: Path) -> None:
+        self.lines = list({line["key"]: line for line in read(path)}.values())
 
     def has(self, bench: str, name: str) -> bool:
         """Whether there is such a row, of any seed."""
@@ -114,9 +114,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def task(results: Results, bench: Bench) -> str:
     """Part 1: methods by precision."""
-    names = [*MAIN, *plan.candidates()]
-    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in names]
-    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, names) + results.source(bench.name)
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in MAIN]
+    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name)
 
 
 def truncated(results: Results, bench: Bench) -> str:
@@ -237,7 +236,8 @@ def optimizers(results: Results, bench: Bench) -> str:
     rows = []
     for line in sorted(lines, key=lambda line: (line["lr"], line["name"])):
         shown = [number([v]) if (v := line.get("perplexity", {}).get(c)) else "" for c in COLUMNS]
-        rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else [line.get("error", "")] + [""] * 6)])
+        failed = [line.get("error", "every loss is infinite or not a number")] + [""] * 6
+        rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else failed)])
     for name in ("uniform", "bps", "otaro", "otaro, mean") if lines else ():
         rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c, seeds=plan.SEEDS[:1])) for c in COLUMNS)])
     return table(["", *COLUMNS], rows) + results.source(bench.name)
@@ -471,35 +471,33 @@ BIG = ("SmolLM2-135M", "stories15M")
 
 
 def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
-    """What stands between the marks, by name; those of the reduced form too, which alone are there for `small`."""
-    benches = [BENCHES[name] for name in (*(() if small else BIG), "small")]
+    """What stands between the marks, by name."""
+    benches = [BENCHES[name] for name in (("small",) if small else BIG)]
+    longer = [BENCHES["small, longer"]] if small else []
     kinds = {"task": task, "against fixed": against_fixed, "choice": choice}
     kinds |= {"truncate": truncated, "equal compute": equal_compute}
     found: dict[str, Callable[[], str]] = {}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found["strategies"] = partial(strategies, results, [*benches, BENCHES["small, longer"]])
-    found["task, small, longer"] = partial(task, results, BENCHES["small, longer"])
-    if not small:
-        found["zero-shot"] = partial(zero_shot, results, BENCHES[plan.ALPACA])
-    found["zero-shot, small"] = partial(zero_shot, results, BENCHES["small, questions"])
+    found |= {f"task, {bench.name}": partial(task, results, bench) for bench in longer}
+    found["strategies"] = partial(strategies, results, [*benches, *longer])
+    found["zero-shot"] = partial(zero_shot, results, BENCHES["small, questions" if small else plan.ALPACA])
     for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
-        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in (*benches, BENCHES["small, longer"])}
+        found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in (*benches, *longer)}
     found |= {f"observations, {bench.model}": partial(observed, results, bench.model) for bench in benches}
-    if not small:
-        found["mixture of experts"] = partial(mixture, results, BENCHES["MoE"])
-    found["mixture of experts, small"] = partial(mixture, results, BENCHES["small MoE"])
+    found["mixture of experts"] = partial(mixture, results, BENCHES["small MoE" if small else "MoE"])
     found |= {f"others, {bench.name}": partial(others, results, bench) for bench in benches}
     return found
 
 
-def figures(results: Results) -> dict[str, str]:
+def figures(results: Results, *, small: bool) -> dict[str, str]:
     """By file name, each of the models that have rows for it; of ablations, of the first such model."""
-    benches = [BENCHES[name] for name in (*BIG, "small")]
-    asked = [BENCHES[name] for name in (plan.ALPACA, "small, questions")]
+    benches = [BENCHES[name] for name in (("small",) if small else BIG)]
+    asked = [BENCHES["small, questions" if small else plan.ALPACA]]
     whole = [bench for bench in benches if results.has(bench.name, "best")]
     tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
-    ablated = [BENCHES[name] for name in ("stories15M", BIG[0], "small, longer") if results.has(name, "otaro, N 1")]
+    searched = ("small, longer",) if small else reversed(BIG)  # stories15M has every lambda
+    ablated = [BENCHES[name] for name in searched if results.has(name, "otaro, N 1")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
     drawn: dict[str, Callable[[Any], None] | None] = {
         "task.svg": partial(task_figure, results, tuned) if tuned else None,
@@ -527,9 +525,8 @@ def fill(page: str, made: dict[str, Callable[[], str]]) -> str:
 
 
 def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
-    """Write page and figures; the names of the files. Beside the study's own rows, the page shows those of the reduced form."""
-    reduced = results_file.parent / "study-small.jsonl"
-    results = Results(results_file) if small else Results(reduced, results_file)
+    """Write page and figures; the names of the files."""
+    results = Results(results_file)
     made = sections(results, small=small)
     if page.is_file():
         text = page.read_text()
@@ -537,7 +534,7 @@ def write(results_file: Path, page: Path, *, small: bool) -> list[str]:
         text = "# Results\n\n" + "\n".join(f"## {name}\n\n<!-- study: {name} -->\n<!-- /study -->\n" for name in made)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(fill(text, made))
-    drawn = figures(results)
+    drawn = figures(results, small=small)
     (page.parent / "figures").mkdir(exist_ok=True)
     for name, drawing in drawn.items():
         (page.parent / "figures" / name).write_text(drawing)
