@@ -381,6 +381,8 @@ def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> 
         right.plot([1, 5, 10, 20], _means(results, bench, names, column), style, color=COLOURS["otaro"], label=column)
     left.set(xlabel="λ", ylabel="perplexity", title=f"{bench}: exploration", yscale="log")
     right.set(xlabel="N", title="delay of ultra-low updates (N = 1: none)", yscale="log")
+    left.set_xticks([3, 4, 5, 6, 7])
+    right.set_xticks([1, 5, 10, 20])
     _plain(left)
     _plain(right)
     left.legend(fontsize=7)
@@ -389,8 +391,12 @@ def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> 
 
 def _plain(axes: Any) -> None:
     """Numbers beside a logarithmic axis as people write them."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 9.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}" if axes.get_yscale() == "log" else "")
 
 
 def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
