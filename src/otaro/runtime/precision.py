@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from otaro.errors import PrecisionError
+from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
 from otaro.runtime.modules import PackedWeight, SefpModule
@@ -19,13 +21,24 @@ from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 PrecisionLike = str | Precision | Mapping[str, str | Precision]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attachment:
     """What ties a model to its nested directory; kept as `model.sefp`."""
 
     nested: NestedDirectory
     modules: Mapping[str, SefpModule]
     """Every packed module by its name in the model."""
+    reached: int = BASE
+    """Mantissa bits for which the planes of all modules are known to be attached."""
+
+    @cached_property
+    def states(self) -> list[dict[str, Any]]:
+        """What the modules' attributes are kept in: a switch between two tokens writes one integer into each."""
+        return [module.__dict__ for module in self.modules.values()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model has modules of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "states"}
 
 
 def attachment(model: Any) -> Attachment:
@@ -57,13 +70,13 @@ def set_precision(model: Any, precision: PrecisionLike) -> None:
     chosen = Precision(precision)
     attached.nested.require(chosen)  # refuse before anything changes
     bits = chosen.mantissa_bits
-    for module in attached.modules.values():
-        # What a switch between two tokens consists of: a call for each module would take most of the time.
-        state = module.__dict__
-        if bits <= state["_reached"]:
+    if bits <= attached.reached:
+        for state in attached.states:
             state["mantissa_bits"] = bits
-        else:
-            module.switch(bits)
+        return
+    for module in attached.modules.values():
+        module.switch(bits)
+    attached.reached = bits
 
 
 @contextmanager
