@@ -8,10 +8,11 @@ usage() {
     cat <<END
 usage: runs/gpu_check.sh [LOG]
 
-On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and beside them
-the tests with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. When all have ended, what they
-printed goes to the screen and to LOG (default: gpu_check.log). The package need not be installed; \$PYTHON is the interpreter
-(default: python3), and \$OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
+On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the tests
+with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. \$JOBS of them (default: 6, of at most
+1 GB of GPU memory each) run side by side; what they printed goes to the screen and to LOG (default: gpu_check.log) when all have
+ended. The package need not be installed; \$PYTHON is the interpreter (default: python3), and \$OTARO_COMMIT names the code where
+git cannot. Exits with 1 if anything failed.
 END
 }
 
@@ -23,7 +24,7 @@ esac
 
 log=${1:-gpu_check.log}
 case $log in /*) ;; *) log=$PWD/$log ;; esac
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} jobs=${JOBS:-6} limit=1200 # seconds
 export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 cd "$root" || exit 1
 
@@ -34,33 +35,35 @@ cd "$root" || exit 1
 
 mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' -o -name test_fused.py | sort)
 tests=(-q -p no:cacheprovider --durations=3 -ra)
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 names=()
 
-# Steps run side by side, for most of their time goes into compiling and into Python; their output is shown in order.
+# Most of a step's time goes into compiling and into Python, so steps run side by side; their output is shown in order.
 step() { # name, command...
-    local name=$1 started=$SECONDS
+    local name=$1 started number
     shift
-    names+=("$name")
+    while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
+    names+=("$name") number=${#names[@]} started=$SECONDS
     {
         echo
         echo "== $name: $*"
-        "$@"
-        echo $? >"$scratch/${#names[@]}.status"
+        timeout "$limit" "$@"
+        echo $? >"$scratch/$number.status"
         echo "== $name took $((SECONDS - started)) s"
-    } >"$scratch/${#names[@]}.log" 2>&1 &
+    } >"$scratch/$number.log" 2>&1 &
 }
 
 sanitize() { # tool, test file
     # memcheck sees the edges of single tensors only if torch does not cut them out of larger pieces; graphs need those pieces.
     local which=small settings=()
     [ "$1" != memcheck ] || { which="small and not graph"; settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); }
-    step "$1 of $2" env "${settings[@]}" timeout 1200 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    step "$1 of $2" env "${settings[@]}" compute-sanitizer --tool "$1" --error-exitcode 9 \
         "$python" -m pytest "${tests[@]}" -k "$which" "$2"
 }
 
 check() {
+    scratch=$(mktemp -d)
+    trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$scratch"' EXIT
+    trap 'exit 130' INT TERM
     date -u '+%Y-%m-%d %H:%M UTC'
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     "$python" - <<END
@@ -74,22 +77,27 @@ from otaro.kernels import ops
 print("kernels: {} ({})".format(*ops.backend("cuda")))
 END
     echo "commit ${OTARO_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
-    compute-sanitizer --version 2>/dev/null | tail -n 1
+    local failed=() tools=(memcheck racecheck synccheck)
+    if command -v compute-sanitizer >/dev/null; then
+        compute-sanitizer --version | tail -n 1
+    else
+        echo "compute-sanitizer is not on the PATH: nothing runs under it"
+        failed=("${tools[@]}") tools=()
+    fi
     for file in "${files[@]}"; do
         step "$file" "$python" -m pytest "${tests[@]}" "$file"
     done
-    for tool in memcheck racecheck synccheck; do
+    for tool in "${tools[@]}"; do
         for file in "${files[@]}"; do
             ! grep -q "def test_.*small" "$file" || sanitize "$tool" "$file"
         done
     done
-    echo "${#names[@]} steps side by side; each is shown when all have ended"
     wait
-    local failed=()
     for i in "${!names[@]}"; do
         cat "$scratch/$((i + 1)).log"
-        case $(cat "$scratch/$((i + 1)).status") in
-            0 | 5) ;; # 5: the file has no test for this tool
+        case "$(cat "$scratch/$((i + 1)).status") ${names[i]}" in
+            "0 "*) ;;
+            "5 "*" of "*) ;; # the file has no test for the tool
             *) failed+=("${names[i]}") ;;
         esac
     done

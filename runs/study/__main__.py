@@ -78,9 +78,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
     parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md)")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes side by side (default 1; six to eight suit a large GPU)"
-    )
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side (default 1; fourteen suit an H200)")
     parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
     parser.add_argument("--limit", type=int, default=500, help="documents per task for --export (default 500)")
     parser.add_argument("--device", choices=("cuda", "cpu"))

@@ -273,7 +273,7 @@ def smollm2_rows() -> Iterator[Job]:
     yield Observation(SMOL, "midpoint")
     yield Row(SMOL, "none, truncate", None, quantizer="truncate")
     truncated = {method.name: method for method in methods("truncate")}
-    for name in ("otaro", "uniform", "bps", "fp", "fixed:E5M3", "fixed:E5M4"):
+    for name in ("otaro", "uniform", "bps", "fp", *(f"fixed:{p}" for p in reversed(NAMES))):
         method = truncated[f"{name}, truncate"]
         yield Row(SMOL, method.name, method.options, 0, SMOL_RATE, measured=method.measured)
     yield Row(SMOL, "int4 QAT", Options(method="fixed:E5M3"), 0, SMOL_RATE, quantizer="int4", measured=("E5M3",))
@@ -331,7 +331,7 @@ def moe_rows(bench: Bench, seeds: tuple[int, ...] = SEEDS[:1]) -> Iterator[Row]:
 def full() -> list[Job]:
     """The study."""
     stories = BENCHES["stories15M"]
-    methods_of_stories = sorted(method_rows(stories, SEEDS), key=lambda row: row.name != "best")
+    methods_of_stories = sorted(method_rows(stories, SEEDS), key=lambda row: row.name != "best")  # the one most waited for
     jobs: list[Job] = [*smollm2_rows(), *methods_of_stories, *moe_rows(BENCHES["MoE"])]
     jobs += [*ablation_rows(stories, (1e-5, 0.03, 0.1)), *(row for seed in SEEDS for row in variant_rows(stories, seed))]
     jobs += [Observation("stories15M", "midpoint"), Observation("stories15M", "truncate")]

@@ -44,7 +44,7 @@ class Results:
         """By seed; where several rates were tried, the row with the one that held-out text found best."""
         found: dict[int, Result] = {}
         for line in self.lines:
-            if line["bench"] == bench and line["name"] == name and "error" not in line:
+            if line["bench"] == bench and line["name"] == name and "error" not in line and not _former(line):
                 before = found.get(line["seed"])
                 if before is None or heldout_score(name, line) < heldout_score(name, before):
                     found[line["seed"]] = line
@@ -65,15 +65,15 @@ class Results:
 
     def cell(self, bench: str, name: str, column: str, seeds: Collection[int] | None = None) -> list[float]:
         """Likewise; `fixed` is each precision's own model."""
-        if name.startswith("fixed") and ":" not in name:
-            if column == FULL:
-                return []
-            name = name.replace("fixed", f"fixed:{column}", 1)
-        return self.values(bench, name, column, seeds=seeds)
+        if _is_fixed(name) and column == FULL:
+            return []
+        return self.values(bench, _model_at(name, column), column, seeds=seeds)
 
-    def source(self, bench: str) -> str:
-        """The line under a table: command, commits, machines, seeds."""
-        lines = [line for line in self.lines if line["bench"] == bench]
+    def source(self, bench: str, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
+        """The line under a table of these rows: command, commits, machines, seeds."""
+        own = {one for name in names for one in _models_of(name)}
+        lines = [line for line in self.lines if line["bench"] == bench and line["name"] in own]
+        lines = [line for line in lines if seeds is None or line["seed"] in seeds]
         chosen = f"--only '{bench}:*'"
         command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
         if not lines:
@@ -85,6 +85,25 @@ class Results:
         return (
             f"\n`{command}`; commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}; seeds {all_of('seed')}.\n"
         )
+
+
+def _former(line: Result) -> bool:
+    """Whether it was made at a rate that the plan no longer tries."""
+    rates = BENCHES[line["bench"]].rates
+    return bool(rates and line["settings"]["rate_of"] and line["lr"] not in rates)
+
+
+def _models_of(name: str) -> list[str]:
+    """`fixed` stands for the dedicated models of all precisions."""
+    return [_model_at(name, p) for p in NAMES] if _is_fixed(name) else [name]
+
+
+def _model_at(name: str, precision: str) -> str:
+    return name.replace("fixed", f"fixed:{precision}", 1) if _is_fixed(name) else name
+
+
+def _is_fixed(name: str) -> bool:
+    return name.startswith("fixed") and ":" not in name
 
 
 def number(values: Sequence[float]) -> str:
@@ -115,25 +134,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def task(results: Results, bench: Bench) -> str:
     """Part 1: methods by precision."""
     rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in MAIN]
-    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name)
+    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name, MAIN)
 
 
 def truncated(results: Results, bench: Bench) -> str:
     """Part 1 with the paper's reconstruction."""
     names = [f"{name}, truncate" for name in MAIN]
     rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in names]
-    return table(["", *COLUMNS], rows) + results.source(bench.name)
+    return table(["", *COLUMNS], rows) + results.source(bench.name, names)
 
 
 def against_fixed(results: Results, bench: Bench, measure: str = "perplexity") -> str:
     """By how much one model for all is worse (+, bold) or better (-) than each dedicated one, seeds paired."""
-    rows = [
-        [f"`{name}`", *(_paired(results, bench, name, "fixed", column, measure) for column in NAMES)]
-        for name in ("best", *plan.candidates(), "uniform", "bps", "otaro")
-    ]
+    names = ("best", *plan.candidates(), "uniform", "bps", "otaro")
+    rows = [[f"`{name}`", *(_paired(results, bench, name, "fixed", column, measure) for column in NAMES)] for name in names]
     held = [_paired(results, bench, "best", "fixed, held as best", column, measure) for column in NAMES]
     rows.append(["`best` against `fixed:` held as `best`", *held])
-    return table(["", *NAMES], rows) + results.source(bench.name)
+    return table(["", *NAMES], rows) + results.source(bench.name, [*names, "fixed", "fixed, held as best"])
 
 
 def strategies(results: Results, benches: Sequence[Bench]) -> str:
@@ -154,7 +171,7 @@ def choice(results: Results, bench: Bench) -> str:
 
 
 def _paired(results: Results, bench: Bench, name: str, other: str, column: str, measure: str) -> str:
-    ours, theirs = results.rows(bench.name, name), results.rows(bench.name, other.replace("fixed", f"fixed:{column}", 1))
+    ours, theirs = (results.rows(bench.name, _model_at(one, column)) for one in (name, other))
     pairs = [
         (ours[seed].get(measure, {}).get(column), theirs[seed].get(measure, {}).get(column))
         for seed in sorted(ours.keys() & theirs.keys())
@@ -169,10 +186,12 @@ def _paired(results: Results, bench: Bench, name: str, other: str, column: str, 
 
 def equal_compute(results: Results, bench: Bench) -> str:
     """Part 1 at equal compute."""
-    names = ("best", "best, equal compute", "fixed", "fixed, a sixth")
-    seeds = results.shared(bench.name, ["best, equal compute", *(f"fixed:{p}, a sixth" for p in NAMES)])
-    rows = [[_called(name), *(number(results.cell(bench.name, name, c, seeds)) for c in NAMES)] for name in names if seeds]
-    return table(["", *NAMES], rows) + results.source(bench.name)
+    names = ("best, equal compute", "fixed", "best", "fixed, a sixth")
+    rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in NAMES)] for name in names]
+    for name, other in (names[:2], names[:1:-1]):
+        gaps = [_paired(results, bench, name, other, column, "perplexity") for column in NAMES]
+        rows.append([f"{_called(name)} against {_called(other)}", *gaps])
+    return table(["", *NAMES], rows) + results.source(bench.name, names)
 
 
 def zero_shot(results: Results, bench: Bench) -> str:
@@ -181,18 +200,18 @@ def zero_shot(results: Results, bench: Bench) -> str:
     for name in MAIN:
         cells = []
         for column in COLUMNS:
-            own = f"fixed:{column}" if name == "fixed" else name
-            tasks = next((line["zeroshot"].get(column) for line in results.rows(bench.name, own).values()), None)
+            line = results.rows(bench.name, _model_at(name, column)).get(plan.SEEDS[0], {"zeroshot": {}})
+            tasks = line["zeroshot"].get(column)
             cells.append(_average(tasks) if tasks and not (name == "fixed" and column == FULL) else "")
         rows.append([_called(name), *cells])
     text = table(["average of the tasks, %", *COLUMNS], rows)
     for name in ("none", "fp", "best"):
-        found: Result = next((line["zeroshot"] for line in results.rows(bench.name, name).values()), {})
+        found: Result = results.rows(bench.name, name).get(plan.SEEDS[0], {"zeroshot": {}})["zeroshot"]
         tasks = list(next(iter(found.values()), {}))
         some = [[task_name, *(_share(found.get(c, {}).get(task_name)) for c in COLUMNS)] for task_name in tasks]
         if some:
             text += table([f"`{name}`, %", *COLUMNS], some)
-    return text + results.source(bench.name)
+    return text + results.source(bench.name, MAIN, plan.SEEDS[:1])
 
 
 def _average(tasks: dict[str, list[float | None]]) -> str:
@@ -216,18 +235,18 @@ def ablations(results: Results, bench: Bench) -> str:
         "delay": "N (10 is the default; `bps` does without LAA)",
         "reduction": "sum or mean",
     }
-    rows = []
+    rows, shown, seeds = [], set[str](), plan.SEEDS[:1]  # variants were made there
     for group, names in groups.items():
         made = [name for name in names if results.has(bench.name, name)]
         if not made:
             continue
         rows.append([f"**{titles.get(group, group)}**", *([""] * 6), " "])
         every = [*bases.get(group, ("best",)), *made]
-        seeds = results.shared(bench.name, every)
+        shown |= {*every}
         rows += [
             [_called(name), *(number(results.values(bench.name, name, c, seeds=seeds)) for c in COLUMNS)] for name in every
         ]
-    return table(["", *COLUMNS], rows) + results.source(bench.name)
+    return table(["", *COLUMNS], rows) + results.source(bench.name, sorted(shown), seeds)
 
 
 def optimizers(results: Results, bench: Bench) -> str:
@@ -238,20 +257,22 @@ def optimizers(results: Results, bench: Bench) -> str:
         shown = [number([v]) if (v := line.get("perplexity", {}).get(c)) else "" for c in COLUMNS]
         failed = [line.get("error", "every loss is infinite or not a number")] + [""] * 6
         rows.append([f"{line['name']}, {line['lr']:g}", *(shown if any(shown) else failed)])
-    for name in ("uniform", "bps", "otaro", "otaro, mean") if lines else ():
-        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c, seeds=plan.SEEDS[:1])) for c in COLUMNS)])
-    return table(["", *COLUMNS], rows) + results.source(bench.name)
+    names, seeds = ("uniform", "bps", "otaro", "otaro, mean"), plan.SEEDS[:1]
+    for name in names if lines else ():
+        rows.append([f"{name}, AdamW", *(number(results.values(bench.name, name, c, seeds=seeds)) for c in COLUMNS)])
+    shown = [*names, *(line["name"] for line in lines)]
+    return table(["", *COLUMNS], rows) + results.source(bench.name, shown, seeds)
 
 
 def paths(results: Results, bench: Bench) -> str:
     """How often the search took each precision, by lambda."""
-    rows = []
-    for name in ("bps, lambda 3", "bps, lambda 4", "bps", "bps, lambda 6", "bps, lambda 7", "otaro"):
-        line = next(iter(results.rows(bench.name, name).values()), {})
-        counts = line.get("path", {})
-        total = sum(counts.values()) or 1
-        rows.append([name, *(f"{counts[c] / total:.1%}" if c in counts else "" for c in NAMES)])
-    return table(["share of the steps", *NAMES], rows) + results.source(bench.name)
+    rows, names = [], ("bps, lambda 3", "bps, lambda 4", "bps", "bps, lambda 6", "bps, lambda 7", "otaro")
+    for name in names:
+        taken = [line["path"] for line in results.rows(bench.name, name).values() if "path" in line]
+        total = sum(sum(counts.values()) for counts in taken) or 1
+        shares = [sum(counts.get(c, 0) for counts in taken) / total for c in NAMES]
+        rows.append([name, *(f"{share:.1%}" if taken else "" for share in shares)])
+    return table(["share of the steps", *NAMES], rows) + results.source(bench.name, names)
 
 
 def others(results: Results, bench: Bench) -> str:
@@ -270,7 +291,8 @@ def others(results: Results, bench: Bench) -> str:
     four = {"int4 QAT": ("int4 QAT, groups of 64", "4.25"), "fixed:E5M3": ("`fixed:E5M3`", "4.08"), "best": ("`best`", "4.08")}
     common = results.shared(bench.name, list(four))
     trained = [[*called, number(results.values(bench.name, name, "E5M3", seeds=common))] for name, called in four.items()]
-    return text + table(["tuned at four bits", "bits a weight", "perplexity"], trained) + results.source(bench.name)
+    shown = ["none", *four, "fp"]
+    return text + table(["tuned at four bits", "bits a weight", "perplexity"], trained) + results.source(bench.name, shown)
 
 
 def observed(results: Results, model: str) -> str:
@@ -307,24 +329,20 @@ def observed(results: Results, model: str) -> str:
 def mixture(results: Results, bench: Bench) -> str:
     """Part 5."""
     rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in COLUMNS)] for name in MAIN]
-    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name)
+    return table(["", *COLUMNS], rows) + _chosen_rates(results, bench, MAIN) + results.source(bench.name, MAIN)
 
 
 def _called(name: str) -> str:
     if name.startswith("none"):
         return name.replace("none", "before", 1)
-    return (
-        f"`fixed:`, {len(NAMES)} models{name.removeprefix('fixed')}"
-        if name.startswith("fixed") and ":" not in name
-        else f"`{name}`"
-    )
+    return f"`fixed:`, {len(NAMES)} models{name.removeprefix('fixed')}" if _is_fixed(name) else f"`{name}`"
 
 
 def _chosen_rates(results: Results, bench: Bench, names: Sequence[str]) -> str:
     """Which of the rates each method was given."""
     if len(bench.rates) < 2:
         return ""
-    every = [own for name in names for own in ([f"fixed:{p}" for p in NAMES] if name == "fixed" else [name])]
+    every = [own for name in names for own in _models_of(name)]
     chosen = {own: rows[0]["lr"] for own in every if (rows := results.rows(bench.name, own)) and 0 in rows and rows[0]["lr"]}
     told = ", ".join(f"`{own}` {rate:g}" for own, rate in chosen.items())
     return f"\nLearning rates, of {', '.join(f'{rate:g}' for rate in bench.rates)} by held-out text: {told}.\n"
@@ -352,24 +370,23 @@ def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None
         axes.legend(fontsize=7)
 
 
-def zero_shot_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+def zero_shot_figure(results: Results, bench: str, figure: Any) -> None:
     """Table 1 as lines."""
-    figure.set_size_inches(5.2 * len(benches), 3.4)
-    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
-        for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
-            found = next((line["zeroshot"] for line in results.rows(bench.name, name).values()), None)
-            if found:
-                means = [100 * statistics.fmean(share for share, _ in found[c].values()) for c in COLUMNS]
-                called = "before" if name == "none" else name
-                axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
-        axes.set(ylabel="average accuracy, %", title=bench.name)
-        axes.legend(fontsize=7)
+    figure.set_size_inches(5.2, 3.4)
+    axes = figure.subplots()
+    for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
+        if line := results.rows(bench, name).get(plan.SEEDS[0]):
+            means = [100 * statistics.fmean(share for share, _ in line["zeroshot"][c].values()) for c in COLUMNS]
+            called = "before" if name == "none" else name
+            axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
+    axes.set(ylabel="average accuracy, %", title=bench)
+    axes.legend(fontsize=7)
 
 
-def ablation_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+def ablation_figure(results: Results, bench: str, figure: Any) -> None:
     """Fig. 8: lambda and N."""
     figure.set_size_inches(9, 3.4)
-    bench, (left, right) = benches[0].name, figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2)
     for method in ("bps", "otaro"):
         for column, style in (("E5M8", "-"), ("E5M4", "--"), ("E5M3", ":")):
             names = [f"{method}, lambda 3", f"{method}, lambda 4", method, f"{method}, lambda 6", f"{method}, lambda 7"]
@@ -497,26 +514,20 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
 
 
 def figures(results: Results, *, small: bool) -> dict[str, str]:
-    """By file name, each of the models that have rows for it; of ablations, of the first such model."""
+    """By file name, each of the models that have rows for it; lambda and N of the one that has them all."""
     benches = [BENCHES[name] for name in (("small",) if small else BIG)]
-    asked = [BENCHES["small, questions" if small else plan.ALPACA]]
+    asked, searched = ("small, questions", "small, longer") if small else (plan.ALPACA, "stories15M")
     whole = [bench for bench in benches if results.has(bench.name, "best")]
     tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
-    searched = ("small, longer",) if small else reversed(BIG)  # stories15M has every lambda
-    ablated = [BENCHES[name] for name in searched if results.has(name, "otaro, N 1")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
     drawn: dict[str, Callable[[Any], None] | None] = {
         "task.svg": partial(task_figure, results, tuned) if tuned else None,
-        "zero-shot.svg": partial(zero_shot_figure, results, told) if (told := _told(results, asked)) else None,
-        "ablations.svg": partial(ablation_figure, results, ablated[:1]) if ablated else None,
+        "zero-shot.svg": partial(zero_shot_figure, results, asked) if results.has(asked, "none") else None,
+        "ablations.svg": partial(ablation_figure, results, searched) if results.has(searched, "otaro, N 1") else None,
         "others.svg": partial(others_figure, results, whole) if whole else None,
         "observations.svg": partial(observation_figure, results, seen) if seen else None,
     }
     return {name: draw(how) for name, how in drawn.items() if how}
-
-
-def _told(results: Results, benches: Sequence[Bench]) -> list[Bench]:
-    return [bench for bench in benches if any(results.has(bench.name, name) for name in MAIN)]
 
 
 def fill(page: str, made: dict[str, Callable[[], str]]) -> str:

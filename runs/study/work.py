@@ -104,7 +104,7 @@ class Worker:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         self.half = torch.float16 if places.device == "cuda" else None
-        """What is measured in: ten bits of mantissa hold the codes of every precision exactly, and attention is then fast."""
+        """What is measured in: ten bits of mantissa hold SEFP's codes at every precision, and attention is then fast."""
 
     def run(self, row: Row, lr: float) -> Result:
         """The row's line for the results."""
@@ -130,11 +130,11 @@ class Worker:
         wanted = [None if name == FULL else Precision(name) for name in row.measured]
         if "perplexity" in row.measures:
             for text, batches in (("heldout", material.heldout), ("perplexity", material.test)):
-                losses = self._losses(held.model, precisely, wanted, batches)
+                losses = losses_by_precision(held.model, precisely, wanted, batches, self.half)
                 line[text] = {name: _perplexity(loss) for name, loss in zip(row.measured, losses, strict=True)}
         if "others" in row.measures:
             line["others"] = {
-                name: _perplexity(self._losses(held.model, precisely, [None], material.test)[0])
+                name: _perplexity(losses_by_precision(held.model, precisely, [None], material.test, self.half)[0])
                 for name in self._rounded(held.model)
             }
         if "zeroshot" in row.measures:
@@ -213,10 +213,6 @@ class Worker:
                 weight.copy_(rounding(exact))
             yield name
         torch._foreach_copy_(list(weights.values()), before)
-
-    def _losses(self, model: Any, precisely: Precisely, wanted: list[Precision | None], batches: list[Any]) -> list[float]:
-        with torch.autocast(self.places.device, self.half, enabled=self.half is not None):
-            return losses_by_precision(model, precisely, wanted, batches, self.half)
 
     @torch.inference_mode()
     def _accuracies(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ class Attachment:
     nested: NestedDirectory
     modules: Mapping[str, SefpModule]
     """Every packed module by its name in the model."""
-    reached: int = BASE
+    reached: int = field(default=BASE, init=False, repr=False, compare=False)
     """Mantissa bits for which the planes of all modules are known to be attached."""
 
     @cached_property

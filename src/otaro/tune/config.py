@@ -168,8 +168,8 @@ class Training:
 
 Recipe = Literal["best", "paper"]
 # Found among nine weightings on SmolLM2-135M (docs/log.md). Kept by the study (docs/results.md): over three seeds it is ahead
-# of all six dedicated models of SmolLM2-135M and of stories15M, on test and on held-out text, and on held-out text none of four
-# other candidates is better on both. Not for a run that must learn much in few steps: it holds on to its start.
+# of plain dedicated models at all six precisions on SmolLM2-135M and stories15M, on test and on held-out text, and by held-out
+# text no other candidate is better on both. Not for a run that must learn much in few steps (a mixture of experts there).
 BEST = Options(weights=(1.0, 1.0, 1.0, 1.0, 1.25, 2.6), distill=0.5, pull=23.0, average=0.7, rates="size")
 
 

@@ -406,7 +406,7 @@ def losses_by_precision(
 ) -> list[float]:
     """Mean loss per token at each precision, of a prepared model; batches as the collator makes them.
 
-    `compute_dtype` is autocast's type where the call is made under it.
+    With a `compute_dtype` under autocast, as a forward of tuning is.
 
     Not compiled, even if the steps are: other shapes would crowd out their graphs. A GPU is waited for once per precision:
     where several processes share it, each wait is a turn of all the others.
@@ -422,7 +422,11 @@ def losses_by_precision(
     means = []
     for precision in precisions:
         sums = []
-        with precisely.at(precision, compute_dtype), torch.compiler.set_stance("force_eager"):
+        with (
+            precisely.at(precision, compute_dtype),
+            torch.autocast(model.device.type, compute_dtype, enabled=compute_dtype is not None),
+            torch.compiler.set_stance("force_eager"),
+        ):
             for batch in there:
                 labels = batch["labels"][..., 1:]
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

@@ -112,7 +112,7 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
       }
     }
     if constexpr (STREAM) {
-      // A warp may be past the end of its row, where it multiplies nothing: it must not read there, of the last row above all.
+      // A warp may be past the end of its row, where it multiplies nothing; past the last row it would read outside the tensor.
       const int there = RAGGED ? min(unit, p.units - 1) : unit;
       const uint32_t bit = at.exponent[r] + 5 * (there / UNITS_PER_GROUP);
       const uint32_t* words = static_cast<const uint32_t*>(matrix.exponents) + (bit >> 5);
