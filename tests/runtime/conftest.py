@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro.file.io import NestedDirectory
-from otaro.kernels import cpu, reference
-from otaro.kernels.ops import FEW_TOKENS
 
 
 @pytest.fixture(scope="session")
@@ -71,18 +69,3 @@ def make_variant(random_model, tmp_path_factory):
         return directory / "nested", truth
 
     return make
-
-
-@pytest.fixture
-def swift_products(monkeypatch):
-    """A GPU decoder's steps in torch multiply by the extension: with the reference's bits, in a tenth of its time."""
-    if cpu.MISSING:
-        return
-    slow = reference.linear
-
-    def linear(x, packed):
-        if x.device.type != "cpu":
-            return slow(x, packed)
-        return torch.cat([cpu.linear(few.contiguous(), packed.unstreamed()) for few in x.split(FEW_TOKENS)])
-
-    monkeypatch.setattr(reference, "linear", linear)
