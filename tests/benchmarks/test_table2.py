@@ -16,6 +16,7 @@ from otaro.kernels import cuda, reference
 from otaro.tune.fake_quant import quantize
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.usefixtures("swift_products")
 
 
 @pytest.fixture(scope="module")

@@ -224,26 +224,50 @@ def test_chat_switches_precision_and_keeps_the_cache(packed):
     assert "conversation forgotten" in result.stderr
 
 
+def assert_one_line(done, words):
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
+    otaro_tool = Path(sys.executable).parent / "otaro"
+    environment = os.environ | {"COLUMNS": "400"}
+    done = subprocess.run(
+        [otaro_tool, "inspect", "nowhere"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert_one_line(done, "nowhere is not a directory")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["inspect", "nowhere"], "nowhere is not a directory"),
         (["verify", str(MODEL_DIR)], "is not a nested model"),
         (["generate", str(MODEL_DIR), "--prompt", "x"], "otaro pack"),
         (["pack", "no such model", "out"], "neither a directory nor a Hub id"),
         (["pack", "builtin", "out", "--group-size", "48"], "multiple of 32"),
     ],
-    ids=["inspect nowhere", "verify a checkpoint", "generate from a checkpoint", "pack nothing", "odd group size"],
+    ids=["verify a checkpoint", "generate from a checkpoint", "pack nothing", "odd group size"],
 )
-def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path):
-    otaro_tool = Path(sys.executable).parent / "otaro"
-    environment = os.environ | {"COLUMNS": "400", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([otaro_tool, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, in_child):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    done = in_child(f"""
+        import os, sys
+        os.chdir({str(folder)!r})
+        os.environ["COLUMNS"] = "400"
+        sys.argv = ["otaro", *{arguments!r}]
+        from otaro.cli.main import main
+        try:
+            main()
+        except SystemExit as end:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(end.code)
+    """)
+    assert_one_line(done, words)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):

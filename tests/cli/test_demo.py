@@ -18,10 +18,12 @@ SMALL = ("--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--prom
 def told(tmp_path_factory):
     """The folder of a demo that replaced an earlier one, and what it said."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "short.txt").write_text(documentation_text("heldout")[:1500])
+    for name, part, length in (("short.txt", "heldout", 1500), ("data.txt", "tuning", 20_000)):
+        (folder / name).write_text(documentation_text(part)[:length])
     (folder / "out" / "usual").mkdir(parents=True)
     (folder / "out" / "usual" / MARK).touch()  # all that an earlier demo left, as it was killed early
-    words = ["demo", "--text", str(folder / "short.txt"), "--out", str(folder / "out"), *SMALL, "--json"]
+    given = ("--text", str(folder / "short.txt"), "--data", str(folder / "data.txt"))
+    words = ["demo", *given, "--out", str(folder / "out"), *SMALL, "--json"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
     return folder, json.loads(done.stdout)
@@ -45,6 +47,18 @@ def test_the_page_shows_what_the_table_says(told):
     page = (folder / "out" / "report.html").read_text()
     for values in result["perplexity"].values():
         assert all(f"{values[precision]:.2f}" in page for precision in ("E5M8", "E5M3"))
+
+
+def test_unless_told_otherwise_it_measures_on_held_out_documentation(tmp_path, monkeypatch):
+    class EnoughError(Exception):
+        pass
+
+    def measure(subject, text, keep):
+        assert text.content == documentation_text("heldout")
+        raise EnoughError
+
+    monkeypatch.setattr("otaro.cli.demo._measure", measure)
+    assert isinstance(CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL]).exception, EnoughError)
 
 
 @pytest.mark.parametrize("folder", ["before", "usual", "otaro"])

@@ -9,6 +9,7 @@ from otaro.evaluate import machine, speed
 from otaro.evaluate.speed import Settings, bench
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.usefixtures("swift_products")
 QUICK = Settings(prompt_tokens=20, tokens=3, context=4, rounds=2)
 LAYERS, KV_WIDTH = 6, 64  # of the built-in model
 

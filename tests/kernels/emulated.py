@@ -4,6 +4,7 @@
 function, by what emulated.h has under the same name.
 """
 
+import atexit
 import ctypes
 import hashlib
 import re
@@ -27,7 +28,7 @@ extern "C" void launch_{name}(const void* p, const unsigned* grid, unsigned thre
   emulated::launch<const {struct}>({name}, p, grid, threads);
 }}
 """
-_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{_HERE}", f"-I{nvrtc.SOURCES}")
+_COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")  # its check knows no fibers
 
 
 class Kernel:
@@ -51,7 +52,16 @@ def kernel(file, name, device, **constants):
 
 @cache
 def _folder():
-    return Path(tempfile.mkdtemp(prefix="otaro-emulated-"))
+    """Where kernels are compiled, with emulated.h compiled ahead: reading the library's headers takes longer than a kernel."""
+    folder = tempfile.TemporaryDirectory(prefix="otaro-emulated-")
+    atexit.register(folder.cleanup)
+    _run(*_COMPILER, "-x", "c++-header", _HERE / "emulated.h", "-o", Path(folder.name) / "emulated.h.gch")
+    return Path(folder.name)
+
+
+def _run(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 @cache
@@ -60,12 +70,11 @@ def _library(file, name, constants):
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
     text = text.replace("extern __shared__ int4 room[];", "int4* room = emulated::dynamic_shared;")
     text += _LAUNCH.format(name=name, struct=re.search(rf"\b{name}\(const __grid_constant__ (\w+) p\)", source)[1])
-    flags = [*_FLAGS, *(f"-D{key}={value}" for key, value in constants)]
+    flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
     code.write_text(text)
-    done = subprocess.run(["g++", *flags, "-o", path, code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
+    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{nvrtc.SOURCES}", *flags, "-o", path, code)
     return ctypes.CDLL(str(path))
 
 

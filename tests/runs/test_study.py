@@ -22,6 +22,7 @@ from otaro.tune.config import Options
 from otaro.tune.fake_quant import quantize
 from runs import convert_llama2c
 from runs.study import plan, report, work, zeroshot
+from runs.study.__main__ import main
 from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
 from runs.study.work import Places, append, chosen_rate, finished, is_done, read
 
@@ -230,18 +231,25 @@ def test_prose_outside_the_marks_stays():
         report.fill(page.replace("one", "two"), {"one": lambda: ""})
 
 
-def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path):
+def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch, capsys):
     results = tmp_path / "study.jsonl"
     rows = ["small: none, seed 0", "small: best, lr*", "small: int4*", "small: fixed:E5M3, lr*", "small, questions: best*"]
-    command = [ROOT / "runs" / "study.sh", "--small", "--results", results, "--models", tmp_path, "--only", *rows]
-
-    def run():
-        environment = {**os.environ, "PYTHON": sys.executable}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-
-    assert run().count("done    ") == 5
+    told = ["--small", "--results", str(results), "--models", str(tmp_path), "--only", *rows]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "runs" / "study.sh", *told], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.count("done    ") == 5
+    assert "5 done, 0 missing" in done.stdout
     lines = results.read_text()
-    assert "5 done, 0 missing" in run()
+
+    def again(*how):
+        monkeypatch.setattr(sys, "argv", ["study", *told, *how])
+        main()
+        return capsys.readouterr().out
+
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    assert again("--claims", str(claims), "--worker", "0") == ""  # as a worker, which says what it makes
+    assert "5 done, 0 missing" in again("--list")
     assert results.read_text() == lines
     by_name = {line["key"]: line for line in map(json.loads, lines.splitlines())}
     tuned, before = by_name["small: best, lr 0.001, seed 0"], by_name["small: none, seed 0"]

@@ -21,6 +21,7 @@ from otaro.runtime.session import ChatSession
 
 NO_GPU = "this machine has no GPU that torch can use"
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+pytestmark = pytest.mark.usefixtures("swift_products")
 ROWS = [[5, 17, 99, 3, 64], [20, 7, 81, 33, 110, 54, 2, 9], [70, 71, 4, 90, 13, 100]]
 PAD = 0
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}

@@ -22,6 +22,7 @@ from tests.runtime.test_decode import EXACT, IDS, SERVED, VARIANTS, RoundingCach
 
 KV = (None, Precision("E5M7"))
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+pytestmark = pytest.mark.usefixtures("swift_products")
 
 
 @pytest.fixture(params=SERVED)
@@ -49,6 +50,19 @@ def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, r
         theirs = error(slow(model, IDS[:24], kv), truth)
         for ours in (token_by_token(decoder, IDS[:24], kv), decoder.forward(IDS[:24], decoder.new_cache(kv), all_logits=True)):
             assert error(ours, truth) <= 2 * theirs
+
+
+@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
+def test_products_of_the_reference_give_the_bits_of_those_the_other_tests_take(make_nested, served, kv, monkeypatch):
+    decoder = GpuDecoder.of(otaro.load(make_nested(served), {"*": "E5M5", "*.k_proj": "E5M3"}))
+
+    def some():
+        cache = decoder.new_cache(kv)
+        return torch.stack([decoder.forward(ids, cache) for ids in (IDS[:13], IDS[13:14], IDS[14:16], IDS[16:40])])
+
+    taken = some()
+    monkeypatch.undo()
+    assert torch.equal(some(), taken)
 
 
 @pytest.mark.parametrize(("variant", "kv"), list(zip(VARIANTS, cycle(KV), strict=False)), ids=lambda one: str(one or "float16"))

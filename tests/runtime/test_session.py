@@ -13,6 +13,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
+pytestmark = pytest.mark.usefixtures("swift_products")
+
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):

@@ -126,7 +126,15 @@ def batches():
     return [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
 
 
-@pytest.mark.parametrize(("architecture", "reduction"), [("llama", "sum"), ("llama", "mean"), ("llama_tied", "sum")])
+@pytest.mark.parametrize(
+    ("architecture", "reduction", "reconstruction"),
+    [
+        ("llama", "sum", "midpoint"),
+        ("llama", "sum", "truncate"),
+        ("llama", "mean", "midpoint"),
+        ("llama_tied", "sum", "truncate"),
+    ],
+)
 def test_sixty_steps_of_the_trainer_equal_algorithm_1_exactly(load, architecture, reconstruction, reduction, tmp_path):
     expected, path, scores, updates, leftover = algorithm_1(load(architecture), batches(), reconstruction, reduction)
     weights, log = trained(load(architecture), tmp_path, reconstruction=reconstruction, accumulate=reduction)
