@@ -7,6 +7,7 @@ function, by what emulated.h has under the same name.
 import atexit
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ extern "C" void launch_{name}(const void* p, const unsigned* grid, unsigned thre
 }}
 """
 _COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")  # its check knows no fibers
+_COMPILER += ("-g", "-fsanitize=address") if os.environ.get("OTARO_SANITIZE") else ()  # as .ci/sanitize asks
 
 
 class Kernel:

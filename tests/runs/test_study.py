@@ -216,8 +216,10 @@ def test_means_spread_and_gaps_are_told(tmp_path):
 def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path):
     where = places(tmp_path)
     for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
-        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed}
-        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
+        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed, "settings": {"rate_of": name}}
+        append(where.results, {**line, "lr": 1.5e-4, "perplexity": {"E5M3": value}, "heldout": {}})
+        former = {"lr": 0.5, "perplexity": {"E5M3": 1.0}, "heldout": dict.fromkeys(plan.NAMES, 1.0)}
+        append(where.results, {**line, **former, "key": f"{name} {seed} at a rate no longer tried"})
     shown = report.strategies(report.Results(where.results), [plan.BENCHES["stories15M"]])
     assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
     assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
