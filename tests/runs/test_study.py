@@ -207,6 +207,7 @@ def test_means_spread_and_gaps_are_told(tmp_path):
     assert "| `best` |  |  |  |  |  | 10.500 ± 0.707 |  |" in shown
     assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
     assert "commit abc; m" in shown
+    assert "seeds 0, 1." in shown
     gap, spread = -3.3333, 18.8562  # of -16.67 and +10
     assert f"| `best` |  |  |  |  | {gap:+.2f} ± {spread:.2f}% |  |" in report.against_fixed(
         results, plan.BENCHES["SmolLM2-135M"]
@@ -224,6 +225,17 @@ def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path)
     assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
     assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
     assert "held-out" not in shown
+
+
+def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path):
+    where, dedicated = places(tmp_path), "fixed:E5M3"
+    made = [("best, equal compute", 0, 9.0), ("best, equal compute", 1, 12.0), (dedicated, 0, 10.0), (dedicated, 1, 10.0)]
+    for name, seed, value in [*made, ("best", 0, 8.0), ("best", 1, 7.0), (f"{dedicated}, a sixth", 0, 12.0)]:
+        line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
+        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
+    shown = report.equal_compute(report.Results(where.results), plan.BENCHES["SmolLM2-135M"])
+    assert "| `best, equal compute` against `fixed:`, 6 models |  |  |  |  |  | **+5.00 ± 21.21%** |" in shown
+    assert "| `fixed:`, 6 models, a sixth against `best` |  |  |  |  |  | **+50.00%** |" in shown
 
 
 def test_prose_outside_the_marks_stays():
