@@ -505,8 +505,9 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     found |= {f"task, {bench.name}": partial(task, results, bench) for bench in longer}
     found["strategies"] = partial(strategies, results, [*benches, *longer])
     found["zero-shot"] = partial(zero_shot, results, BENCHES["small, questions" if small else plan.ALPACA])
-    for kind, make in {"ablations": ablations, "optimizers": optimizers, "paths": paths}.items():
+    for kind, make in {"ablations": ablations, "paths": paths}.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in (*benches, *longer)}
+    found |= {f"optimizers, {bench.name}": partial(optimizers, results, bench) for bench in benches}
     found |= {f"observations, {bench.model}": partial(observed, results, bench.model) for bench in benches}
     found["mixture of experts"] = partial(mixture, results, BENCHES["small MoE" if small else "MoE"])
     found |= {f"others, {bench.name}": partial(others, results, bench) for bench in benches}
