@@ -12,15 +12,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "otaro"
 # What each package may import from otaro besides itself and `errors`, which is everybody's.
 MAY_IMPORT = {
     "errors": set(),
+    "readable": set(),
     "_plugin": set(),
     "builtin": set(),
     "sefp": set(),
     "file": {"sefp", "builtin"},
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels"},
-    "evaluate": {"sefp", "file", "kernels", "runtime"},
+    "evaluate": {"sefp", "file", "kernels", "runtime", "readable"},
     "tune": {"sefp", "builtin"},
-    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "(top)"},
+    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
 }
 

@@ -106,12 +106,12 @@ def _large(job: Job) -> bool:
 
 
 def show(jobs: Sequence[Job], places: Places) -> None:
-    from runs.study import work
+    from runs.study.results import finished, is_done, read
 
-    done = work.finished(work.read(places.results))
+    done = finished(read(places.results))
     missing = 0
     for job in jobs:
-        there = work.is_done(job, done)
+        there = is_done(job, done)
         missing += not there
         print(f"{'done   ' if there else 'missing'} {job.key}")
     print(f"{len(jobs) - missing} done, {missing} missing")

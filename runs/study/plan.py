@@ -11,6 +11,8 @@ from otaro.tune.config import BEST, Options
 
 NAMES = tuple(map(str, PRECISIONS))
 FULL = "full"
+COLUMNS = (FULL, *NAMES)
+BIG = ("SmolLM2-135M", "stories15M")
 SEEDS = (0, 1, 2)
 DEFAULTS = Options()
 

@@ -7,7 +7,6 @@ has met, with its first weights beside it, and sets them back before a row.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import tempfile
@@ -30,17 +29,15 @@ from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
 from otaro.tune.trainer import OtaroTrainer, TrainingError, losses_by_precision
 from runs.study import moe, zeroshot
 from runs.study.observe import observe
-from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Bench, Job, Observation, Row
+from runs.study.plan import BENCHES, FULL, NAMES, Bench, Job, Observation, Row
 from runs.study.quantizers import OTHERS, precisely_for
+from runs.study.results import MOST_LOSS, Result, append, chosen_rate, finished, is_done, read
 
 HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
 MOST_FAILURES = 4
 MEASURED_TOGETHER = 4096  # tokens
 LONGEST_WAIT = 120  # seconds, for rows that others wait for; after that they have failed
-MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 SMALL_QUESTIONS, SMALL_TEXT = 40, 60_000  # documents; characters
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -293,61 +290,6 @@ def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[s
 
 def _perplexity(loss: float) -> float | None:
     return round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
-
-
-# The results file ---------------------------------------------------------------------------------------------------------
-
-
-def read(results: Path) -> list[Result]:
-    """All lines there are."""
-    lines = results.read_text().splitlines() if results.is_file() else []
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def append(results: Path, line: Result) -> None:
-    """One write, so that lines of several workers do not mix."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "ab", buffering=0) as file:
-        file.write((json.dumps(line, allow_nan=False) + "\n").encode())
-
-
-def finished(lines: Sequence[Result]) -> dict[str, Result]:
-    """Lines by key, the last where there are several."""
-    return {line["key"]: line for line in lines}
-
-
-def is_done(job: Job, done: dict[str, Result]) -> bool:
-    """Whether the results hold it, made with the settings that the plan now has; more may have been measured than it asks."""
-    if job.key not in done:
-        return False
-    made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
-    return all(
-        set(wanted) <= set(made.get(name, ())) if name in ("measured", "measures") else made.get(name) == wanted
-        for name, wanted in asked.items()
-    )
-
-
-def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
-    """The learning rate of a row; None while the rows that decide it are not all there."""
-    if row.options is None:
-        return 0.0
-    if row.lr is not None:
-        return row.lr
-    rates = BENCHES[row.bench].rates
-    start = f"{row.bench}: {row.rate_of}, lr "
-    tried = [done.get(f"{start}{rate:g}, seed {SEEDS[0]}") for rate in rates]
-    if any(line is None for line in tried):
-        return None
-    return min(zip(rates, tried, strict=True), key=lambda pair: heldout_score(row.rate_of, pair[1] or {}))[0]
-
-
-def heldout_score(method: str, line: Result) -> float:
-    """What a row is judged by: log perplexity on held-out text, at its own precision or over all six."""
-    measured = line.get("heldout", {})
-    own = method.removeprefix("fixed:").partition(",")[0]
-    names = [own] if method.startswith("fixed:") else [FULL] if method == "fp" else list(NAMES)
-    values = [measured.get(name) for name in names]
-    return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
 
 
 # The loop -----------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 import otaro
 from otaro.builtin import MODEL_DIR
-from otaro.cli.console import parse_precision, size
+from otaro.cli.console import parse_precision
 from otaro.cli.main import app
+from otaro.readable import size
 
 SHARDS = [f"model-m{plane}.safetensors" for plane in range(3, 9)]
 

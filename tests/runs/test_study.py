@@ -24,7 +24,8 @@ from runs import convert_llama2c
 from runs.study import plan, report, work, zeroshot
 from runs.study.__main__ import main
 from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
-from runs.study.work import Places, append, chosen_rate, finished, is_done, read
+from runs.study.results import Results, append, chosen_rate, finished, is_done, read
+from runs.study.work import Places
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,7 +203,7 @@ def test_means_spread_and_gaps_are_told(tmp_path):
         for name, value in (("best", ours), ("fixed:E5M4", theirs)):
             line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
             append(where.results, {**line, "perplexity": {"E5M4": value}, "heldout": {}, "commit": "abc", "machine": "m"})
-    results = report.Results(where.results)
+    results = Results(where.results)
     shown = report.task(results, plan.BENCHES["SmolLM2-135M"])
     assert "| `best` |  |  |  |  |  | 10.500 ± 0.707 |  |" in shown
     assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
@@ -221,7 +222,7 @@ def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path)
         append(where.results, {**line, "lr": 1.5e-4, "perplexity": {"E5M3": value}, "heldout": {}})
         former = {"lr": 0.5, "perplexity": {"E5M3": 1.0}, "heldout": dict.fromkeys(plan.NAMES, 1.0)}
         append(where.results, {**line, **former, "key": f"{name} {seed} at a rate no longer tried"})
-    shown = report.strategies(report.Results(where.results), [plan.BENCHES["stories15M"]])
+    shown = report.strategies(Results(where.results), [plan.BENCHES["stories15M"]])
     assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
     assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
     assert "held-out" not in shown
@@ -233,7 +234,7 @@ def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path
     for name, seed, value in [*made, ("best", 0, 8.0), ("best", 1, 7.0), (f"{dedicated}, a sixth", 0, 12.0)]:
         line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
         append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
-    shown = report.equal_compute(report.Results(where.results), plan.BENCHES["SmolLM2-135M"])
+    shown = report.equal_compute(Results(where.results), plan.BENCHES["SmolLM2-135M"])
     assert "| `best, equal compute` against `fixed:`, 6 models |  |  |  |  |  | **+5.00 ± 21.21%** |" in shown
     assert "| `fixed:`, 6 models, a sixth against `best` |  |  |  |  |  | **+50.00%** |" in shown
 

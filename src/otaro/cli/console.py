@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from otaro.readable import size as size
+
 out = Console()
 err = Console(stderr=True)
 
@@ -65,15 +67,6 @@ def describe_precision(model: Any) -> str:
 
     used = set(precisions_of(model).values())
     return str(min(used)) if len(used) == 1 else f"{min(used)} to {max(used)}"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 12.3 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def quiet_transformers() -> None:

@@ -15,13 +15,15 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
+from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cell, score_cell, share_cell
 from otaro.evaluate.charts import shown
-from otaro.evaluate.comparable import Entry, Measured, Series, averages, by_text, perplexities, stage_of
+from otaro.evaluate.comparable import Measured, Series, averages, by_text, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
 from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
 from otaro.file.summary import Summary
+from otaro.readable import size
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
@@ -99,7 +101,7 @@ class _Report:
         height = 360 if not self.page.charts else 260
         chart = charts.by_precision(points, self.names, "perplexity", group_size=self.group_size, height=height)
         rows = [
-            [word(shown(name)), *(_perplexity_cell(one.values, name) for one in series)]
+            [word(shown(name)), *(perplexity_cell(one.values, name) for one in series)]
             for name in NAMES
             if any(name in one.values for one in series)
         ]
@@ -131,7 +133,7 @@ class _Report:
             figures += self.page.figure(task, "", _commands(measured), chart)
         names = [name for name in NAMES if any(name == there for measured in by_task.values() for _, there in measured)]
         rows = [
-            [word(task), word(run), *(_score_cell(measured.get((run, name))) for name in names)]
+            [word(task), word(run), *(score_cell(measured.get((run, name))) for name in names)]
             for task, measured in by_task.items()
             for run in self.names
             if any(there == run for there, _ in measured)
@@ -172,20 +174,20 @@ class _Report:
         sizes = _bytes(summary)
         whole = 2 * (summary.packed_weights + summary.other_parameters)
         bars = [
-            {"name": name, "megabytes": size / 1e6, "text": _size(size)} for name, size in [("FP16", whole), *sizes.items()]
+            {"name": name, "megabytes": count / 1e6, "text": size(count)} for name, count in [("FP16", whole), *sizes.items()]
         ]
-        rows = [[word("FP16"), Cell(_size(whole), whole), Cell("16.00", 16), Cell("100.0%", 1), word("")]]
+        rows = [[word("FP16"), Cell(size(whole), whole), Cell("16.00", 16), Cell("100.0%", 1), word("")]]
         for row in summary.precisions:
             if row.bytes is not None and row.ratio_to_fp16 is not None:
                 bits = Cell(f"{row.bits_per_weight:.2f}", row.bits_per_weight)
                 share = Cell(f"{row.ratio_to_fp16:.1%}", row.ratio_to_fp16)
                 shards = word(", ".join(name.removesuffix(".safetensors") for name in row.shards))
-                rows.append([word(row.precision), Cell(_size(row.bytes), row.bytes), bits, share, shards])
+                rows.append([word(row.precision), Cell(size(row.bytes), row.bytes), bits, share, shards])
         commands = [_inspect(run) for run in runs]
         note = (
             "Each precision is a prefix of the next finer one: "
-            f"all {_WORDS[len(sizes)]} together take {_size(max(sizes.values()))}, "
-            f"where separate files would take {_size(sum(sizes.values()))}. FP16 is two bytes for every weight."
+            f"all {_WORDS[len(sizes)]} together take {size(max(sizes.values()))}, "
+            f"where separate files would take {size(sum(sizes.values()))}. FP16 is two bytes for every weight."
         )
         headings = ["precision", "size", "bits per weight", "of FP16", "shards"]
         return self.page.figure(f"Size of {', '.join(run.name for run in runs)}", note, commands, charts.sizes(bars)) + (
@@ -264,14 +266,14 @@ class _Report:
     def _similarity_table(self, run: str, found: Mapping[str, Any], made: Sequence[str]) -> str:
         names = list(map(shown, found["precisions"]))
         rows = [
-            [word(name), *(_figure_cell(value, ".4f") for value in line)]
+            [word(name), *(figure_cell(value, ".4f") for value in line)]
             for name, line in zip(names, found["overall"], strict=True)
         ]
         return self.page.table(f"Similarity of gradients by precision, {run}", ["precision", *names], rows, made)
 
     def _fit_table(self, run: str, fit: Mapping[str, Mapping[str, float]], made: Sequence[str]) -> str:
         rows = [
-            [word(shown(name)), _figure_cell(one["x"], ".4f"), _figure_cell(one["y_mean"]), _figure_cell(one["y_std"])]
+            [word(shown(name)), figure_cell(one["x"], ".4f"), figure_cell(one["y_mean"]), figure_cell(one["y_std"])]
             for name, one in fit.items()
         ]
         note = "The gradient at a precision as X times that of the unquantised model, and the rest Y, over all entries."
@@ -287,8 +289,8 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(_share_cell(figures[key]) for key in ("outlier_groups", "clamped")),
-                    *(_error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
+                    *(share_cell(figures[key]) for key in ("outlier_groups", "clamped")),
+                    *(error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
@@ -363,8 +365,8 @@ def _lede(run: Run, after: Series | None, before: Series | None, series: Sequenc
     sentences = []
     if finest != coarsest and {finest, coarsest} <= sizes.keys():
         sentences.append(
-            f"<strong>{escape(run.name)}</strong> takes {_size(sizes[finest])} at {finest}, and the first "
-            f"{_size(sizes[coarsest])} of it are the model at {coarsest}."
+            f"<strong>{escape(run.name)}</strong> takes {size(sizes[finest])} at {finest}, and the first "
+            f"{size(sizes[coarsest])} of it are the model at {coarsest}."
         )
     if after and (cost := _cost(after, finest, coarsest)) is not None:
         others = [
@@ -390,12 +392,12 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
     bits = Precision(name).bits_per_weight(run.summary.group_size if run.summary else GROUP_SIZE)
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
-        lines.append(f"<dd class=figure>{_number(after.values[name])}</dd>")
+        lines.append(f"<dd class=figure>{number(after.values[name])}</dd>")
     if name in sizes:
-        lines.append(f"<dd>{_size(sizes[name])}</dd>")
+        lines.append(f"<dd>{size(sizes[name])}</dd>")
     lines.append(f"<dd>{bits:.2f} bits</dd>")
     if before and name in before.values:
-        lines.append(f"<dd>{_number(before.values[name])} before tuning</dd>")
+        lines.append(f"<dd>{number(before.values[name])} before tuning</dd>")
     return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'
 
 
@@ -407,34 +409,6 @@ def _points(measured: Measured, key: str) -> list[charts.Row]:
 
 def _commands(measured: Measured) -> list[str]:
     return [command for entry in measured.values() for command in entry.get("commands", [entry.get("command")])]
-
-
-def _perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
-    """With the difference from the finest measured; unquantised weights are the finest."""
-    if name not in values:
-        return Cell("–")
-    finest = next(one for one in NAMES if one in values)
-    change = values[name] / values[finest] - 1
-    return Cell(_number(values[name]), values[name], f"{change:+,.1%}" if name != finest and math.isfinite(change) else "")
-
-
-def _score_cell(entry: Entry | None) -> Cell:
-    if entry is None:
-        return Cell("–")
-    return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
-
-
-def _figure_cell(value: float | None, form: str = ".2e") -> Cell:
-    return Cell("–") if value is None or not math.isfinite(value) else Cell(f"{value:{form}}", value)
-
-
-def _share_cell(share: float | None) -> Cell:
-    return Cell("–") if share is None else Cell(f"{share:.2%}", share)
-
-
-def _error_cell(error: float | None, lost: float | None) -> Cell:
-    note = "" if lost is None else f"{lost:.1%}"
-    return Cell("–" if error is None else f"{error:.4f}", error, note)
 
 
 def _compared(text: str, finest: str) -> str:
@@ -451,18 +425,3 @@ def _inspect(run: Run) -> str:
 
 def _bytes(summary: Summary | None) -> dict[str, int]:
     return {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
-
-
-def _number(value: float) -> str:
-    """A perplexity: as many digits as are worth reading."""
-    if not math.isfinite(value):
-        return "not finite"
-    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e7 else f"{value:.1e}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -1,0 +1,151 @@
+"""The rows that were made: the file they are kept in, which of them count, and what decides between them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Job, Row
+
+MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
+
+Result = dict[str, Any]
+
+
+def read(results: Path) -> list[Result]:
+    """All lines there are."""
+    lines = results.read_text().splitlines() if results.is_file() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def append(results: Path, line: Result) -> None:
+    """One write, so that lines of several workers do not mix."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with open(results, "ab", buffering=0) as file:
+        file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+
+
+def finished(lines: Sequence[Result]) -> dict[str, Result]:
+    """Lines by key, the last where there are several."""
+    return {line["key"]: line for line in lines}
+
+
+def is_done(job: Job, done: dict[str, Result]) -> bool:
+    """Whether the results hold it, made with the settings that the plan now has; more may have been measured than it asks."""
+    if job.key not in done:
+        return False
+    made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
+    return all(
+        set(wanted) <= set(made.get(name, ())) if name in ("measured", "measures") else made.get(name) == wanted
+        for name, wanted in asked.items()
+    )
+
+
+def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
+    """The learning rate of a row; None while the rows that decide it are not all there."""
+    if row.options is None:
+        return 0.0
+    if row.lr is not None:
+        return row.lr
+    rates = BENCHES[row.bench].rates
+    start = f"{row.bench}: {row.rate_of}, lr "
+    tried = [done.get(f"{start}{rate:g}, seed {SEEDS[0]}") for rate in rates]
+    if any(line is None for line in tried):
+        return None
+    return min(zip(rates, tried, strict=True), key=lambda pair: heldout_score(row.rate_of, pair[1] or {}))[0]
+
+
+def heldout_score(method: str, line: Result) -> float:
+    """What a row is judged by: log perplexity on held-out text, at its own precision or over all six."""
+    measured = line.get("heldout", {})
+    own = method.removeprefix("fixed:").partition(",")[0]
+    names = [own] if method.startswith("fixed:") else [FULL] if method == "fp" else list(NAMES)
+    values = [measured.get(name) for name in names]
+    return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
+
+
+class Results:
+    """Rows of the results file by what they are."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines = list({line["key"]: line for line in read(path)}.values())
+
+    def has(self, bench: str, name: str) -> bool:
+        """Whether there is such a row, of any seed."""
+        return bool(self.rows(bench, name))
+
+    def observation(self, model: str, reconstruction: str) -> Result | None:
+        """What `otaro analyze` found."""
+        return next(
+            (line for line in self.lines if line["bench"] == "observe" and line["name"] == f"{model}, {reconstruction}"), None
+        )
+
+    def rows(self, bench: str, name: str) -> dict[int, Result]:
+        """By seed; where several rates were tried, the row with the one that held-out text found best."""
+        found: dict[int, Result] = {}
+        for line in self.lines:
+            if line["bench"] == bench and line["name"] == name and "error" not in line and not _former(line):
+                before = found.get(line["seed"])
+                if before is None or heldout_score(name, line) < heldout_score(name, before):
+                    found[line["seed"]] = line
+        return found
+
+    def values(
+        self, bench: str, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
+    ) -> list[float]:
+        """One number per seed, of all or of those given."""
+        rows = self.rows(bench, name)
+        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds]
+        return [value for value in found if value is not None]
+
+    def shared(self, bench: str, names: Sequence[str]) -> set[int]:
+        """The seeds that all have, of those that have any: what is compared is to be compared at the same ones."""
+        found = [set(rows) for name in names if (rows := self.rows(bench, name))]
+        return set.intersection(*found) if found else set()
+
+    def cell(self, bench: str, name: str, column: str, seeds: Collection[int] | None = None) -> list[float]:
+        """Likewise; `fixed` is each precision's own model."""
+        if is_fixed(name) and column == FULL:
+            return []
+        return self.values(bench, model_at(name, column), column, seeds=seeds)
+
+    def source(self, bench: str, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
+        """The line under a table of these rows: command, commits, machines, seeds."""
+        own = {one for name in names for one in models_of(name)}
+        lines = [line for line in self.lines if line["bench"] == bench and line["name"] in own]
+        lines = [line for line in lines if seeds is None or line["seed"] in seeds]
+        chosen = f"--only '{bench}:*'"
+        command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
+        if not lines:
+            return "\n*Not measured.*\n"
+
+        def all_of(field: str) -> str:
+            return ", ".join(sorted({str(line.get(field)) for line in lines}))
+
+        return (
+            f"\n`{command}`; commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}; seeds {all_of('seed')}.\n"
+        )
+
+
+def _former(line: Result) -> bool:
+    """Whether it was made at a rate that the plan no longer tries."""
+    rates = BENCHES[line["bench"]].rates
+    return bool(rates and line["settings"]["rate_of"] and line["lr"] not in rates)
+
+
+def models_of(name: str) -> list[str]:
+    """`fixed` stands for the dedicated models of all precisions."""
+    return [model_at(name, p) for p in NAMES] if is_fixed(name) else [name]
+
+
+def model_at(name: str, precision: str) -> str:
+    """Which of them is measured at a precision."""
+    return name.replace("fixed", f"fixed:{precision}", 1) if is_fixed(name) else name
+
+
+def is_fixed(name: str) -> bool:
+    """Whether it stands for several."""
+    return name.startswith("fixed") and ":" not in name
