@@ -50,8 +50,8 @@ def main() -> None:
             }
         warpers = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)]
         figures["precisions of all modules"] = best(decoder._precisions)
-        figures["likeliest token"] = best(lambda: Sampler([], False).choose(token, logits))
-        figures["token by top-p"] = best(lambda: Sampler(warpers, True).choose(token, logits))
+        figures["likeliest token"] = best(lambda: Sampler([], False).choose(token, logits[None]))
+        figures["token by top-p"] = best(lambda: Sampler(warpers, True).choose(token, logits[None]))
         figures["token by transformers' top-p"] = best(
             lambda: torch.multinomial(warpers[1](token, warpers[0](token, logits[None].clone())).softmax(-1), 1)
         )

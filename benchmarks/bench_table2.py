@@ -83,6 +83,8 @@ def main() -> None:
     parts = asked.only.split(",")
     if unknown := [part for part in parts if part not in SECTIONS]:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(SECTIONS)}")
+    if asked.json and not asked.json.parent.is_dir():
+        parser.error(f"--json {asked.json}: there is no folder {asked.json.parent}")
     gpu.require()
     torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
     rounds = asked.rounds or (5 if asked.quick else 15)
@@ -104,9 +106,9 @@ def main() -> None:
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
     line = json.dumps({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]})
+    print(line)
     if asked.json:
         asked.json.write_text(line + "\n")
-    print(line)
     if failures := [part for part in parts if "failed" in results[part]] + list(wrong(results)):
         sys.exit(f"failed or wrong: {', '.join(failures)}")
 
@@ -152,7 +154,7 @@ def print_bars(bars: list[Bar]) -> None:
         say("\nasked for")
     for bar in bars:
         sign, verdict = ">=" if bar.at_least else "<=", "holds" if bar.holds else "MISSED"
-        say(f"{verdict:8}{bar.what}: {bar.found:.3g} {sign if bar.holds else 'not ' + sign} {bar.asked:g}")
+        say(f"{verdict:8}{bar.what}: {bar.found:.5g} {sign if bar.holds else 'not ' + sign} {bar.asked:g}")
 
 
 def wrong(results: Any, path: str = "") -> Iterator[str]:

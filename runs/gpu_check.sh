@@ -11,8 +11,8 @@ usage: runs/gpu_check.sh [LOG]
 On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the tests
 with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. \$JOBS of them (default: 6, of at most
 1 GB of GPU memory each) run side by side; what they printed goes to the screen and to LOG (default: gpu_check.log) when all have
-ended. The package need not be installed; \$PYTHON is the interpreter (default: python3), and \$OTARO_COMMIT names the code where
-git cannot. Exits with 1 if anything failed.
+ended. The package need not be installed; \$PYTHON is the interpreter (default: that of .venv, else python3), and \$OTARO_COMMIT
+names the code where git cannot. Exits with 1 if anything failed.
 END
 }
 
@@ -24,7 +24,10 @@ esac
 
 log=${1:-gpu_check.log}
 case $log in /*) ;; *) log=$PWD/$log ;; esac
-python=${PYTHON:-python3} jobs=${JOBS:-6} limit=1200 # seconds
+python=${PYTHON:-$root/.venv/bin/python}
+[ -x "$python" ] || python=${PYTHON:-python3}
+jobs=${JOBS:-6} limit=1200 # seconds
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "error: JOBS=$jobs is not a number of one or more" >&2; exit 2; }
 export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 cd "$root" || exit 1
 
@@ -32,6 +35,7 @@ cd "$root" || exit 1
     echo "error: $python finds no torch with an NVIDIA GPU here; nothing was checked" >&2
     exit 1
 }
+: >"$log" || exit 2 # before minutes are spent
 
 mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' -o -name test_fused.py | sort)
 tests=(-q -p no:cacheprovider --durations=3 -ra)

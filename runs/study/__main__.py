@@ -49,21 +49,24 @@ def main() -> None:
         order = sorted(jobs, key=_large) if a.worker % 5 in (0, 2) else jobs  # small models have queues of their own
         work.work(order, places, work.Claims(a.claims), deadline, f"[{a.worker}]")
         return
-    if device == "cuda":
-        check(places)
-    start_workers(a, results)
+    if not a.small:
+        check(jobs, places)
+    failed = start_workers(a)
     show(jobs, places)
     if a.small:
         from runs.study.report import write
 
         print("\n".join(write(results, a.page or results.parent / "results.md", small=True)))
+    if failed:
+        sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="runs/study.sh",
         description="Run the study of docs/results.md, or what is missing of it.",
-        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, and --data; --small needs neither. "
+        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, --data, and for the tasks what --export "
+        "writes; --small needs none of them. "
         "What it costs is told in CONTRIBUTING.md.",
     )
     do = parser.add_mutually_exclusive_group()
@@ -78,7 +81,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
     parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md)")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
-    parser.add_argument("--workers", type=int, default=1, help="processes side by side (default 1; fourteen suit an H200)")
+    parser.add_argument(
+        "--workers", type=_positive, default=1, help="processes side by side (default 1; fourteen suit an H200)"
+    )
     parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
     parser.add_argument("--limit", type=int, default=500, help="documents per task for --export (default 500)")
     parser.add_argument("--device", choices=("cuda", "cpu"))
@@ -86,6 +91,12 @@ def arguments() -> argparse.ArgumentParser:
     for hidden, kind in (("--claims", Path), ("--worker", int), ("--deadline", float)):  # how workers are started
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of one or more")
+    return int(text)
 
 
 def commit() -> str:
@@ -117,16 +128,21 @@ def show(jobs: Sequence[Job], places: Places) -> None:
     print(f"{len(jobs) - missing} done, {missing} missing")
 
 
-def check(places: Places) -> None:
+def check(jobs: Sequence[Job], places: Places) -> None:
     """Say what is not there before anything starts."""
-    wanted = [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
-    absent = [str(path) for path in wanted if not path.is_file()]
-    if absent:
-        sys.exit(f"error: missing: {', '.join(absent)}")
+    from runs.study.plan import ALPACA, BENCHES, Row
+
+    models = {BENCHES[job.bench].model if isinstance(job, Row) else job.model for job in jobs} - {"moe"}
+    wanted = [places.models / model / "config.json" for model in sorted(models)]
+    wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
+    if asked := [job for job in jobs if isinstance(job, Row) and job.bench == ALPACA]:
+        wanted += [places.file("alpaca/alpaca_5000.json"), places.questions(BENCHES[asked[0].bench].model)]
+    if absent := [str(path) for path in wanted if not path.is_file()]:
+        sys.exit(f"error: missing: {', '.join(absent)}; --help tells where they come from")
 
 
-def start_workers(a: argparse.Namespace, results: Path) -> None:
-    """Start them, and wait."""
+def start_workers(a: argparse.Namespace) -> int:
+    """Start them, and wait; how many failed."""
     environment = dict(os.environ)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * (os.cpu_count() or 1) // a.workers)))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
@@ -137,9 +153,7 @@ def start_workers(a: argparse.Namespace, results: Path) -> None:
             own += ["--deadline", str(time.time() + 60 * a.minutes)]
         command = [sys.executable, "-m", "runs.study", *sys.argv[1:], *own]
         workers = [subprocess.Popen([*command, "--worker", str(number)], env=environment) for number in range(a.workers)]
-        failed = [worker.wait() for worker in workers]
-    if any(failed):
-        print(f"{sum(map(bool, failed))} of {len(failed)} workers stopped with an error", file=sys.stderr)
+        return sum(worker.wait() != 0 for worker in workers)
 
 
 def export(places: Places, limit: int) -> None:

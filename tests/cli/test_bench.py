@@ -57,9 +57,9 @@ def test_json_is_one_line(tiny):
         (["--kv", "fp8"], PrecisionError, "unknown precision 'fp8'"),
         (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
         (["--gguf-dir", "x"], OtaroError, "--gguf-dir keeps the files of --against llama.cpp, which is not given"),
-        (["--device", "cuda"], OtaroError, "--device cuda, but torch finds no NVIDIA GPU"),
-        (["--device", "mps"], OtaroError, "--device mps: cpu, cuda, cuda:1, ... can be timed"),
-        (["--device", "gpu"], OtaroError, "--device gpu: cpu, cuda, cuda:1, ... can be timed"),
+        (["--device", "cuda"], OtaroError, "device 'cuda': this torch sees no NVIDIA GPU; use cpu"),
+        (["--device", "meta"], OtaroError, "device 'meta': this torch cannot compute on meta"),
+        (["--device", "gpu"], OtaroError, "unknown device 'gpu'; use cpu, cuda, cuda:1, ..."),
         (["--context", "600"], OtaroError, "the model has 512 positions"),
     ],
 )

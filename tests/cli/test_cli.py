@@ -117,7 +117,10 @@ def test_verify_checks_shards_behind_a_gap_too(packed, tmp_path):
     assert SHARDS[3] in str(refused("verify", tmp_path).exception)
 
 
-@pytest.mark.parametrize(("device", "words"), [("blah", "unknown device 'blah'"), ("cuda:77", "sees no CUDA device")])
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("blah", "unknown device 'blah'"), ("cuda:77", "sees no NVIDIA GPU"), ("meta", "cannot compute on meta")],
+)
 def test_a_device_that_is_not_there_is_refused(packed, device, words):
     import torch
 
@@ -289,6 +292,12 @@ def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):
 )
 def test_precisions_are_parsed(text, meaning):
     assert parse_precision(text) == meaning
+
+
+@pytest.mark.parametrize("text", ["E5M3,E5M4", "lm_head=E5M3,E5M5,lm_head=E5M4"])
+def test_two_precisions_for_one_module_are_refused(text):
+    with pytest.raises(otaro.OtaroError, match="two precisions"):
+        parse_precision(text)
 
 
 @pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1000, "1.0 kB"), (910_600, "910.6 kB"), (2.5e12, "2.5 TB")])

@@ -278,7 +278,7 @@ def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(2)
     sampler = Sampler([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)], do_sample=True)
     torch.manual_seed(0)
-    counts = torch.bincount(torch.tensor([sampler.choose(IDS, logits) for _ in range(4_000)]), minlength=8) / 4_000
+    counts = torch.bincount(torch.tensor([sampler.choose(IDS, logits[None])[0] for _ in range(4_000)]), minlength=8) / 4_000
     expected = TopPLogitsWarper(0.95)(IDS, logits[None] / 0.8).softmax(-1)[0]
     assert torch.allclose(counts, expected, atol=4 * (0.25 / 4_000) ** 0.5)
 

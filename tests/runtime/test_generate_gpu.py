@@ -285,6 +285,7 @@ def test_contradictions_are_refused(model, make_nested, copy_of, device):
         ({"precision": ["E5M4"] * 2}, "2 precisions were given for 3 rows"),
         ({"precision": "E5M4", "decode": "E5M8"}, "either precision"),
         ({"precision": ["E5M9"] * 3}, "E5M9"),
+        ({"precision": 3}, "precision=3: give one such as E5M4, or a list"),
     ):
         with pytest.raises(PrecisionError, match=message):
             by_decoder(model, **options)

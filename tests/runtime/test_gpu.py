@@ -208,6 +208,20 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
         other.forward([1], cache)
     with pytest.raises(OtaroError, match="one of each"):
         decoder.step([1, 2], cache)
+    short, right = b"\4", decoder.weights.all_at(Precision("E5M4"))
+    for wrong, message in (
+        ({"sequences": [-1]}, "sequence -1 is none of the 1"),
+        ({"sequences": [1]}, "sequence 1 is none of the 1"),
+        ({"bits": [short]}, "precisions of 1 matrices were given for"),
+        ({"bits": [right, right]}, "precisions of 2 tokens were given for 1"),
+    ):
+        for read in (decoder.step, decoder.begin):
+            with pytest.raises(OtaroError, match=message):
+                read([1], cache, **wrong)
+    for wrong, message in (({"sequence": -1}, "sequence -1"), ({"bits": short}, "precisions of 1 matrices")):
+        with pytest.raises(OtaroError, match=message):
+            decoder.forward([1], cache, **wrong)
+    assert cache.lengths == [5]
     with pytest.raises(OtaroError, match=f"1 to {MAX_TOKENS}"):
         decoder.new_cache(sequences=17)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from otaro.errors import OtaroError
 from otaro.readable import size as size
 
 out = Console()
@@ -58,7 +59,10 @@ def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int
 def parse_precision(text: str) -> dict[str, str]:
     """`E5M3,lm_head=E5M4` as a mapping from patterns to precisions; a precision alone is for all modules."""
     parts = [part.rpartition("=") for part in text.split(",")]
-    return {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
+    found = {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
+    if len(found) < len(parts):
+        raise OtaroError(f"{text}: one of the modules has two precisions; write E5M4, or E5M3,lm_head=E5M4")
+    return found
 
 
 def describe_precision(model: Any) -> str:

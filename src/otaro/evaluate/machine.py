@@ -80,15 +80,10 @@ class Gpu(Cpu):
 
 def processor(device: str) -> Cpu:
     """What runs on a device; refused where there is none."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise OtaroError(f"--device {device}: cpu, cuda, cuda:1, ... can be timed")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OtaroError(f"--device {device}, but torch finds no NVIDIA GPU")
     check_device(device)
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise OtaroError(f"device {device!r}: cpu, cuda, cuda:1, ... can be timed")
     return Gpu(device) if kind == "cuda" else Cpu(device)
 
 

@@ -26,7 +26,7 @@ MOST_TOKENS = 16
 MATRICES = 3
 INTEGER_TOKENS = (32, 32, 32, 16, 16, 16)
 """Up to so many tokens integers are faster, in passes of `MOST_TOKENS`, at E5M3, E5M4, ...; for more, weights are decoded and
-multiplied by the library (`bench_table2.py --only batch`)."""
+multiplied by the library. Measured at E5M4 and E5M8 (`bench_table2.py --only batch`); others go with the nearer one."""
 
 _TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -103,7 +103,7 @@ def products(
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
     shared = room * units * (2 * unit + 8) if room <= 2 else 0
-    shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(_device(like.base))) else 0
+    shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
         room, like.streamed,

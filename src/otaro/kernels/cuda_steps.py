@@ -81,7 +81,7 @@ class CudaSteps:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._gpu = self.device.index or 0
+        self._gpu = torch.cuda.current_device() if self.device == torch.device("cuda") else self.device.index or 0
         self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:

@@ -23,10 +23,11 @@ import torch
 from torch.nn.functional import linear, silu
 
 from otaro.kernels import reference
+from otaro.kernels.cuda import MOST_TOKENS
 from otaro.kernels.keyvalues import KeyValues
 from otaro.kernels.packed import Packed
 
-MAX_TOKENS = 16
+MAX_TOKENS = MOST_TOKENS  # a step's products are one launch
 RING = 64
 """Steps that the host may lag behind."""
 

@@ -23,7 +23,7 @@ another thread sets takes effect one token later.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ from otaro.runtime.serving import (
     decoder_of,
     forget,
     padded_on_the_left,
+    room_for,
     rows_at_once,
     unpadded,
     why_not,
@@ -170,8 +171,10 @@ class Generates:
                 raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
             if isinstance(precision, str | Precision | Mapping):
                 phases = Phases(schedule={0: precision})
-            else:
+            elif isinstance(precision, Iterable):
                 rows = list(precision)
+            else:
+                raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
             raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
@@ -346,7 +349,7 @@ def decode_loop(
                 if tokens.new == 0:
                     now = time.perf_counter()
                     report.prefill_seconds, clock = now - clock, now
-                chosen = sampler.choose_all(tokens.ids, logits)
+                chosen = sampler.choose(tokens.ids, logits)
                 if wants_scores:
                     scores.append(sampler.scores)
                 if wants_logits:
@@ -400,7 +403,8 @@ def _reader(
             for precision in request.rows:
                 with at_precision(model, precision):  # which refuses what the directory cannot do
                     bits.append(decoder.weights.precisions())
-        return BatchReader(decoder, given or decoder.new_cache(request.kv, len(prompts)), prompts, bits, most)
+        cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
+        return BatchReader(decoder, cache, prompts, bits, most)
 
 
 def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:

@@ -103,7 +103,7 @@ class GpuDecoder:
         devices = {str(one.device) for one in (*tensors, *(module.packed.base for module in modules))}
         if len(devices) > 1:
             return f"it is spread over {', '.join(sorted(devices))}"
-        if any(size % 4 for module in modules for size in module.packed.shape[-1:]):
+        if any(module.packed.shape[-1] % 4 for module in modules):
             return "the width of a layer is no multiple of 4"
         device = modules[0].packed.base.device
         if device.type == "cuda":
@@ -122,17 +122,18 @@ class GpuDecoder:
         """An empty cache, in float16 or packed at a precision, for up to 16 sequences; room for `capacity` tokens of each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
-        self._enter_stream()
-        # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
-        kind, found = (sequences, kv.mantissa_bits if kv else 0), None
-        while self._spare:
-            room = self._spare.pop()
-            if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
-                found = room
-            else:
-                self._forget(room)
-        cache = GpuCache(self.weights, kv, sequences, capacity, found)
-        finalize(cache, self._spare.extend, cache.holder)
+        with self.lock:  # another thread may be about to capture a graph
+            self._enter_stream()
+            # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
+            kind, found = (sequences, kv.mantissa_bits if kv else 0), None
+            while self._spare:
+                room = self._spare.pop()
+                if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
+                    found = room
+                else:
+                    self._forget(room)
+            cache = GpuCache(self.weights, kv, sequences, capacity, found)
+            finalize(cache, self._spare.extend, cache.holder)
         return cache
 
     @property
@@ -148,7 +149,7 @@ class GpuDecoder:
 
         They are on the device. If anything is refused the cache is as before.
         """
-        tokens = self._checked(ids, cache)
+        tokens = self._checked(ids, cache, [sequence], bits)
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.weights.device)
@@ -242,12 +243,14 @@ class GpuDecoder:
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
     ) -> _Going:
-        tokens = self._checked(ids, cache)
         those = list(range(len(cache.lengths))) if sequences is None else list(sequences)
+        tokens = self._checked(ids, cache, those, *(bits or ()))
         if len(those) != len(tokens) or len(set(those)) != len(those) or len(tokens) > MAX_TOKENS:
             raise OtaroError(
                 f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each, and {MAX_TOKENS} at most"
             )
+        if bits is not None and len(bits) != len(tokens):
+            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
         # Tokens of one precision are multiplied together, so they must be neighbours.
         order = sorted(range(len(tokens)), key=lambda i: bits[i] if bits else b"")
         places = [order.index(i) for i in range(len(tokens))]
@@ -255,7 +258,7 @@ class GpuDecoder:
         self.reserve(cache, max(cache.lengths[sequence] for sequence in those) + 1)
         return _Going([tokens[i] for i in order], [those[i] for i in order], places, chosen, cache)
 
-    def _checked(self, ids: Sequence[int], cache: GpuCache) -> list[int]:
+    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], *bits: bytes | None) -> list[int]:
         tokens = [int(one) for one in ids] if all(not isinstance(one, list | tuple) for one in ids) else []
         if not tokens:
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
@@ -264,6 +267,12 @@ class GpuDecoder:
                 raise OtaroError(f"token {token} is not in the vocabulary of {self.vocabulary}")
         if not isinstance(cache, GpuCache) or not cache.fits(self.weights):
             raise OtaroError("this cache was made by the decoder of another model")
+        for sequence in sequences:
+            if not 0 <= sequence < len(cache.lengths):
+                raise OtaroError(f"sequence {sequence} is none of the {len(cache.lengths)} of this cache, counted from 0")
+        for one in bits:
+            if one is not None and len(one) != (matrices := len(self.weights.precisions())):
+                raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `Weights.all_at` makes them")
         return tokens
 
     def reserve(self, cache: GpuCache, length: int) -> None:
@@ -384,7 +393,7 @@ class GpuDecoder:
         if wanted == "last":
             last = slice(tokens - 1, tokens)
             self._finish(last, buffers.delta[last], [Span(last, spans[-1].bits)])
-        elif wanted != "none":
+        else:
             self._finish(all_of_them, delta, spans)
         if wanted == "likeliest":
             steps.choose(buffers.logits[:tokens], state)

@@ -21,8 +21,7 @@ class GpuCache(DecoderCache):
         self.precision, self.lengths = precision, [0] * sequences
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
-        if spare is None or spare.capacity < capacity:
-            spare = self._room(-(-capacity // GROWTH) * GROWTH)
+        spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
         self.holder = [spare]
         """The room, in a list that may outlive this object: graphs point into it, and the next cache can have it."""

@@ -8,7 +8,7 @@ one matrix, gate and up are another (`Layer`), as the device's library likes it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,8 +107,7 @@ class Weights:
     dtype: torch.dtype = torch.float16
     """In which prompts are read."""
     modules: Sequence[Any] = ()
-    """They say how precise each matrix is: embedding, the seven of every layer, head. Without any, `set_precision` does."""
-    _bits: bytes = field(default=b"", repr=False)
+    """They say how precise each matrix is: embedding, the seven of every layer, head. Without any, all are at E5M8."""
 
     @staticmethod
     def of(model: Any) -> Weights:
@@ -157,11 +156,7 @@ class Weights:
         """Mantissa bits of embedding, matrices and head as they are now."""
         if self.modules:
             return bytes([module.mantissa_bits for module in self.modules])
-        return self._bits or self.all_at(Precision("E5M8"))
-
-    def set_precision(self, precision: str | Precision) -> None:
-        """For weights without a model: run at this precision from the next step on."""
-        self._bits = self.all_at(Precision(precision))
+        return self.all_at(Precision("E5M8"))
 
     def all_at(self, precision: Precision) -> bytes:
         """Every matrix at one precision."""

@@ -85,9 +85,15 @@ def check_device(device: str | torch.device) -> None:
     except RuntimeError:
         raise OtaroError(f"unknown device {device!r}; use cpu, cuda, cuda:1, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise OtaroError(f"device {device!r}: this torch sees no CUDA device; use cpu")
+        raise OtaroError(f"device {device!r}: this torch sees no NVIDIA GPU; use cpu")
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise OtaroError(f"device {device!r}: this machine has {torch.cuda.device_count()} of them, counted from 0")
+    try:
+        usable = kind != "meta" and torch.zeros(1, device=device).item() == 0
+    except (RuntimeError, NotImplementedError, AssertionError):  # as torch says that it was built without
+        usable = False
+    if not usable:
+        raise OtaroError(f"device {device!r}: this torch cannot compute on {kind}; use cpu, cuda, cuda:1, ...")
 
 
 def _warn_of_slowness(device: torch.device) -> None:

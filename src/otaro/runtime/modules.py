@@ -110,15 +110,12 @@ class SefpModule(nn.Module):
         super().__init__()
         self.packed = packed
         self.mantissa_bits = BASE
-        self._reached = BASE  # mantissa bits for which the planes are known to be attached
         # An empty buffer follows .to(dtype) as parameters do; its type is the one to decode to.
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
     def switch(self, mantissa_bits: int) -> None:
         """Run at this many mantissa bits from the next call on, attaching planes that are still missing."""
-        if mantissa_bits > self._reached:
-            self.packed.reach(mantissa_bits)
-            self._reached = mantissa_bits
+        self.packed.reach(mantissa_bits)
         # Past nn.Module's own __setattr__, which looks for parameters and modules and takes most of the time of a switch.
         object.__setattr__(self, "mantissa_bits", mantissa_bits)
 

@@ -39,17 +39,7 @@ class Sampler:
                 self.top_p = processor.top_p
                 self.known = processor.min_tokens_to_keep == 1
 
-    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> int:
-        """The next token after `ids` [1, n], given logits [vocabulary]."""
-        if not self.do_sample and self.known:
-            return int(logits.argmax())
-        if not self.do_sample:
-            return int(self._processed(ids, logits).argmax())
-        tokens, probabilities = self.distribution(ids, logits)
-        at = _drawn(probabilities)
-        return at if tokens is None else int(tokens[at])
-
-    def choose_all(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
+    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
         """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
 
         There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
@@ -59,12 +49,17 @@ class Sampler:
             chosen: list[int] = logits.argmax(-1).tolist()
             return chosen
         if self.known:
-            return [self.choose(ids[row : row + 1], one) for row, one in enumerate(logits.cpu())]
+            return [self._drawn_after(ids[row : row + 1], one) for row, one in enumerate(logits.cpu())]
         self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
             chosen = self.scores.argmax(-1).tolist()
             return chosen
         return [_drawn(row) for row in self.scores.softmax(-1).cpu()]
+
+    def _drawn_after(self, ids: torch.Tensor, logits: torch.Tensor) -> int:
+        tokens, probabilities = self.distribution(ids, logits)
+        at = _drawn(probabilities)
+        return at if tokens is None else int(tokens[at])
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""

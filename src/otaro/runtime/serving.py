@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,11 @@ from otaro.runtime.gpu_cache import GpuCache
 
 _decoders: WeakKeyDictionary[Any, Decoder | GpuDecoder] = WeakKeyDictionary()
 _ROOM = 1024  # new tokens for which there is room from the start: a cache that grows has its graphs captured again
+
+
+def room_for(prompts: list[list[int]], most: float) -> int:
+    """Positions to make room for at first, where rows go on for `most` tokens at most."""
+    return max(map(len, prompts)) + int(min(most, _ROOM))
 
 
 def kind_of(model: Any) -> type[Decoder] | type[GpuDecoder]:
@@ -53,19 +58,6 @@ def forget(model: Any) -> None:
     _decoders.pop(model, None)
 
 
-class Reader(Protocol):
-    """Reads the prompts of some rows, then one token of each at a time."""
-
-    cache: DecoderCache
-
-    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Logits [rows, vocabulary] after these tokens, one of each row; after the prompts, if there are none."""
-
-    @property
-    def ran_at(self) -> Sequence[bytes]:
-        """Mantissa bits of the last step: of all rows, or of each where they differ."""
-
-
 class RowReader:
     """One row on a CPU."""
 
@@ -75,7 +67,7 @@ class RowReader:
         self._decoder, self.cache, self._unread = decoder, cache, prompt[cache.length :]
 
     def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Logits of the row."""
+        """Logits [1, vocabulary] after this token; after the prompt, if there is none."""
         return self._decoder.forward(self._unread if tokens is None else tokens, self.cache).unsqueeze(0)
 
     @property
@@ -96,7 +88,7 @@ class BatchReader:
         self._unread = [prompt[length:] for prompt, length in zip(prompts, cache.lengths, strict=True)]
         self._before = list(cache.lengths)
         self._lengths = [len(prompt) for prompt in prompts]
-        decoder.reserve(cache, max(self._lengths) + int(min(most, _ROOM)))
+        decoder.reserve(cache, room_for(prompts, most))
         self._going: object = None
         self._under_way: deque[tuple[int, bytes]] = deque()
         self._ran_at = b""
@@ -117,7 +109,7 @@ class BatchReader:
                 raise
 
     def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Logits of all rows, on the device."""
+        """Logits [rows, vocabulary] on the device, after these tokens, one of each row; if none, after the prompts."""
         with self.refusing():
             if tokens is None:
                 logits = torch.stack([self._read_prompt(row) for row in range(len(self._unread))])

@@ -206,7 +206,7 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The same with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
+// As `quantise_unit`, with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
 // come here; those that have nothing (`there` is false) come with zeros, and store nothing.
 template <int Unit>
 __device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, int64_t slot, const Activations& out) {
