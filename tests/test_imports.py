@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "tune": {"sefp", "builtin"},
     "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
+    "__main__": {"cli"},
 }
 
 
