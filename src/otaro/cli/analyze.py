@@ -6,7 +6,7 @@ import datetime
 import json as json_module
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,10 +26,6 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging F
 OutOption = Annotated[
     Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
 ]
-ReconstructionOption = Annotated[
-    Literal["midpoint", "truncate"],
-    typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
-]
 
 # What --json leaves to the file.
 DETAILS = ("modules", "y_values", "sequence", "applied")
@@ -44,8 +40,8 @@ def gradients(
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
-    reconstruction: ReconstructionOption = "midpoint",
-    group_size: Annotated[int, typer.Option(help="Weights that share an exponent.", min=1)] = 64,
+    reconstruction: console.ReconstructionOption = None,
+    group_size: console.GroupSizeOption = None,
     device: DeviceOption = "cpu",
     json: console.JsonOption = False,
 ) -> None:
@@ -55,25 +51,27 @@ def gradients(
     """
     from otaro.evaluate.gradients import analyze_gradients
     from otaro.evaluate.plots import gradient_figures, require_matplotlib
+    from otaro.file.coding import choose_coding
 
     require_matplotlib()
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model)
+        coding = choose_coding(checkpoint.directory, group_size, reconstruction)
         loaded, data = _load(checkpoint, text, batches, batch_size, sequence_length, device)
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
             loaded,
             list(checkpoint.packed),
             data,
-            group_size=group_size,
-            reconstruction=reconstruction,
+            group_size=coding.group_size,
+            reconstruction=coding.reconstruction,
             modules=modules,
             progress=progress,
         )
     options = {
         "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
-        "modules": modules, "reconstruction": reconstruction, "group-size": group_size, "device": device,
+        "modules": modules, "reconstruction": coding.reconstruction, "group-size": coding.group_size, "device": device,
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length}
     result = {**_provenance("gradients", model, options), **facts, **result}
@@ -84,7 +82,7 @@ def gradients(
 def weights(
     model: ModelArgument,
     out: OutOption = None,
-    reconstruction: ReconstructionOption = "midpoint",
+    reconstruction: console.ReconstructionOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Count what sharing an exponent costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
@@ -93,13 +91,15 @@ def weights(
     """
     from otaro.evaluate.plots import require_matplotlib, weight_figures
     from otaro.evaluate.weights import analyze_weights
+    from otaro.file.coding import choose_coding
 
     require_matplotlib()
     out = _out(model, out)
     checkpoint = _checkpoint(model)
+    kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
     with console.progress_bar("weights (million)", 1_000_000) as progress:
-        result = analyze_weights(checkpoint, reconstruction=reconstruction, progress=progress)
-    result = {**_provenance("weights", model, {"out": out, "reconstruction": reconstruction}), **result}
+        result = analyze_weights(checkpoint, reconstruction=kind, progress=progress)
+    result = {**_provenance("weights", model, {"out": out, "reconstruction": kind}), **result}
     _finish(out, "weights", result, weight_figures(result), json, _show_weights)
 
 
