@@ -198,7 +198,7 @@ class TuningRun:
         restore(trainer.model)
         tuned = trainer.model.merge_and_unload() if self.training.lora else trainer.model
         with console.err.status("saving and packing ..."):
-            _save(tuned, tokenizer, dtype, self.out / "model")
+            _save(tuned, tokenizer, dtype, self.options, self.out / "model")
             kind = self.options.reconstruction
             pack(
                 self.out / "model", self.out / "nested", group_size=self.options.group_size, reconstruction=kind, overwrite=True
@@ -344,11 +344,13 @@ def _progress_callback(trainer: Any) -> Any:
     return Bar()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, target: Path) -> None:
+def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
     """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
     from otaro.file.atomic import new_directory
+    from otaro.file.coding import Coding, write_coding
 
     with new_directory(target, overwrite=True) as directory:
+        write_coding(directory, Coding(options.group_size, options.reconstruction))
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())
