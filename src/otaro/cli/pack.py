@@ -20,7 +20,9 @@ def pack(
         typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
     ] = "midpoint",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model; other files in it stay.")
+    ] = False,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,

@@ -23,9 +23,9 @@ from typing import Any, Literal
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, identity, read_quality
-from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
+from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
 
 BEFORE = "before tuning"
