@@ -23,10 +23,10 @@ from typing import Any, Literal, TypeVar
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, coding_of, identity, read_quality
-from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
+from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
 
 T = TypeVar("T")
