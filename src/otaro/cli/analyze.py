@@ -14,7 +14,7 @@ from otaro.cli import console
 from otaro.cli.generate import DeviceOption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from otaro.file.checkpoint import Checkpoint
 
@@ -31,6 +31,8 @@ ReconstructionOption = Annotated[
     typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
 ]
 
+NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
+
 # What --json leaves to the file.
 DETAILS = ("modules", "y_values", "sequence", "applied")
 
@@ -43,6 +45,7 @@ def gradients(
     batches: Annotated[int, typer.Option(help="Batches to compare over.", min=1)] = 16,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help=NO_BOS_HELP)] = False,
     modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
     reconstruction: ReconstructionOption = "midpoint",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent.", min=1)] = 64,
@@ -60,7 +63,7 @@ def gradients(
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model)
-        loaded, data = _load(checkpoint, text, batches, batch_size, sequence_length, device)
+        loaded, data, begun = _load(checkpoint, text, batches, batch_size, sequence_length, not no_bos, device)
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
             loaded,
@@ -75,8 +78,8 @@ def gradients(
         "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
         "modules": modules, "reconstruction": reconstruction, "group-size": group_size, "device": device,
     }  # fmt: skip
-    facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length}
-    result = {**_provenance("gradients", model, options), **facts, **result}
+    facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
+    result = {**_provenance("gradients", model, options, ["--no-bos"] if no_bos else []), **facts, **result}
     _finish(out, "gradients", result, gradient_figures(result), json, _show_gradients)
 
 
@@ -135,9 +138,9 @@ def _checkpoint(model: str) -> Checkpoint:
 
 
 def _load(
-    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, device: str
-) -> tuple[Any, list[Any]]:
-    """The model in float32, and the batches."""
+    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, bos: bool, device: str
+) -> tuple[Any, list[Any], bool]:
+    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -149,9 +152,10 @@ def _load(
     tokenizer = load_tokenizer(checkpoint.directory)
     positions = getattr(checkpoint.config, "max_position_embeddings", None)
     try:
-        data = load_data(text, tokenizer, sequence_length, max_positions=positions)
+        data = load_data(text, tokenizer, sequence_length, max_positions=positions, bos=bos)
     except DataError as error:
         raise OtaroError(str(error).replace("--data takes", "--text takes")) from error
+    console.remark(*data.remarks)
     if len(data) < batches * batch_size:
         raise OtaroError(
             f"--text {text} makes {len(data)} sequences, and --batches {batches} of --batch-size {batch_size} need "
@@ -160,7 +164,7 @@ def _load(
     join = collate(padding_id(tokenizer))
     joined = [join([data[number * batch_size + i] for i in range(batch_size)]) for number in range(batches)]
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32, trust_remote_code=False)
-    return loaded.to(device), joined
+    return loaded.to(device), joined, data.bos
 
 
 def _out(model: str, out: Path | None) -> Path:
@@ -172,7 +176,7 @@ def _out(model: str, out: Path | None) -> Path:
     return out or Path(model) / "analysis"
 
 
-def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _provenance(subcommand: str, subject: str, options: Mapping[str, Any], switches: Sequence[str] = ()) -> dict[str, Any]:
     """What it takes to repeat an analysis; the command spells out the defaults."""
     import torch
     import transformers
@@ -182,6 +186,7 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
         words += [f"--{name}", str(value)]
+    words += switches
     return {
         "model": subject,
         "command": shlex.join(words),
