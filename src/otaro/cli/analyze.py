@@ -14,9 +14,10 @@ from otaro.cli import console
 from otaro.cli.generate import DeviceOption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from otaro.file.checkpoint import Checkpoint
+    from otaro.file.hub import Hub
 
 app = typer.Typer(
     help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
@@ -50,6 +51,9 @@ def gradients(
     reconstruction: ReconstructionOption = "midpoint",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent.", min=1)] = 64,
     device: DeviceOption = "cpu",
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Compare the gradients at all precisions, in every layer and projection (Figs. 4 to 6, eqs. 14 to 17).
@@ -58,11 +62,12 @@ def gradients(
     """
     from otaro.evaluate.gradients import analyze_gradients
     from otaro.evaluate.plots import gradient_figures, require_matplotlib
+    from otaro.file.hub import Hub
 
     require_matplotlib()
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
-        checkpoint = _checkpoint(model)
+        checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
         loaded, data, begun = _load(checkpoint, text, batches, batch_size, sequence_length, not no_bos, device)
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
@@ -77,9 +82,10 @@ def gradients(
     options = {
         "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
         "modules": modules, "reconstruction": reconstruction, "group-size": group_size, "device": device,
+        "revision": revision, "cache-dir": cache_dir, "no-bos": no_bos,
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
-    result = {**_provenance("gradients", model, options, ["--no-bos"] if no_bos else []), **facts, **result}
+    result = {**_provenance("gradients", model, options), **facts, **result}
     _finish(out, "gradients", result, gradient_figures(result), json, _show_gradients)
 
 
@@ -88,6 +94,9 @@ def weights(
     model: ModelArgument,
     out: OutOption = None,
     reconstruction: ReconstructionOption = "midpoint",
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Count what sharing an exponent costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
@@ -96,13 +105,15 @@ def weights(
     """
     from otaro.evaluate.plots import require_matplotlib, weight_figures
     from otaro.evaluate.weights import analyze_weights
+    from otaro.file.hub import Hub
 
     require_matplotlib()
     out = _out(model, out)
-    checkpoint = _checkpoint(model)
+    checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
     with console.progress_bar("weights (million)", 1_000_000) as progress:
         result = analyze_weights(checkpoint, reconstruction=reconstruction, progress=progress)
-    result = {**_provenance("weights", model, {"out": out, "reconstruction": reconstruction}), **result}
+    options = {"out": out, "reconstruction": reconstruction, "revision": revision, "cache-dir": cache_dir}
+    result = {**_provenance("weights", model, options), **result}
     _finish(out, "weights", result, weight_figures(result), json, _show_weights)
 
 
@@ -122,14 +133,14 @@ def path(
     _finish(out, "path", result, path_figures(result), json, _show_path)
 
 
-def _checkpoint(model: str) -> Checkpoint:
+def _checkpoint(model: str, hub: Hub) -> Checkpoint:
     """The checkpoint to be looked at; of a nested model the one it was packed from has to be given."""
     from otaro.errors import CheckpointError
     from otaro.file.checkpoint import Checkpoint, resolve_model
     from otaro.file.header import BASE, shard_name
 
     console.quiet_transformers()
-    directory = resolve_model(model)
+    directory = resolve_model(model, hub=hub)
     if (directory / shard_name(BASE)).is_file():
         raise CheckpointError(
             f"{model} is a nested model, whose weights are codes already; analyse the checkpoint that it was packed from"
@@ -176,7 +187,7 @@ def _out(model: str, out: Path | None) -> Path:
     return out or Path(model) / "analysis"
 
 
-def _provenance(subcommand: str, subject: str, options: Mapping[str, Any], switches: Sequence[str] = ()) -> dict[str, Any]:
+def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What it takes to repeat an analysis; the command spells out the defaults."""
     import torch
     import transformers
@@ -185,8 +196,8 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any], switc
 
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
-        words += [f"--{name}", str(value)]
-    words += switches
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return {
         "model": subject,
         "command": shlex.join(words),

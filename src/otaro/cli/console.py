@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,16 @@ PrecisionOption = Annotated[
         help="E5M8 to E5M3, by default the finest present; or by module: E5M3,lm_head=E5M4",
         show_default=False,
     ),
+]
+# How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.", show_default=False)
+]
+TokenOption = Annotated[
+    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.", show_default=False)
+]
+CacheDirOption = Annotated[
+    Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.", show_default=False)
 ]
 
 

@@ -46,6 +46,9 @@ def evaluate(
         Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.", show_default=False)
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what quality.json already holds.")] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
@@ -57,6 +60,7 @@ def evaluate(
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
     from otaro.evaluate.subject import Subject
+    from otaro.file.hub import Hub
 
     on_text = {"--window": window, "--stride": stride, "--divergence": divergence or None}
     on_tasks = {"--data-dir": data_dir, "--limit": limit}
@@ -67,7 +71,7 @@ def evaluate(
         raise otaro.OtaroError("there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both")
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
-        subject = Subject(model, precision, device=device, with_reference=divergence)
+        subject = Subject(model, precision, device=device, with_reference=divergence, hub=Hub(revision, token, cache_dir))
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
         wanted = Wanted(open_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
         evaluation = Evaluation(subject, wanted)

@@ -21,6 +21,9 @@ def pack(
     ] = "midpoint",
     group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Turn a model into a nested directory that holds every precision.
@@ -41,6 +44,9 @@ def pack(
             group_size=group_size,
             reconstruction=reconstruction,
             overwrite=overwrite,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
             progress=progress,
         )
     seconds = time.perf_counter() - started

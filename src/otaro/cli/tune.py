@@ -16,6 +16,7 @@ import typer
 from otaro.cli import console
 
 if TYPE_CHECKING:
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune.config import Options, Training
     from otaro.tune.data import TokenDataset
@@ -86,6 +87,9 @@ def tune(
     save_every: Annotated[int, typer.Option(help="Optimizer steps between checkpoints.", min=1)] = 100,
     skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint in --out.")] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Fine-tune once so that one set of weights is good at every precision.
@@ -95,6 +99,7 @@ def tune(
     Rows of --data have `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`, or `instruction` (perhaps
     `input`) and `output`, or `question` and `answer`, or `text`. Answers alone are learnt; of texts, all. See docs/data.md.
     """
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune import config
 
@@ -119,7 +124,8 @@ def tune(
         "seed": seed, "no_bos": no_bos, "chat_template": chat_template,
     }  # fmt: skip
     training = replace(training, **{name: value for name, value in settings.items() if value is not None})
-    result = TuningRun(model, data, out, options, training, eval_tokens, save_every, skip_bad_rows, resume).go()
+    hub = Hub(revision, token, cache_dir)
+    result = TuningRun(model, data, out, options, training, eval_tokens, save_every, skip_bad_rows, resume, hub=hub).go()
     if json:
         console.print_json(result)
     else:
@@ -141,14 +147,18 @@ class TuningRun:
         skip_bad_rows: bool = False,
         resume: bool = False,
         allowed: Collection[str] = (),
+        hub: Hub | None = None,
     ) -> None:
-        """`allowed` are names that --out may hold before the run."""
+        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
+        from otaro.file.checkpoint import HUB
         from otaro.tune.config import ConfigError
 
         options.check_rate(training.lr)
+        self.hub = hub or HUB
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
-        stated: dict[str, Any] = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
+        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data}
+        stated |= {"options": options.to_dict(), "training": asdict(training)}
         stated["training"] |= {"eval_tokens": eval_tokens, "skip_bad_rows": skip_bad_rows}
         stated = json_module.loads(json_module.dumps(stated))
         config_path = out / "config.json"
@@ -218,7 +228,7 @@ class TuningRun:
         from otaro.errors import OtaroError
         from otaro.file.checkpoint import Checkpoint, resolve_model
 
-        path = resolve_model(self.source)
+        path = resolve_model(self.source, hub=self.hub)
         dtype = Checkpoint(path).dtype  # refuses what cannot be packed afterwards, before hours of tuning
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if self.training.lora:

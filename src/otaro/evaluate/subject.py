@@ -23,8 +23,9 @@ import torch
 from otaro.errors import CheckpointError, PrecisionError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES
-from otaro.file.checkpoint import QUALITY_FILE, SIDECARS, brief, resolve_model
+from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
 from otaro.file.header import BASE, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.pack import pack
 from otaro.runtime.load import check_device, load, load_tokenizer
@@ -52,19 +53,20 @@ class Subject:
     >>> subject.at("E5M3").generate(...)                                     # doctest: +SKIP
     """
 
-    def __init__(self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False) -> None:
+    def __init__(
+        self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False, hub: Hub = HUB
+    ) -> None:
         check_device(device)
         self.model, self.device = model, device
         self.is_directory = Path(model).is_dir()
         wanted = parse_precisions(precision)
-        self.path = resolve_model(model, ["config.json"])
+        self.path = resolve_model(model, ["config.json"], hub)
         self.is_nested = _is_nested(self.path)
         if self.is_nested:
-            everything = wanted is None or with_reference
-            finest = FINEST if everything else max((_bits(name) for name in wanted or () if name != FULL), default=BASE)
-            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
-            self.path = resolve_model(model, ["config.json", QUALITY_FILE, *shards, *SIDECARS])
-            nested = NestedDirectory(self.path)
+            named = [Precision(name) for name in wanted or () if name != FULL]
+            finest = max(named) if named and not with_reference else None
+            nested = NestedDirectory(resolve_nested(model, finest, hub))
+            self.path = nested.path
             self.reference = str(nested.finest)
             present = [name for name in PRECISION_NAMES[1:] if Precision(name) <= nested.finest]
             self.precisions = present if wanted is None else wanted
@@ -74,7 +76,7 @@ class Subject:
                 )
             nested.require(max(map(Precision, self.precisions)))
         else:
-            self.path = resolve_model(model)
+            self.path = resolve_model(model, hub=hub)
             self.reference = FULL
             self.precisions = list(PRECISION_NAMES) if wanted is None else wanted
         self.config = _read_config(self.path)
@@ -148,10 +150,6 @@ class Subject:
         with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
             pack(self.path, Path(directory) / "nested", progress=progress)
             return load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
-
-
-def _bits(name: str) -> int:
-    return Precision(name).mantissa_bits
 
 
 def _is_nested(path: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
 from otaro.file.header import BASE, Schema, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction, encode, first_refused, refusal
 from otaro.sefp.precision import GROUP_SIZE
@@ -30,18 +31,21 @@ def pack(
     group_size: int = GROUP_SIZE,
     reconstruction: Reconstruction = "midpoint",
     overwrite: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> NestedDirectory:
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
 
     `out` appears when everything is written and flushed, or not at all. `progress` is called with the tensor at hand and
-    the weights done and in total.
+    the weights done and in total. `revision`, `token` and `cache_dir` are those of transformers, for a model on the Hub.
     """
     if group_size < 1 or group_size % 32:
         raise WeightError(f"group_size must be a positive multiple of 32, got {group_size}")
     if reconstruction not in RECONSTRUCTIONS:
         raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
-    source = resolve_model(model)
+    source = resolve_model(model, hub=Hub(revision, token, cache_dir))
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
     _check_target(target, source, overwrite)
     checkpoint = Checkpoint(source)
