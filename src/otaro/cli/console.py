@@ -64,6 +64,12 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value))
 
 
+def remark(*lines: str) -> None:
+    """Lines on standard error, as they are."""
+    for line in lines:
+        err.print(escape(line), highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function (what is at hand, done, total) that draws a bar on standard error."""
