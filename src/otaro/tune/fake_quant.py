@@ -102,7 +102,7 @@ class Precisely:
         held: list[torch.Tensor | None] = [None] * len(self.linears)
         if self.precision is None or not self.hold:
             return held
-        ready = [i for i, linear in enumerate(self.linears) if linear.weight.requires_grad and _whole(linear)]
+        ready = [i for i, linear in enumerate(self.linears) if linear.weight.requires_grad and is_whole(linear)]
         values = self.values_of_all([self.linears[i].weight for i in ready], self.precision, compute_dtype)
         for start in range(0, len(ready), NODE_WEIGHTS):
             members = ready[start : start + NODE_WEIGHTS]
@@ -112,7 +112,7 @@ class Precisely:
         return held
 
 
-def _whole(linear: nn.Linear) -> bool:
+def is_whole(linear: nn.Linear) -> bool:
     """Of one that is sharded there is nothing to quantise before it is gathered."""
     return type(linear.weight.data) is torch.Tensor and linear.weight.shape == (linear.out_features, linear.in_features)
 
@@ -346,16 +346,20 @@ class _TuneExperts(nn.Module):
 def _made_again(
     precisely: Precisely, stacks: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Has autograd remember which expert's weight it would keep, and makes that again when it asks for it."""
+    """Has autograd remember which expert's weight it would keep, and makes that again when it asks for it.
+
+    Of the quantised stacks it knows addresses alone, as both functions live as long as the graph does.
+    """
     precision = precisely.precision
-    places = {values.untyped_storage().data_ptr(): name for name, values in quantized.items()}
+    new = {name: values for name, values in quantized.items() if values.data_ptr() != stacks[name].data_ptr()}
+    places = {values.untyped_storage().data_ptr(): (name, values.stride(0)) for name, values in new.items()}
 
     def keep(tensor: torch.Tensor) -> Any:
-        name = places.get(tensor.untyped_storage().data_ptr())
-        if name is None or tensor.dim() != 2 or stacks[name].data_ptr() == quantized[name].data_ptr():
+        place = places.get(tensor.untyped_storage().data_ptr())
+        if place is None:
             return tensor
-        expert, offset = divmod(int(tensor.storage_offset()), quantized[name].stride(0))
-        return name, expert, tensor.dtype, tensor.shape, tensor.stride(), offset
+        expert, offset = divmod(int(tensor.storage_offset()), place[1])
+        return place[0], expert, tensor.dtype, tensor.shape, tensor.stride(), offset
 
     def give(kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
