@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check sanitize format clean
+.PHONY: help setup demo test check sanitize portability format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +37,9 @@ check: setup ## lint, formatting, types
 
 sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 	@.ci/sanitize $(BIN)/python
+
+portability: setup ## the numerical tests again, as other CPUs and numbers of threads would compute them
+	@.ci/portability $(BIN)/python
 
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .

@@ -39,3 +39,8 @@ class TargetError(OtaroError):
 
 class KernelError(OtaroError, ValueError):
     """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""
+
+
+def brief(error: BaseException) -> str:
+    """The first line of another library's error message."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

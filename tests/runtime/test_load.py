@@ -158,19 +158,6 @@ def test_the_builtin_model_is_refused_with_advice():
         otaro.load("builtin")
 
 
-def test_only_the_shards_that_the_precision_needs_are_fetched_from_the_hub(nested_dir, monkeypatch):
-    import huggingface_hub
-
-    asked = {}
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options, name=name) or str(nested_dir)
-    )
-    otaro.load("someone/model-sefp", "E5M5")
-    shards = [pattern for pattern in asked["allow_patterns"] if pattern.startswith("model-m")]
-    assert asked["name"] == "someone/model-sefp"
-    assert shards == ["model-m3.safetensors", "model-m4.safetensors", "model-m5.safetensors"]
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which files are mapped")
 def test_only_the_shards_that_the_precision_needs_are_mapped(nested_dir, copy_of, logits):
     directory = copy_of(nested_dir)

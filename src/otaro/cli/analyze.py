@@ -6,7 +6,7 @@ import datetime
 import json as json_module
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from otaro.file.checkpoint import Checkpoint
+    from otaro.file.hub import Hub
 
 app = typer.Typer(
     help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
@@ -25,10 +26,6 @@ app = typer.Typer(
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
 OutOption = Annotated[
     Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
-]
-ReconstructionOption = Annotated[
-    Literal["midpoint", "truncate"],
-    typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
 ]
 
 # What --json leaves to the file.
@@ -44,9 +41,12 @@ def gradients(
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
-    reconstruction: ReconstructionOption = "midpoint",
-    group_size: Annotated[int, typer.Option(help="Weights that share an exponent.", min=1)] = 64,
+    reconstruction: console.ReconstructionOption = None,
+    group_size: console.GroupSizeOption = None,
     device: DeviceOption = "cpu",
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Compare the gradients at all precisions, in every layer and projection (Figs. 4 to 6, eqs. 14 to 17).
@@ -55,25 +55,29 @@ def gradients(
     """
     from otaro.evaluate.gradients import analyze_gradients
     from otaro.evaluate.plots import gradient_figures, require_matplotlib
+    from otaro.file.coding import choose_coding
+    from otaro.file.hub import Hub
 
     require_matplotlib()
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
-        checkpoint = _checkpoint(model)
+        checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
+        coding = choose_coding(checkpoint.directory, group_size, reconstruction)
         loaded, data = _load(checkpoint, text, batches, batch_size, sequence_length, device)
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
             loaded,
             list(checkpoint.packed),
             data,
-            group_size=group_size,
-            reconstruction=reconstruction,
+            group_size=coding.group_size,
+            reconstruction=coding.reconstruction,
             modules=modules,
             progress=progress,
         )
     options = {
         "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
-        "modules": modules, "reconstruction": reconstruction, "group-size": group_size, "device": device,
+        "modules": modules, "reconstruction": coding.reconstruction, "group-size": coding.group_size, "device": device,
+        "revision": revision, "cache-dir": cache_dir,
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length}
     result = {**_provenance("gradients", model, options), **facts, **result}
@@ -84,7 +88,10 @@ def gradients(
 def weights(
     model: ModelArgument,
     out: OutOption = None,
-    reconstruction: ReconstructionOption = "midpoint",
+    reconstruction: console.ReconstructionOption = None,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Count what sharing an exponent costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
@@ -93,13 +100,17 @@ def weights(
     """
     from otaro.evaluate.plots import require_matplotlib, weight_figures
     from otaro.evaluate.weights import analyze_weights
+    from otaro.file.coding import choose_coding
+    from otaro.file.hub import Hub
 
     require_matplotlib()
     out = _out(model, out)
-    checkpoint = _checkpoint(model)
+    checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
+    kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
     with console.progress_bar("weights (million)", 1_000_000) as progress:
-        result = analyze_weights(checkpoint, reconstruction=reconstruction, progress=progress)
-    result = {**_provenance("weights", model, {"out": out, "reconstruction": reconstruction}), **result}
+        result = analyze_weights(checkpoint, reconstruction=kind, progress=progress)
+    options = {"out": out, "reconstruction": kind, "revision": revision, "cache-dir": cache_dir}
+    result = {**_provenance("weights", model, options), **result}
     _finish(out, "weights", result, weight_figures(result), json, _show_weights)
 
 
@@ -119,14 +130,14 @@ def path(
     _finish(out, "path", result, path_figures(result), json, _show_path)
 
 
-def _checkpoint(model: str) -> Checkpoint:
+def _checkpoint(model: str, hub: Hub) -> Checkpoint:
     """The checkpoint to be looked at; of a nested model the one it was packed from has to be given."""
     from otaro.errors import CheckpointError
     from otaro.file.checkpoint import Checkpoint, resolve_model
     from otaro.file.header import BASE, shard_name
 
     console.quiet_transformers()
-    directory = resolve_model(model)
+    directory = resolve_model(model, hub=hub)
     if (directory / shard_name(BASE)).is_file():
         raise CheckpointError(
             f"{model} is a nested model, whose weights are codes already; analyse the checkpoint that it was packed from"
@@ -181,7 +192,7 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
 
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
-        words += [f"--{name}", str(value)]
+        words += [f"--{name}", str(value)] if value is not None else []
     return {
         "model": subject,
         "command": shlex.join(words),

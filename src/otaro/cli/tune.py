@@ -16,6 +16,7 @@ import typer
 from otaro.cli import console
 
 if TYPE_CHECKING:
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune.config import Options, Training
     from otaro.tune.data import TokenDataset
@@ -81,12 +82,16 @@ def tune(
     save_every: Annotated[int, typer.Option(help="Optimizer steps between checkpoints.", min=1)] = 100,
     skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint in --out.")] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Fine-tune once so that one set of weights is good at every precision.
 
     Holds out 5% of the data and prints perplexity on it at every precision, before and after.
     """
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune import config
 
@@ -111,7 +116,8 @@ def tune(
         "seed": seed,
     }  # fmt: skip
     training = replace(training, **{name: value for name, value in settings.items() if value is not None})
-    result = TuningRun(model, data, out, options, training, eval_tokens, save_every, skip_bad_rows, resume).go()
+    hub = Hub(revision, token, cache_dir)
+    result = TuningRun(model, data, out, options, training, eval_tokens, save_every, skip_bad_rows, resume, hub=hub).go()
     if json:
         console.print_json(result)
     else:
@@ -133,14 +139,18 @@ class TuningRun:
         skip_bad_rows: bool = False,
         resume: bool = False,
         allowed: Collection[str] = (),
+        hub: Hub | None = None,
     ) -> None:
-        """`allowed` are names that --out may hold before the run."""
+        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
+        from otaro.file.checkpoint import HUB
         from otaro.tune.config import ConfigError
 
         options.check_rate(training.lr)
+        self.hub = hub or HUB
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
-        stated: dict[str, Any] = {"model": model, "data": data, "options": options.to_dict(), "training": asdict(training)}
+        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data}
+        stated |= {"options": options.to_dict(), "training": asdict(training)}
         stated["training"] |= {"eval_tokens": eval_tokens, "skip_bad_rows": skip_bad_rows}
         stated = json_module.loads(json_module.dumps(stated))
         config_path = out / "config.json"
@@ -188,7 +198,7 @@ class TuningRun:
         restore(trainer.model)
         tuned = trainer.model.merge_and_unload() if self.training.lora else trainer.model
         with console.err.status("saving and packing ..."):
-            _save(tuned, tokenizer, dtype, self.out / "model")
+            _save(tuned, tokenizer, dtype, self.options, self.out / "model")
             kind = self.options.reconstruction
             pack(
                 self.out / "model", self.out / "nested", group_size=self.options.group_size, reconstruction=kind, overwrite=True
@@ -210,7 +220,7 @@ class TuningRun:
         from otaro.errors import OtaroError
         from otaro.file.checkpoint import Checkpoint, resolve_model
 
-        path = resolve_model(self.source)
+        path = resolve_model(self.source, hub=self.hub)
         dtype = Checkpoint(path).dtype  # refuses what cannot be packed afterwards, before hours of tuning
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if self.training.lora:
@@ -334,11 +344,13 @@ def _progress_callback(trainer: Any) -> Any:
     return Bar()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, target: Path) -> None:
+def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
     """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
     from otaro.file.atomic import new_directory
+    from otaro.file.coding import Coding, write_coding
 
     with new_directory(target, overwrite=True) as directory:
+        write_coding(directory, Coding(options.group_size, options.reconstruction))
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())

@@ -17,27 +17,31 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto as quantizers
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
-from otaro.file.checkpoint import QUALITY_FILE, resolve_model
+from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.header import BASE, EXPONENTS, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
 from otaro.runtime.modules import PackedWeight, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
 from otaro.runtime.precision import Attachment, attachment, set_precision
 from otaro.sefp.codec import Reconstruction
-from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+from otaro.sefp.precision import GROUP_SIZE, Precision
 
 
 @register_quantization_config("sefp")
@@ -61,6 +65,27 @@ class SefpConfig(QuantizationConfigMixin):
         return stored
 
 
+_hub: ContextVar[Hub] = ContextVar("_hub")  # as the running `from_pretrained` was told to reach it
+
+
+def _remember_hub() -> None:
+    """Let planes be fetched as the base shard was: a quantizer is not told the arguments of `from_pretrained`."""
+    original = PreTrainedModel.from_pretrained.__func__
+
+    @wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        told = {name: kwargs[name] for name in ("token", "local_files_only", "force_download") if name in kwargs}
+        before = _hub.set(Hub(**told))
+        try:
+            return original(cls, *args, **kwargs)
+        finally:
+            _hub.reset(before)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+_remember_hub()
+
 # Without this, a quantization_config given to from_pretrained would be ignored for a model that has its own.
 quantizers.LOADING_ATTRIBUTES_CONFIG_TYPES += (SefpConfig,)
 
@@ -73,7 +98,9 @@ class SefpQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str], **kwargs: Any) -> None:
         opened = [Path(file) for file in checkpoint_files]
-        self._fetch_planes(model.config)
+        if not Path(model.config.name_or_path).is_dir():  # transformers has fetched the base shard alone
+            asked = self.quantization_config.precision
+            _hub.get().fetch_planes(model.config.name_or_path, opened[0], Precision(asked) if asked else None)
         self.nested = NestedDirectory(opened[0].parent)
         if [path.name for path in opened] != [shard_name(BASE)]:
             raise FormatError(
@@ -94,13 +121,6 @@ class SefpQuantizer(HfQuantizer):
         model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
         names = "|".join(map(re.escape, schema.packed))
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
-
-    def _fetch_planes(self, config: Any) -> None:
-        """Of a model on the Hub transformers has fetched the base shard only: fetch what the precision needs beside it."""
-        if not Path(config.name_or_path).is_dir():
-            finest = Precision(self.quantization_config.precision or PRECISIONS[0]).mantissa_bits
-            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
-            resolve_model(config.name_or_path, shards, revision=getattr(config, "_commit_hash", None))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         devices = getattr(model, "hf_device_map", None) or {"": model.device}
