@@ -347,7 +347,7 @@ def test_changed_settings_are_saved_changed(nested_dir, tmp_path):
         "pytorch_model.bin",
         "adapter_model.safetensors",
         "config.json",
-    ],  # fmt: skip
+    ],
 )
 def test_saving_beside_other_weights_is_refused_and_loses_nothing(file, nested_dir, copy_of):
     target = copy_of(nested_dir)

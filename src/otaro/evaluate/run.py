@@ -154,6 +154,7 @@ class Evaluation:
         elif self.wanted.text is not None:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
             words += ["--divergence"] if entry["kind"] == "divergence" else []
+        words += ["--revision", self.subject.revision] if self.subject.revision is not None else []
         words += ["--device", self.subject.device] if self.subject.device != "cpu" else []
         command = shlex.join(words)
         command = command if command.isprintable() else ascii(command)

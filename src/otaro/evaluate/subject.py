@@ -57,7 +57,7 @@ class Subject:
         self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False, hub: Hub = HUB
     ) -> None:
         check_device(device)
-        self.model, self.device = model, device
+        self.model, self.device, self.revision = model, device, hub.revision
         self.is_directory = Path(model).is_dir()
         wanted = parse_precisions(precision)
         self.path = resolve_model(model, ["config.json"], hub)
