@@ -512,7 +512,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     _library.cache_clear()
-    with pytest.raises(OtaroError, match=r"pip install 'otaro\[report\]'"):
+    with pytest.raises(OtaroError, match=r"pip install 'otaro-llm\[report\]'"):
         page_of(make_run(tmp_path / "run", TUNED))
 
 

@@ -514,7 +514,7 @@ def test_sequence_lengths_the_model_cannot_take(tokenizer):
 def test_without_datasets_the_extra_is_named(tokenizer, write, monkeypatch, source):
     monkeypatch.setitem(sys.modules, "datasets", None)
     source = str(write(source, b"PAR1")) if source == "a.parquet" else source
-    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install otaro\[data\]"):
+    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install 'otaro-llm\[data\]'"):
         load_data(source, tokenizer, 64)
 
 

@@ -225,7 +225,7 @@ class TuningRun:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from otaro.errors import OtaroError
+        from otaro.errors import OtaroError, install
         from otaro.file.checkpoint import Checkpoint, resolve_model
 
         path = resolve_model(self.source, hub=self.hub)
@@ -235,7 +235,7 @@ class TuningRun:
             try:
                 from peft import LoraConfig, get_peft_model
             except ImportError:
-                raise OtaroError("--lora needs the package peft; install it with: pip install 'otaro[lora]'") from None
+                raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
             rank = self.training.lora
             torch.manual_seed(self.training.seed)  # of the adapters
             model = get_peft_model(

@@ -49,7 +49,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from otaro.builtin.documentation import documentation_text
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.tokens import begins_with_bos
 from otaro.tune.forms import NEEDED, BadRow, EmptyAnswer, columns_read, read_row, shared
 
@@ -229,7 +229,7 @@ def _from_datasets(name: str, *arguments: str, **options: str) -> Rows:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{name} needs the package datasets to be read: pip install otaro[data]") from error
+        raise DataError(f"{name} needs the package datasets to be read: {install('data')}") from error
     try:
         table = datasets.load_dataset(*arguments, **options)
     except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own
