@@ -25,6 +25,7 @@ from otaro.errors import OtaroError
 from otaro.tune import processes
 
 if TYPE_CHECKING:
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune.config import Options, Training
     from otaro.tune.data import TokenDataset
@@ -42,6 +43,9 @@ RECIPE_HELP = (
     "--schedule constant --clip 0."
 )
 PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
+DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/config][:split] on the Hub, or `builtin`."
+NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
+TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
 OUT_HELP = (
     "The run folder: model/, nested/, config.json, log.jsonl, checkpoints/. What a run left in it that failed before its first "
@@ -71,7 +75,7 @@ def tune(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")
     ] = None,
-    data: Annotated[str | None, _option(".txt, .json, .jsonl, .parquet, owner/name on the Hub, or `builtin`.")] = None,
+    data: Annotated[str | None, _option(DATA_HELP)] = None,
     recipe: Annotated[Literal["best", "paper"] | None, _option(RECIPE_HELP)] = None,
     method: Annotated[str | None, _option(METHOD_HELP)] = None,
     precisions: Annotated[str | None, _option("Those to tune for, such as E5M8,E5M4,E5M3; all six by default.")] = None,
@@ -102,6 +106,8 @@ def tune(
     batch_size: Annotated[int | None, _option("Sequences in a batch, of each process (8).")] = None,
     grad_accum: Annotated[int | None, _option("Batches to one optimizer step (1).")] = None,
     sequence_length: Annotated[int | None, _option("Tokens in a sequence (512, or the model's positions if fewer).")] = None,
+    no_bos: Annotated[bool | None, _option(NO_BOS_HELP, "--no-bos")] = None,
+    chat_template: Annotated[str | None, _option(TEMPLATE_HELP)] = None,
     lora: Annotated[int | None, _option("Tune adapters of this rank instead of all weights.")] = None,
     bf16: Annotated[bool | None, _option("Compute in bfloat16.", "--bf16/--no-bf16")] = None,
     gradient_checkpointing: Annotated[bool | None, _option("Trade time for memory.", "--gradient-checkpointing")] = None,
@@ -114,14 +120,21 @@ def tune(
     save_every: Annotated[int | None, typer.Option(help=SAVE_HELP, show_default=False, min=1)] = None,
     skip_bad_rows: Annotated[bool | None, _option("Leave out rows that cannot be used.", "--skip-bad-rows")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME_HELP)] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Fine-tune once so that one set of weights is good at every precision.
 
     Prints perplexity on held-out data at every precision, before and after. Several GPUs:
     torchrun --nproc_per_node 8 -m otaro tune ..., or accelerate launch; with --fsdp for models too large for one.
+
+    Rows of --data have `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`, or `instruction` (perhaps
+    `input`) and `output`, or `question` and `answer`, or `text`. Answers alone are learnt; of texts, all. See docs/data.md.
     """
     from otaro.cli.tune_folder import RunFolder
+    from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
     from otaro.tune import config
 
@@ -139,7 +152,7 @@ def tune(
         "optimizer": optimizer, "lr": lr, "schedule": schedule, "clip": clip,
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "grad_accum": grad_accum, "lora": lora, "bf16": bf16,
         "sequence_length": sequence_length, "gradient_checkpointing": gradient_checkpointing, "compile": compile,
-        "fsdp": fsdp, "seed": seed,
+        "fsdp": fsdp, "seed": seed, "no_bos": no_bos, "chat_template": chat_template,
     }  # fmt: skip
     around = _given({
         "hold_out": hold_out, "eval_data": eval_data, "eval_tokens": eval_tokens, "save_every": save_every,
@@ -151,6 +164,7 @@ def tune(
         if method is not None:
             options = replace(options, method=method)
         recipe, model, data = recipe or before.get("recipe", "best"), model or before["model"], data or before["data"]
+        revision = revision or before.get("revision")
         around = {name: before["training"][name] for name in AROUND if name in before["training"]} | around
     else:
         options, training = config.recipe(recipe or "best", method)
@@ -159,7 +173,8 @@ def tune(
     if precisions is not None:
         options = config.with_precisions(options, precisions.split(","))
     options, training = replace(options, **_given(given)), replace(training, **_given(settings))
-    result = TuningRun(model, data, out, options, training, recipe=recipe or "best", resume=resume, **around).go()
+    around |= {"recipe": recipe or "best", "resume": resume, "hub": Hub(revision, token, cache_dir)}
+    result = TuningRun(model, data, out, options, training, **around).go()
     if not processes.is_first():
         return
     if json:
@@ -190,9 +205,11 @@ class TuningRun:
         recipe: str = "best",
         resume: bool = False,
         allowed: Collection[str] = (),
+        hub: Hub | None = None,
     ) -> None:
-        """`allowed` are names that --out may hold before the run."""
+        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
         from otaro.cli.tune_folder import RunFolder, refuse_changes
+        from otaro.file.checkpoint import HUB
         from otaro.tune.config import ConfigError
 
         options.check_rate(training.lr)
@@ -204,9 +221,9 @@ class TuningRun:
             raise ConfigError("--fsdp shares weights out over several processes; start them with torchrun --nproc_per_node N")
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
-        self.hold_out, self.eval_data = hold_out, eval_data
+        self.hold_out, self.eval_data, self.hub = hold_out, eval_data, hub or HUB
         self.folder = RunFolder(out, allowed)
-        stated: dict[str, Any] = {"model": model, "data": data, "recipe": recipe}
+        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
         stated |= {"options": options.to_dict(), "training": asdict(training), "processes": processes.size()}
         stated["training"] |= {name: getattr(self, name) for name in AROUND}
         self.stated: dict[str, Any] = json_module.loads(json_module.dumps(stated))
@@ -248,7 +265,7 @@ class TuningRun:
         with console.err.status("saving and packing ..."):
             tuned = self._tuned(trainer)
             if processes.is_first():
-                _save(tuned, tokenizer, dtype, self.out / "model")
+                _save(tuned, tokenizer, dtype, self.options, self.out / "model")
                 kind, size = self.options.reconstruction, self.options.group_size
                 pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
         processes.wait()
@@ -283,13 +300,16 @@ class TuningRun:
         from otaro.cli.tune_folder import digest_of_examples, digest_of_model, refuse_other_content
         from otaro.file.checkpoint import resolve_model
 
-        path = processes.from_first(lambda: str(resolve_model(self.source)))  # downloads it, where that is to be done
+        path = processes.from_first(
+            lambda: str(resolve_model(self.source, hub=self.hub))
+        )  # downloads it, where that is to be done
         with ThreadPoolExecutor(1) as beside:  # the digest, while the weights are loaded
             digest = beside.submit(digest_of_model, Path(path)) if processes.is_first() else None
             model, tokenizer, dtype = self._load_model()
             training, held_out = processes.from_first(lambda: self._load_data(model, tokenizer))
             if digest is not None:
                 sums = {"data": digest_of_examples(training), "held_out": digest_of_examples(held_out)}
+                self.stated["bos"] = training.bos
                 self.stated["sha256"] = {"model": digest.result(), **sums}
                 if self.before is not None:
                     refuse_other_content(self.out, self.before, self.stated)
@@ -300,16 +320,17 @@ class TuningRun:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from otaro.errors import install
         from otaro.file.checkpoint import Checkpoint, resolve_model
 
-        path = resolve_model(self.source)
+        path = resolve_model(self.source, hub=self.hub)
         dtype = Checkpoint(path).dtype  # refuses what cannot be packed afterwards, before hours of tuning
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if self.training.lora:
             try:
                 from peft import LoraConfig, get_peft_model
             except ImportError:
-                raise OtaroError("--lora needs the package peft; install it with: pip install 'otaro[lora]'") from None
+                raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
             rank = self.training.lora
             torch.manual_seed(self.training.seed)  # of the adapters
             model = get_peft_model(
@@ -318,11 +339,15 @@ class TuningRun:
         return model, AutoTokenizer.from_pretrained(path), dtype
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
+        from otaro.tune.chat_templates import use_template
         from otaro.tune.data import load_data, split
 
-        length = self._sequence_length(model)
-        read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows)
+        if self.training.chat_template is not None:
+            console.remark(*use_template(self.training.chat_template, tokenizer, model.generation_config))
+        length, bos = self._sequence_length(model), not self.training.no_bos
+        read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows, bos=bos)
         dataset = read(self.data)
+        console.remark(*dataset.remarks)
         if self.eval_data is not None:
             return dataset, read(self.eval_data)
         if self.hold_out == 0:
@@ -334,7 +359,7 @@ class TuningRun:
         asked, positions = self.training.sequence_length, getattr(model.config, "max_position_embeddings", None)
         if positions is None or asked <= positions:
             return asked
-        console.err.print(f"--sequence-length {asked} is shortened to the {positions} positions of this model", highlight=False)
+        console.remark(f"--sequence-length {asked} is shortened to the {positions} positions of this model")
         return int(positions)
 
     def _arguments(self) -> Any:
@@ -417,6 +442,7 @@ class TuningRun:
                 return None
             model, _, _ = self._load_model()  # one that is not sharded
             model.load_state_dict(weights)
+            model.generation_config = trainer.model.generation_config
         restore(model)
         return model.merge_and_unload() if self.training.lora else model
 
@@ -526,7 +552,7 @@ def _explained(run: TuningRun) -> Iterator[None]:
 @contextmanager
 def _worded() -> Iterator[None]:
     """Other libraries' refusals of a setting, in one line."""
-    from otaro.file.checkpoint import brief
+    from otaro.errors import brief
 
     try:
         yield
@@ -566,11 +592,13 @@ def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
     return Watcher()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, target: Path) -> None:
+def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
     """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
     from otaro.file.atomic import new_directory
+    from otaro.file.coding import Coding, write_coding
 
     with new_directory(target, overwrite=True) as directory:
+        write_coding(directory, Coding(options.group_size, options.reconstruction))
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())
