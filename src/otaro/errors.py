@@ -39,3 +39,7 @@ class TargetError(OtaroError):
 
 class KernelError(OtaroError, ValueError):
     """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""
+
+
+class SlowWarning(UserWarning):
+    """Not a refusal: what was asked for is done, but slowly. Says why, and what to do about it where something can be done."""
