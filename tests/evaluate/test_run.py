@@ -9,11 +9,13 @@ import pytest
 import otaro
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.evaluate import run
-from otaro.evaluate.perplexity import choose_window, perplexity
+from otaro.evaluate.decoded import DecodedModel
+from otaro.evaluate.perplexity import perplexity
 from otaro.evaluate.quality import Record, read_quality
 from otaro.evaluate.run import Evaluation, Wanted
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
+from otaro.evaluate.windows import choose_window
 from otaro.file.coding import Coding
 
 TEXT = Text("held", heldout_text()[:600], "held.txt")
@@ -30,11 +32,10 @@ def without_speed(entries):
 
 def test_perplexities_are_those_of_the_model_at_each_precision(tiny, tmp_path):
     entries = evaluation(tiny, "E5M8,E5M6,E5M3", stride=32).run(Record("a" * 64, tmp_path), VERSIONS)
-    model = otaro.load(tiny)
+    model = DecodedModel(otaro.load(tiny))
     ids = TEXT.ids(Subject(str(tiny)).tokenizer)
     for entry, precision in zip(entries, ["E5M8", "E5M6", "E5M3"], strict=True):
-        with otaro.at_precision(model, precision):
-            assert entry["value"] == perplexity(model, ids, window=64, stride=32)
+        assert entry["value"] == perplexity(model.at(precision), ids, window=64, stride=32)
         assert (entry["precision"], entry["tokens"], entry["device"]) == (precision, len(ids), "cpu")
         assert entry["command"] == (f"otaro eval {tiny} --precision {precision} --text held.txt --window 64 --stride 32")
     assert read_quality(tmp_path, "a" * 64).entries == tuple(entries)
@@ -101,16 +102,39 @@ def test_the_unquantised_model_is_gone_before_the_packed_one_comes(monkeypatch):
     subject = Subject("builtin", "fp,E5M3")
     seen = {}
 
-    def watched(model, *arguments, **options):
+    def watched(reader, *arguments, **options):
         if not seen:
-            seen["full"] = weakref.ref(model)
+            seen["full"] = weakref.ref(reader.sliced.model)
         else:
             seen["alive"] = seen["full"]() is not None
-        return perplexity(model, *arguments, **options)
+        return real(reader, *arguments, **options)
 
-    monkeypatch.setattr(run, "perplexity", watched)
-    Evaluation(subject, Wanted(text=TEXT, window=64)).run(Record("a" * 64, None), VERSIONS)
+    real = run.read
+    monkeypatch.setattr(run, "read", watched)
+    Evaluation(subject, Wanted(TEXT, 64, divergence=True)).run(Record("a" * 64, None), VERSIONS)
     assert seen["alive"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "readings"),
+    [
+        ({}, [("fp", 2), ("E5M8", 2), ("E5M3", 2)]),  # perplexity and divergence together; fp is kept as it is read
+        ({"stride": 32}, [("fp", 1), ("fp", 1), ("E5M8", 1), ("E5M8", 1), ("E5M3", 1), ("E5M3", 1)]),
+    ],
+    ids=["windows side by side", "overlapping windows"],
+)
+def test_the_text_is_read_once_for_all_that_has_the_same_windows(monkeypatch, options, readings):
+    seen, subject = [], Subject("builtin", "fp,E5M8,E5M3")
+    real, at = run.read, Subject.at
+    monkeypatch.setattr(Subject, "at", lambda *a: seen.append([a[1]]) or at(*a))
+    monkeypatch.setattr(run, "read", lambda r, w, meters, *a, **o: seen[-1].append(len(meters)) or real(r, w, meters, *a, **o))
+    together = Evaluation(subject, Wanted(TEXT, 64, divergence=True, **options)).run(Record("a" * 64, None), VERSIONS)
+    assert [tuple(one) for one in seen] == readings
+    monkeypatch.undo()
+    for entry in together:
+        wanted = Wanted(TEXT, 64, divergence=entry["kind"] == "divergence", **options)
+        alone = Evaluation(Subject("builtin", entry["precision"]), wanted).run(Record("a" * 64, None), VERSIONS)
+        assert without_speed([entry]) == without_speed([one for one in alone if one["kind"] == entry["kind"]])
 
 
 def test_what_is_recorded_is_not_measured_again_unless_asked_for(tiny, tmp_path, monkeypatch, task_files):
@@ -130,14 +154,16 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_if_nothing_had_been(tiny,
     whole = evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "whole"), VERSIONS)
     measured = []
 
+    real = run.read
+
     def until_stopped(*arguments, **options):
         if len(measured) == stopped_at:
             raise KeyboardInterrupt
         measured.append(1)
-        return perplexity(*arguments, **options)
+        return real(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "perplexity", until_stopped)
+        patched.setattr(run, "read", until_stopped)
         with pytest.raises(KeyboardInterrupt):
             evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "halves"), VERSIONS)
     kept = read_quality(tmp_path / "halves")
@@ -155,11 +181,11 @@ def test_a_killed_evaluation_keeps_what_was_finished(tiny, tmp_path, in_child):
         from otaro.evaluate.quality import Record
         from otaro.evaluate.subject import Subject
         from otaro.evaluate.text import Text
-        real, count = run.perplexity, []
-        def perplexity(*arguments, **options):
+        real, count = run.read, []
+        def read(*arguments, **options):
             count.append(1)
             return real(*arguments, **options) if len(count) < 3 else os.kill(os.getpid(), 9)
-        run.perplexity = perplexity
+        run.read = read
         wanted = run.Wanted(Text("held", {TEXT.content!r}, "held.txt"), 64)
         run.Evaluation(Subject({str(tiny)!r}), wanted).run(Record("a" * 64, run.Path({str(tmp_path)!r})), {VERSIONS!r})
     """)
@@ -197,7 +223,7 @@ def test_a_window_is_as_long_as_the_model_allows_up_to_2048():
 
 
 def test_outputs_that_overflow_are_not_recorded(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "perplexity", lambda *_, **__: float("nan"))
+    monkeypatch.setattr(run.Loss, "perplexity", float("nan"))
     with pytest.raises(otaro.OtaroError, match=r"E5M8 perplexity, 1 of 2: comes out as nan; E5M3 .* out as nan\)"):
         evaluation(tiny).run(Record("a" * 64, tmp_path), VERSIONS)
     assert not list(tmp_path.iterdir())
@@ -205,7 +231,7 @@ def test_outputs_that_overflow_are_not_recorded(tiny, tmp_path, monkeypatch):
 
 def test_one_that_overflows_does_not_keep_others_from_being_measured(tiny, tmp_path, monkeypatch):
     outcomes = iter([9.0, float("inf"), 11.0])
-    monkeypatch.setattr(run, "perplexity", lambda *_, **__: next(outcomes))
+    monkeypatch.setattr(run.Loss, "perplexity", property(lambda _: next(outcomes)))
     with pytest.raises(otaro.OtaroError, match=r"overflow \(E5M5 perplexity, 2 of 3: comes out as inf\)"):
         evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path), VERSIONS)
     kept = read_quality(tmp_path).entries
@@ -237,7 +263,9 @@ def test_progress_tells_what_is_measured(tiny):
     evaluation(tiny).run(
         Record("a" * 64, None), VERSIONS, progress=lambda what, done, total: seen.append((what, done == total))
     )
-    assert {what for what, finished in seen if finished} == {"E5M8 perplexity, 1 of 2", "E5M3 perplexity, 2 of 2"}
+    readings = [what for what, _ in seen if "perplexity" in what]
+    assert list(dict.fromkeys(readings)) == ["E5M8 perplexity, 1 of 2", "E5M3 perplexity, 2 of 2"]
+    assert [finished for _, finished in seen].index(True) == len(seen) - 1  # of all readings together
 
 
 def test_the_record_is_plain_json(tiny, tmp_path):

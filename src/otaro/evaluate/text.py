@@ -16,6 +16,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.file.checkpoint import brief
+from otaro.tokens import begins_with_bos
 
 _HUB = re.compile(r"(?P<path>[\w-][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?")
 
@@ -38,8 +39,10 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def ids(self, tokenizer: Any) -> torch.Tensor:
-        """The text as token ids [tokens], the way the tokenizer does it by default."""
+        """The text as token ids [tokens], without a token that begins it: windows have that, each of them."""
         ids: torch.Tensor = tokenizer(self.content, return_tensors="pt", verbose=False)["input_ids"][0]
+        if begins_with_bos(tokenizer) is not None:
+            ids = ids[1:]
         if len(ids) < 2:
             raise TextError(f"{self.source} has {len(ids)} tokens of text; one to predict and one before it are the least")
         return ids
