@@ -58,6 +58,9 @@ def evaluate(
         Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.", show_default=False)
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what quality.json already holds.")] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
@@ -71,6 +74,7 @@ def evaluate(
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
     from otaro.evaluate.subject import Subject
+    from otaro.file.hub import Hub
 
     on_text = {
         "--window": window,
@@ -95,6 +99,7 @@ def evaluate(
             group_size=group_size,
             reconstruction=reconstruction,
             original=reference,
+            hub=Hub(revision, token, cache_dir),
         )
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
         wanted = Wanted(

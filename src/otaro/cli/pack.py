@@ -17,7 +17,12 @@ def pack(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model; other files in it stay.")
+    ] = False,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Turn a model into a nested directory that holds every precision.
@@ -38,6 +43,9 @@ def pack(
             group_size=group_size,
             reconstruction=reconstruction,
             overwrite=overwrite,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
             progress=progress,
         )
     seconds = time.perf_counter() - started

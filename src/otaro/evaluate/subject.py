@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES
-from otaro.file.checkpoint import QUALITY_FILE, SIDECARS, brief, resolve_model
+from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.header import BASE, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.pack import pack
 from otaro.runtime.load import check_device, load, load_tokenizer
@@ -68,21 +70,21 @@ class Subject:
         group_size: int | None = None,
         reconstruction: Reconstruction | None = None,
         original: str | None = None,
+        hub: Hub = HUB,
     ) -> None:
         """`original` is the checkpoint that a nested model is compared with."""
         check_device(device)
-        self.model, self.device = model, device
+        self.model, self.device, self.revision = model, device, hub.revision
         self.is_directory = Path(model).is_dir()
         self.coding_asked = group_size is not None or reconstruction is not None
         wanted = parse_precisions(precision)
-        self.path = resolve_model(model, ["config.json"])
+        self.path = resolve_model(model, ["config.json"], hub)
         self.is_nested = _is_nested(self.path)
         if self.is_nested:
-            everything = wanted is None or with_reference
-            finest = FINEST if everything else max((_bits(name) for name in wanted or () if name != FULL), default=BASE)
-            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
-            self.path = resolve_model(model, ["config.json", QUALITY_FILE, *shards, *SIDECARS])
-            nested = NestedDirectory(self.path)
+            named = [Precision(name) for name in wanted or () if name != FULL]
+            finest = max(named) if named and not with_reference else None
+            nested = NestedDirectory(resolve_nested(model, finest, hub))
+            self.path = nested.path
             self.coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
             for flag, asked, there in (
                 ("--group-size", group_size, self.coding.group_size),
@@ -102,12 +104,13 @@ class Subject:
         else:
             if original is not None:
                 raise OtaroError(f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}")
-            self.path = resolve_model(model)
+            self.path = resolve_model(model, hub=hub)
             self.coding = choose_coding(self.path, group_size, reconstruction)
             self.reference = FULL
             self.precisions = list(PRECISION_NAMES) if wanted is None else wanted
         self.config = _read_config(self.path)
-        self.original = Subject(original, device=device) if original is not None else None
+        elsewhere = replace(hub, revision=None)  # which is that of the nested model
+        self.original = Subject(original, device=device, hub=elsewhere) if original is not None else None
         if self.original is not None:
             self._check_original(self.original)
         self._full: Any = None
@@ -217,10 +220,6 @@ class Subject:
             size, kind = self.coding.group_size, self.coding.reconstruction
             pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
             return load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
-
-
-def _bits(name: str) -> int:
-    return Precision(name).mantissa_bits
 
 
 def _is_nested(path: Path) -> bool:

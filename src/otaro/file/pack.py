@@ -16,6 +16,7 @@ from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
 from otaro.file.coding import choose_coding
 from otaro.file.header import BASE, Schema, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.sefp.codec import Reconstruction, encode, first_refused, refusal
 
@@ -30,15 +31,19 @@ def pack(
     group_size: int | None = None,
     reconstruction: Reconstruction | None = None,
     overwrite: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> NestedDirectory:
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
 
     Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
     groups of 64 with midpoints. `out` appears when everything is written and flushed, or not at all. `progress` is called
-    with the tensor at hand and the weights done and in total.
+    with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those of
+    transformers, for a model on the Hub.
     """
-    source = resolve_model(model)
+    source = resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
     _check_target(target, source, overwrite)
@@ -51,7 +56,7 @@ def pack(
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
     total, done = sum(map(prod, checkpoint.packed.values())), 0
-    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite) as writer:
+    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer:
         for name, shape in checkpoint.packed.items():
             at = 0  # weights of this tensor done
             for rows in checkpoint.rows(name, _rows_per_chunk(shape[-1])):
@@ -74,7 +79,7 @@ def pack(
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """Overwriting is for nested models: nothing else is ever deleted, least of all the checkpoint."""
+    """Overwriting is for nested models: nothing else is ever replaced, least of all the checkpoint."""
     if source.resolve().is_relative_to(target):
         raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / shard_name(BASE)).is_file():
