@@ -1,22 +1,26 @@
 """An evaluation as a whole: what it measures, what it remembers, what it does when it is stopped."""
 
 import json
+import math
 import shutil
 import weakref
 
 import pytest
+import torch
 
 import otaro
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.evaluate import run
 from otaro.evaluate.decoded import DecodedModel
+from otaro.evaluate.kv import KvReader, parse_kv
 from otaro.evaluate.perplexity import perplexity
-from otaro.evaluate.quality import Record, read_quality
+from otaro.evaluate.quality import Quality, Record, read_quality
 from otaro.evaluate.run import Evaluation, Wanted
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
 from otaro.evaluate.windows import choose_window
 from otaro.file.coding import Coding
+from otaro.runtime.decode import Decoder
 
 TEXT = Text("held", heldout_text()[:600], "held.txt")
 VERSIONS = {"otaro": "0.1.0"}
@@ -55,6 +59,79 @@ def test_divergence_is_from_full_precision_or_the_finest_there_is(tiny, tmp_path
     from_finest = evaluation(tiny, "E5M3", divergence=True).run(Record("a" * 64, None), VERSIONS)
     assert from_finest[1]["reference"] == "E5M8"
     assert from_finest[1]["kl"] == pytest.approx(coarse["kl"], rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def with_bos(tiny, tmp_path_factory):
+    """The built-in model with a tokenizer that begins texts with token 0."""
+    directory = shutil.copytree(tiny, tmp_path_factory.mktemp("bos") / "model")
+    stated = json.loads((directory / "tokenizer.json").read_text())
+    bos = next(token for token, number in stated["model"]["vocab"].items() if number == 0)
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    stated["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [0], "tokens": [bos]}},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(stated))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": bos}))
+    return directory
+
+
+def test_every_window_begins_as_the_tokenizer_begins_texts_unless_told_otherwise(with_bos, tiny, tmp_path):
+    record = Record("a" * 64, tmp_path)
+    (begun,) = evaluation(with_bos, "E5M8").run(record, VERSIONS)
+    (bare,) = evaluation(with_bos, "E5M8", bos=False).run(record, VERSIONS)
+    (never,) = evaluation(tiny, "E5M8").run(Record("a" * 64, None), VERSIONS)
+    assert [entry["bos"] for entry in (begun, bare, never)] == [True, False, False]
+    assert begun["tokens"] == bare["tokens"] == never["tokens"]  # of the text
+    model, ids = DecodedModel(otaro.load(tiny)).at("E5M8"), TEXT.ids(Subject(str(tiny)).tokenizer)
+    assert begun["value"] == perplexity(model, ids, window=64, bos=0)
+    assert bare["value"] == never["value"] == perplexity(model, ids, window=64)
+    assert ("--no-bos" in begun["command"], "--no-bos" in bare["command"]) == (False, True)
+    assert read_quality(tmp_path).entries == (begun, bare)  # neither in place of the other
+    older = {name: value for name, value in bare.items() if name != "bos"}
+    assert Quality("a" * 64, (older,)).find(bare) is None  # whose first window alone began with it
+
+
+def test_keys_and_values_are_measured_in_the_decoders_cache(tiny, tmp_path):
+    entries = evaluation(tiny, "E5M8", kv=("float16", "E5M3"), divergence=True).run(Record("a" * 64, tmp_path), VERSIONS)
+    assert [(e["kind"], e["kv"]) for e in entries] == [
+        (k, v) for v in ("float16", "E5M3") for k in ("perplexity", "divergence")
+    ]
+    assert read_quality(tmp_path).entries == tuple(entries)
+    assert entries[0]["command"].endswith("--stride 64 --kv float16")
+    model, ids = otaro.load(tiny, "E5M8"), TEXT.ids(Subject(str(tiny)).tokenizer)
+    decoder = Decoder(model)
+    for entry in entries[::2]:
+        total = count = 0
+        for some in ids.split(64):
+            cache = decoder.new_cache(None if entry["kv"] == "float16" else otaro.Precision(entry["kv"]))
+            rows = torch.stack([decoder.forward([int(token)], cache) for token in some])[:-1]  # one by one
+            total += float(-rows.double().log_softmax(-1).gather(1, some[1:, None]).sum())
+            count += len(some) - 1
+        assert entry["value"] == pytest.approx(math.exp(total / count), rel=1e-6)
+    (plain,) = evaluation(tiny, "E5M8").run(Record("a" * 64, None), VERSIONS)
+    assert entries[0]["value"] == pytest.approx(plain["value"], rel=1e-2)
+    assert entries[2]["value"] > 1.02 * plain["value"]
+    assert entries[1]["kl"] < 0.01 < entries[3]["kl"]
+
+
+def test_what_the_decoder_does_not_serve_has_no_kv_to_measure(tiny, make_nested):
+    with pytest.raises(
+        otaro.OtaroError, match="--kv E5M5 needs the decoder, which does not serve this model: its architecture"
+    ):
+        KvReader(otaro.load(make_nested("mixtral")), "E5M5")
+    with pytest.raises(otaro.OtaroError, match="give another --precision than fp"):
+        evaluation("builtin", "fp", kv=("E5M5",))
+    assert {entry["precision"] for entry in evaluation("builtin", "all", kv=("E5M5",)).plan} == set(map(str, otaro.PRECISIONS))
+    with pytest.raises(otaro.OtaroError, match="--kv is measured on a text; leave --tasks for another command"):
+        evaluation(tiny, kv=("E5M5",), tasks=("boolq",))
+    assert parse_kv("e5m5, float16,E5M5") == ("E5M5", "float16")
+    assert parse_kv("all") == ("float16", *map(str, otaro.PRECISIONS))
+    with pytest.raises(otaro.OtaroError, match="--kv fp: give all, or some of float16, E5M8"):
+        parse_kv("fp")
 
 
 def test_a_nested_model_is_compared_with_the_checkpoint_it_came_from(tiny, tmp_path):
