@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check sanitize format clean
+.PHONY: help setup demo test check sanitize portability format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -21,7 +21,7 @@ $(RUNS): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/otaro/kern
 
 $(READY): $(RUNS)
 	@echo "installing the developer's tools"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro[dev]' # which is there already: adds what its extras ask for
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro-llm[dev]' # which is there already: adds what its extras ask for
 	@touch $@
 
 demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
@@ -37,6 +37,9 @@ check: setup ## lint, formatting, types
 
 sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 	@.ci/sanitize $(BIN)/python
+
+portability: setup ## the numerical tests again, as other CPUs and numbers of threads would compute them
+	@.ci/portability $(BIN)/python
 
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -63,11 +64,17 @@ ARCHITECTURES = {
     "mixtral": {"model_type": "mixtral", "dtype": "bfloat16", **EXPERTS},
     "qwen3_moe": {"model_type": "qwen3_moe", "dtype": "float16", "moe_intermediate_size": 80, **EXPERTS},
 }
+# Their embedding scales in its forward and so stays unpacked, with the head that is tied to it.
+GEMMAS = {
+    "gemma": {"model_type": "gemma", "dtype": "bfloat16"},
+    "gemma2": {"model_type": "gemma2", "dtype": "float16", "sliding_window": 16, "query_pre_attn_scalar": 24},
+    "gemma3": {"model_type": "gemma3_text", "dtype": "float32", "sliding_window": 16, "query_pre_attn_scalar": 24},
+}
 
 
 def make_model(architecture: str, **changes: object) -> transformers.PreTrainedModel:
-    """A random model of one of the ARCHITECTURES, the same one every time."""
-    settings = {**SIZES, **ARCHITECTURES[architecture], **changes}
+    """A random model of one of the ARCHITECTURES or GEMMAS, the same one every time."""
+    settings = {**SIZES, **{**ARCHITECTURES, **GEMMAS}[architecture], **changes}
     dtype = getattr(torch, str(settings.pop("dtype")))
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -88,9 +95,12 @@ def random_model() -> Callable[..., transformers.PreTrainedModel]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors are small here: on a busy machine a second thread costs far more in waiting than it saves."""
+    """Tensors are small here: on a busy machine a second thread costs far more in waiting than it saves.
+
+    `make portability` asks for two all the same: a library's product has other bits then.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OTARO_TEST_THREADS", "1")))
     yield
     torch.set_num_threads(threads)
 
@@ -197,27 +207,34 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="session")
-def _fork_server() -> Iterator[subprocess.Popen]:
-    with subprocess.Popen([sys.executable, "-c", _FORK_SERVER], stdin=-1, stdout=-1, text=True) as server:
-        assert server.stdout.readline() == "ready\n"
-        yield server
-        server.stdin.close()
+def _fork_server() -> Iterator[Callable[..., subprocess.Popen]]:
+    with ExitStack() as stack:
+
+        @cache
+        def start(**environment: str) -> subprocess.Popen:
+            command, env = [sys.executable, "-c", _FORK_SERVER], {**os.environ, **environment}
+            server = stack.enter_context(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env))
+            stack.callback(server.stdin.close)
+            assert server.stdout.readline() == "ready\n"
+            return server
+
+        yield start
 
 
 @pytest.fixture
-def in_child(_fork_server: subprocess.Popen, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+def in_child(_fork_server: Callable[..., subprocess.Popen], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """in_child(code) runs Python code in a process of its own that has imported torch and transformers, but not otaro.
 
-    Returns exit status (negative for a signal), stdout and stderr.
+    Returns exit status (negative for a signal), stdout and stderr. in_child(code, HF_HOME="...") has that environment too.
     """
 
-    def run(code: str) -> subprocess.CompletedProcess:
-        out, err = tmp_path / "child.out", tmp_path / "child.err"
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+        server, out, err = _fork_server(**environment), tmp_path / "child.out", tmp_path / "child.err"
         out.unlink(missing_ok=True)
         err.unlink(missing_ok=True)
-        _fork_server.stdin.write(json.dumps([textwrap.dedent(code), str(out), str(err)]) + "\n")
-        _fork_server.stdin.flush()
-        status = int(_fork_server.stdout.readline())
+        server.stdin.write(json.dumps([textwrap.dedent(code), str(out), str(err)]) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
         return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())
 
     return run

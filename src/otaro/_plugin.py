@@ -1,8 +1,8 @@
 """Registers the transformers plug-in without importing transformers.
 
-`import otaro` must make nested directories loadable through transformers, yet importing transformers' quantizers takes
-seconds that many uses of this package do not need. So if they are not loaded yet, a finder waits for their import and lets
-`otaro.runtime.hf` register itself right after it.
+`import otaro` must make nested directories loadable through transformers, yet importing transformers' models takes
+seconds that many uses of this package do not need. So if their base class is not loaded yet, a finder waits for its import and
+lets `otaro.runtime.hf` register itself right after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-_AWAITED = "transformers.quantizers.auto"
+_AWAITED = "transformers.modeling_utils"
 _PLUGIN = "otaro.runtime.hf"
 
 
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def register_with_transformers() -> None:
-    """Register now if transformers' quantizers are loaded, else as soon as they are."""
+    """Register now if transformers' base class of models is loaded, else as soon as it is."""
     if _AWAITED in sys.modules:
         importlib.import_module(_PLUGIN)
     else:

@@ -4,6 +4,8 @@ All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the 
 genuine bugs through. The command line prints their message alone, without a traceback.
 """
 
+DISTRIBUTION = "otaro-llm"  # what package registries know this package as: `otaro` there is a stranger's
+
 
 class OtaroError(Exception):
     """Base of every refusal; its message says what was wrong and what to do."""
@@ -43,3 +45,13 @@ class KernelError(OtaroError, ValueError):
 
 class SlowWarning(UserWarning):
     """Not a refusal: what was asked for is done, but slowly. Says why, and what to do about it where something can be done."""
+
+
+def install(extra: str) -> str:
+    """The command that brings the packages of an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def brief(error: BaseException) -> str:
+    """The first line of another library's error message."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

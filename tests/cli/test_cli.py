@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,25 @@ def assert_one_line(done, words):
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_threads_of_a_command_wait_asleep_unless_told_otherwise(tmp_path):
+    """Read back from the OpenMP that torch brings along: what is set after its import would come too late."""
+    tool = Path(sys.executable).parent / "otaro"
+    ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    plain = {name: value for name, value in os.environ.items() if name not in ours} | {"OMP_DISPLAY_ENV": "VERBOSE"}
+
+    def shown(**variables):
+        done = subprocess.run(
+            [tool, "inspect", "nowhere"], cwd=tmp_path, env=plain | variables, capture_output=True, text=True, check=False
+        )
+        return dict(re.findall(r"(\w+) = '(.*)'", done.stderr))
+
+    settings = shown()
+    assert settings["OMP_WAIT_POLICY"].upper() == "PASSIVE"
+    assert settings.get("GOMP_SPINCOUNT", "0") == "0"  # libgomp calls its default, to spin for a while, passive too
+    if "GOMP_SPINCOUNT" in settings:
+        assert shown(GOMP_SPINCOUNT="1000")["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):

@@ -23,7 +23,7 @@ from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
 from otaro.kernels import cpu, ops, reference
 
-from .packed import Packed, same_bits
+from .packed import Packed, rounding_of_products, same_bits
 
 REFUSALS = (KernelError, ValueError, TypeError)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -269,12 +269,12 @@ def _judge(name: str, args: dict[str, Any]) -> Judge:
 
 
 def _judge_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Judge:
-    """Sums in any order are within n epsilon of the sum of magnitudes, if nothing overflows on the way."""
+    """Each product is exact but for rounding, where nothing overflows on the way."""
     limits = torch.finfo(x.dtype)
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, sizes = exact + bias, sizes + bias.double().abs()
-    bound = (x.shape[1] + 4) * (limits.eps * sizes + limits.smallest_normal)
+    bound = rounding_of_products(x, weight, bias)
     # float16 ends at 65504, and one weight is -65536.
     judged = (sizes < limits.max / 4) & (weight.abs().amax(-1) <= limits.max)
 

@@ -62,6 +62,29 @@ def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(((got.contiguous().view(words) == expected.contiguous().view(words)) | (got.isnan() & expected.isnan())).all())
 
 
+def rounding_of_products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """How far a library's products [tokens, rows] may be from exact ones: sums in any order, in the type of x.
+
+    Within n epsilon of the sum of magnitudes, if nothing overflows on the way. Which of these results it is depends on the CPU,
+    on addresses and on the number of threads.
+    """
+    limits = torch.finfo(x.dtype)
+    sizes = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        sizes = sizes + bias.double().abs()
+    return (x.shape[1] + 4) * (limits.eps * sizes + limits.smallest_normal)
+
+
+def same_products(
+    got: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, weight: packed.Packed, bias: torch.Tensor | None = None
+) -> bool:
+    """Equal in every bit for few tokens, whose products are promised to be; for many, each as exact as a library's."""
+    if len(x) <= ops.FEW_TOKENS:
+        return same_bits(got, expected)
+    bound = 2 * rounding_of_products(x, reference.decode(weight), bias)
+    return got.dtype == expected.dtype and bool(((got.double() - expected.double()).abs() <= bound).all())
+
+
 def cannot_run(instructions: str) -> str:
     """Why this machine cannot compute with these instructions, or nothing."""
     if cpu.MISSING:

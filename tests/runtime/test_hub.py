@@ -1,69 +1,229 @@
-"""Models by Hub id: what is fetched, and at which precision they then run. The Hub itself is played by a local directory."""
+"""Models by Hub id: what is fetched, from where and with which token, and at which precision they then run.
 
-import shutil
+The client is the real one, in a child process; it asks a Hub on this machine.
+"""
+
+import itertools
+import json
 
 import pytest
+from typer.testing import CliRunner
 
 import otaro
+from otaro.cli.main import app
 from otaro.errors import CheckpointError
 from otaro.file.checkpoint import resolve_model
+from otaro.file.hub import Hub
+from otaro.file.io import NestedDirectory
+
+from .local_hub import Repository, local_hub
+
+TOKEN = "hf_no_secret"
+NUMBERS = itertools.count()
+PLANES = [f"model-m{plane}.safetensors" for plane in range(4, 9)]
+
+COMMANDS = ["pack", "inspect", "verify", "generate", "chat", "bench", "tune", "eval", "demo"]
+COMMANDS += ["analyze gradients", "analyze weights"]
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with local_hub() as hub:
+        yield hub
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path, nested_dir):
-    """A Hub with one model; fetching copies the files that match the patterns into a cache and notes them."""
-    import huggingface_hub
-
-    cache, fetched = tmp_path / "cache", []
-    cache.mkdir()
-
-    def snapshot_download(repo, allow_patterns, revision=None):
-        assert repo == "someone/model"
-        for pattern in allow_patterns:
-            for path in nested_dir.glob(pattern):
-                if not (cache / path.name).exists():
-                    shutil.copy(path, cache)
-                    fetched.append(path.name)
-        return str(cache)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return fetched
+def repository(hub):
+    """A repository of this test's own; what other tests asked the Hub for is forgotten."""
+    repository = Repository(name=f"someone/model-{next(NUMBERS)}")
+    hub.repositories[repository.name] = repository
+    hub.requests.clear()
+    return repository
 
 
-def shards(names):
-    return sorted(name for name in names if name.endswith(".safetensors"))
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """The default cache, of all tests here."""
+    return tmp_path_factory.mktemp("home")
 
 
-def test_only_the_shards_of_the_precision_are_fetched(hub):
-    model = otaro.load("someone/model", "E5M5")
-    assert shards(hub) == ["model-m3.safetensors", "model-m4.safetensors", "model-m5.safetensors"]
-    assert set(map(str, otaro.precisions_of(model).values())) == {"E5M5"}
+@pytest.fixture
+def online(in_child, hub, home):
+    """online(code) runs code whose Hub is the local one, with a function `show(model)`; its last line of output as JSON."""
+    preamble = """
+import json, warnings, otaro
+from transformers import AutoModelForCausalLM, pipeline
+from transformers.utils import logging
+logging.disable_progress_bar()
+def show(model):
+    nested = model.sefp.nested
+    nested.verify()
+    print(json.dumps([str(nested.path), sorted(set(map(str, otaro.precisions_of(model).values())))]))
+def refusal(act):
+    try:
+        act()
+    except otaro.OtaroError as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+    def run(code):
+        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        child = in_child(preamble + code, **settings)
+        assert child.returncode == 0, child.stderr
+        assert TOKEN not in child.stdout + child.stderr
+        return [json.loads(line) for line in child.stdout.splitlines()]
+
+    return run
 
 
-def test_without_a_precision_all_shards_are_fetched(hub):
-    model = otaro.load("someone/model")
-    assert len(shards(hub)) == 6
-    assert set(map(str, otaro.precisions_of(model).values())) == {"E5M8"}
+def opened_by(how, name, arguments):
+    opening = {
+        "from_pretrained": f"AutoModelForCausalLM.from_pretrained({name!r}, {arguments})",
+        "pipeline": f"pipeline('text-generation', model={name!r}, {arguments}).model",
+        "otaro.load": f"otaro.load({name!r}, {arguments})",
+    }
+    return f"show({opening[how]})"
 
 
-def test_a_map_fetches_what_its_finest_entry_needs(hub):
-    model = otaro.load("someone/model", {"*": "E5M3", "lm_head": "E5M4"})
-    assert shards(hub) == ["model-m3.safetensors", "model-m4.safetensors"]
-    assert str(otaro.precisions_of(model)["lm_head"]) == "E5M4"
+@pytest.mark.parametrize("how", ["from_pretrained", "otaro.load"])
+def test_planes_come_as_the_base_shard_does(how, hub, repository, online, make_nested, tmp_path, home):
+    """By revision, with the token, into the cache that was named; another model is on `main`."""
+    repository.token = TOKEN
+    wanted = repository.commit("old", make_nested("llama", "truncate"))
+    other = repository.commit("main", make_nested("llama"))
+    arguments = f"revision='old', token={TOKEN!r}, cache_dir={str(tmp_path / 'mine')!r}"
+    [[path, precisions]] = online(opened_by(how, repository.name, arguments))
+    folder = "models--" + repository.name.replace("/", "--")
+    assert path == str(tmp_path / "mine" / folder / "snapshots" / wanted)
+    assert precisions == ["E5M8"]
+    assert not list((home / "hub" / folder).glob("snapshots/*/*"))
+    asked = [(path, token) for _, path, token in hub.requests if repository.name in path]
+    assert {token for _, token in asked} == {TOKEN}
+    assert not any(other in path for path, _ in asked)
+    assert set(PLANES) <= set(hub.fetched())
 
 
-def test_from_pretrained_fetches_the_planes_that_transformers_does_not_know_of(hub, nested_dir, monkeypatch, tmp_path):
-    """transformers fetches what config.json names, the base shard, and would run at E5M3 without a word."""
-    from transformers import AutoConfig
+def test_a_pipeline_fetches_planes_too(hub, repository, online, tiny):
+    repository.commit("main", tiny)
+    assert online(opened_by("pipeline", repository.name, ""))[0][1] == ["E5M8"]
 
-    from otaro.runtime.hf import SefpConfig, SefpQuantizer
 
-    config = AutoConfig.from_pretrained(nested_dir)
-    config.name_or_path = "someone/model"
-    SefpQuantizer(SefpConfig(precision="E5M4"))._fetch_planes(config)
-    assert shards(hub) == ["model-m3.safetensors", "model-m4.safetensors"]
-    SefpQuantizer(SefpConfig())._fetch_planes(config)
-    assert len(shards(hub)) == 6
+def test_a_subfolder_holds_all_of_its_model(hub, repository, online, make_nested):
+    repository.commit("main", make_nested("llama", "truncate"))
+    commit = repository.commit("main", make_nested("llama"), subfolder="nested/")
+    [[path, precisions]] = online(opened_by("from_pretrained", repository.name, "subfolder='nested'"))
+    assert path.endswith(f"/snapshots/{commit}/nested")
+    assert precisions == ["E5M8"]
+
+
+@pytest.mark.parametrize(
+    ("how", "precision", "expected"),
+    [
+        ("from_pretrained", "quantization_config=otaro.SefpConfig(precision='E5M5')", ["E5M5"]),
+        ("otaro.load", "'E5M5'", ["E5M5"]),
+        ("otaro.load", "{'*': 'E5M3', 'lm_head': 'E5M5'}", ["E5M3", "E5M5"]),
+    ],
+)
+def test_only_the_shards_of_the_precision_are_fetched(how, precision, expected, hub, repository, online, nested_dir):
+    repository.commit("main", nested_dir)
+    assert online(opened_by(how, repository.name, precision))[0][1] == expected
+    assert [name for name in hub.fetched() if name in PLANES] == PLANES[:2]
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "otaro.load"])
+def test_a_repository_that_stops_early_is_known_to(how, hub, repository, online, nested_dir, copy_of):
+    """Its finest precision is the default, offline as well; a finer one is refused."""
+    repository.commit("main", copy_of(nested_dir, planes=(3, 4, 5)))
+    assert online(opened_by(how, repository.name, ""))[0][1] == ["E5M5"]
+    offline = opened_by("from_pretrained", repository.name, "local_files_only=True")
+    assert online(offline)[0][1] == ["E5M5"]
+    finer = "quantization_config=otaro.SefpConfig(precision='E5M6')" if how == "from_pretrained" else "'E5M6'"
+    [message] = online(f"refusal(lambda: {opened_by(how, repository.name, finer)})")
+    needs = f"ShardMissingError: E5M6 needs model-m6.safetensors, which {repository.name} at "
+    assert message.startswith(needs)
+    assert message.endswith("lacks; ask for E5M5 or a lower one")
+
+
+def test_what_could_not_be_fetched_is_not_taken_for_what_is_not_there(hub, repository, online, nested_dir):
+    """Offline with planes 4 and 5 in the cache: whether there are finer ones nobody knows, so only E5M5 by name will do."""
+    repository.commit("main", nested_dir)
+    name = repository.name
+    online(opened_by("otaro.load", name, "'E5M5'"))
+
+    def ask(arguments):
+        opening = f"AutoModelForCausalLM.from_pretrained({name!r}, local_files_only=True, {arguments})"
+        return online(f"refusal(lambda: show({opening}))")[0]
+
+    for arguments in ("", "quantization_config=otaro.SefpConfig(precision='E5M8')"):
+        refused = ask(arguments)
+        assert refused.startswith(f"CheckpointError: model-m6.safetensors of {name} could not be fetched: ")
+        assert refused.endswith("What is there is complete up to E5M5; to run that, ask for it by name")
+    assert ask("quantization_config=otaro.SefpConfig(precision='E5M5')")[1] == ["E5M5"]
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "otaro.load"])
+def test_a_hub_that_fails_to_deliver_a_plane_lowers_no_precision(how, hub, repository, online, nested_dir):
+    repository.commit("main", nested_dir)
+    repository.withheld = PLANES[1]
+    [message] = online(f"refusal(lambda: {opened_by(how, repository.name, '')})")
+    assert message.startswith(f"CheckpointError: {PLANES[1]} of {repository.name} could not be fetched: ")
+
+
+def test_commands_reach_the_hub_as_told(hub, repository, online, make_checkpoint, make_nested, tmp_path):
+    """What they write down has the revision, never the token."""
+    repository.token = TOKEN
+    repository.commit("v1", make_nested("llama"))
+    plain = hub.repositories[f"{repository.name}-plain"] = Repository(token=TOKEN)
+    plain.commit("v1", make_checkpoint("llama"))
+    options = f"--revision v1 --token {TOKEN} --cache-dir {tmp_path / 'cache'}"
+    commands = [
+        f"verify {repository.name} {options} --json",
+        f"inspect {repository.name} {options} --json",
+        f"pack {repository.name}-plain {tmp_path / 'packed'} {options} --json",
+        f"analyze weights {repository.name}-plain --out {tmp_path / 'analysis'} {options} --json",
+    ]
+    verified, *_ = online(f"""
+from otaro.cli.main import app
+for command in {commands!r}:
+    app(command.split(), standalone_mode=False)
+""")
+    assert verified["finest"] == "E5M8"
+    kept = json.loads((tmp_path / "analysis" / "weights.json").read_text())
+    assert f"--revision v1 --cache-dir {tmp_path / 'cache'}" in kept["command"]
+    assert TOKEN not in json.dumps(kept)
+    same = NestedDirectory(tmp_path / "packed").base.header.model
+    assert same == NestedDirectory(make_nested("llama")).base.header.model
+
+
+def test_a_wrong_token_is_a_refusal_in_one_line(repository, online, nested_dir, tmp_path):
+    repository.token = TOKEN
+    repository.commit("main", nested_dir)
+    [message] = online(f"""
+from otaro.cli.main import app
+refusal(lambda: app(["verify", {repository.name!r}, "--token", "hf_wrong"], standalone_mode=False))
+""")
+    failed = "is not a directory, and fetching it from the Hub failed: 401"
+    assert message.startswith(f"CheckpointError: {repository.name} {failed}")
+    assert "hf_wrong" not in message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_takes_a_model_takes_the_options_of_the_hub(command):
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
+    for option in ("--revision", "--token", "--cache-dir"):
+        assert option in shown
+
+
+def test_a_revision_of_what_is_on_this_machine_is_refused(nested_dir):
+    for model in (nested_dir, "builtin"):
+        with pytest.raises(CheckpointError, match="is on this machine and has no revision 'v1'; leave the revision out"):
+            resolve_model(model, hub=Hub(revision="v1"))
+    with pytest.raises(CheckpointError, match="has no revision"):
+        otaro.load(nested_dir, revision="v1")
+
+
+def test_a_token_is_not_shown():
+    assert TOKEN not in repr(Hub(token=TOKEN))
 
 
 def test_an_unreachable_hub_is_a_refusal(monkeypatch):

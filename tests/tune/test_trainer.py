@@ -27,7 +27,11 @@ FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_
 
 @pytest.fixture
 def fresh(checkpoint_dir):
-    return lambda: AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)
+    """fresh() is a model to train; fresh(torch.float64) where runs of several steps that add up in another order are compared.
+
+    A weight near the border of a cell may land on either side of it by rounding alone. In float64 none comes that near.
+    """
+    return lambda dtype=torch.float32: AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=dtype)
 
 
 def examples(count=64, length=10):
@@ -83,11 +87,12 @@ def equal(one, other):
 
 
 def assert_close(one, other, tolerance=1e-5):
+    """Sums of a thousand terms in float32 are that exact; of models in float64 only norms and losses are in float32."""
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
 
 
-def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train):
+def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train, fresh):
     seen = []
 
     class Spy(OtaroTrainer):
@@ -96,8 +101,9 @@ def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train):
             return super().compute_loss(*args, **kwargs)
 
     epoch = {"data": examples(46), "max_steps": -1, "num_train_epochs": 1}  # its twelfth step is a short one
-    small, small_log = train(options(), per_device_train_batch_size=1, gradient_accumulation_steps=4, kind=Spy, **epoch)
-    large, large_log = train(options(), per_device_train_batch_size=4, **epoch)
+    micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    small, small_log = train(options(), model=fresh(torch.float64), kind=Spy, **micro, **epoch)
+    large, large_log = train(options(), model=fresh(torch.float64), per_device_train_batch_size=4, **epoch)
     steps = [line for line in small_log if "loss" in line]
     assert len(steps) == 12
     assert seen == [(line["step"], line["precision"]) for line in steps for _ in range(4)][:46]
@@ -237,10 +243,10 @@ def test_a_micro_batch_without_any_label_adds_nothing(train):
 
 
 @pytest.mark.parametrize("chosen", [options(distill=0.5), BEST], ids=["otaro", "best"])
-def test_recomputed_activations_change_nothing(train, chosen):
+def test_recomputed_activations_change_nothing(train, fresh, chosen):
     """The recomputation happens in the backward pass, which must still be at the precision of the step."""
-    plain, _ = train(chosen)
-    recomputed, _ = train(chosen, gradient_checkpointing=True)
+    plain, _ = train(chosen, model=fresh(torch.float64))
+    recomputed, _ = train(chosen, model=fresh(torch.float64), gradient_checkpointing=True)
     assert recomputed.model.is_gradient_checkpointing
     assert_close(weights_of(plain.model), weights_of(recomputed.model), 1e-6)
 
@@ -324,8 +330,9 @@ def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sf
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
     chosen = Options(method="fixed:E5M3", distill=share)
-    ours, log = train(chosen, data=[{"input_ids": ids, "labels": ids} for ids in tokens], **few)
-    theirs, their_log = sft(fresh(), chosen, data={"input_ids": tokens.tolist()}, **few)
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    ours, log = train(chosen, model=fresh(torch.float64), data=data, **few)
+    theirs, their_log = sft(fresh(torch.float64), chosen, data={"input_ids": tokens.tolist()}, **few)
     assert [line["loss"] for line in their_log] == pytest.approx([line["loss"] for line in log], rel=1e-5)
     assert_close(weights_of(theirs.model), weights_of(ours.model), 1e-6)
 
@@ -360,8 +367,8 @@ def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fre
             super().__init__(*args, **kwargs)
             self.compile_steps(backend="aot_eager")  # the same graphs, without a compiler's minute
 
-    plain, log = train(chosen)
-    compiled, compiled_log = train(chosen, kind=Compiled)
+    plain, log = train(chosen, model=fresh(torch.float64))
+    compiled, compiled_log = train(chosen, model=fresh(torch.float64), kind=Compiled)
     assert len({line["precision"] for line in log}) >= 4
     assert [line["precision"] for line in log] == [line["precision"] for line in compiled_log]
     assert_close(weights_of(compiled.model), weights_of(plain.model))

@@ -45,6 +45,9 @@ def bench(
         Path | None,
         typer.Option(help="Keep the GGUF files in this folder, and use those that are there.", show_default=False),
     ] = None,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Time prefill and decode at each precision, in turns, and say how much of the memory's bandwidth that is.
@@ -53,6 +56,7 @@ def bench(
     """
     import otaro
     from otaro.evaluate import speed
+    from otaro.file.hub import Hub
 
     if against not in (None, LLAMA):
         raise otaro.OtaroError(f"--against {against}: {LLAMA} is what there is to compare with")
@@ -70,6 +74,7 @@ def bench(
             with_transformers=transformers,
             with_llama=against == LLAMA,
             gguf_dir=gguf_dir,
+            hub=Hub(revision, token, cache_dir),
             progress=progress,
         )
     if json:

@@ -45,13 +45,17 @@ def chat(
     schedule: ScheduleOption = None,
     kv: KvOption = None,
     device: DeviceOption = "cpu",
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
 ) -> None:
     """Talk to a model; /precision E5M3 switches in mid-conversation and keeps the KV cache."""
+    from otaro.file.hub import Hub
     from otaro.runtime.session import ChatSession
     from otaro.sefp.precision import Precision
 
     chosen = phases(prefill, decode, schedule, None)
-    model, tokenizer = open_model(directory, precision, device)
+    model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
     session = ChatSession(model, tokenizer, Precision(kv) if kv else None)
     at = console.describe_precision(model)
     console.err.print(f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False)

@@ -9,7 +9,8 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -32,11 +33,42 @@ PrecisionOption = Annotated[
         show_default=False,
     ),
 ]
+# How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.", show_default=False)
+]
+TokenOption = Annotated[
+    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.", show_default=False)
+]
+CacheDirOption = Annotated[
+    Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.", show_default=False)
+]
+ReconstructionOption = Annotated[
+    Literal["midpoint", "truncate"] | None,
+    typer.Option(
+        help="What a code stands for: the middle of its interval (midpoint), or its end toward zero (truncate, the paper's). "
+        "By default as the model was tuned, else midpoint.",
+        show_default=False,
+    ),
+]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Weights that share an exponent, a multiple of 32. By default as the model was tuned, else 64.",
+        show_default=False,
+    ),
+]
 
 
 def print_json(value: Any) -> None:
     """One line of JSON, free of any styling."""
     typer.echo(json.dumps(value))
+
+
+def remark(*lines: str) -> None:
+    """Lines on standard error, as they are."""
+    for line in lines:
+        err.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @contextmanager

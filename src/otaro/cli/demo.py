@@ -18,6 +18,7 @@ from otaro.cli import console
 if TYPE_CHECKING:
     from otaro.evaluate.subject import Subject
     from otaro.evaluate.text import Text
+    from otaro.file.hub import Hub
     from otaro.file.summary import Summary
     from otaro.tune.config import Options, Training
 
@@ -44,6 +45,9 @@ def demo(
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=2)] = 128,
     lr: Annotated[float | None, typer.Option(help=LR_HELP, show_default=False)] = None,
     prompt: Annotated[str, typer.Option(help="What to continue at each precision.")] = PROMPT,
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Tune a model as usual and once for all precisions, pack it, and show what each precision then costs."""
@@ -55,6 +59,7 @@ def demo(
     from otaro.evaluate.run_folder import read_runs
     from otaro.evaluate.samples import sample
     from otaro.evaluate.subject import Subject
+    from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
     from otaro.tune.config import recipe
@@ -67,7 +72,8 @@ def demo(
     scale = rate / recipes[USUAL][1].lr
     size: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as the trainer chooses
-    original, unseen = Subject(model, device=device), open_text(text)
+    hub = Hub(revision, token, cache_dir)
+    original, unseen = Subject(model, device=device, hub=hub), open_text(text)
     folders = {name: out / name for name in (BEFORE, USUAL, OURS)}
     _make_room(list(folders.values()), {"--model": model, "--data": data, "--text": text})
 
@@ -75,7 +81,7 @@ def demo(
     measured = {BEFORE: _measure(original, unseen, folders[BEFORE])}
     for number, (name, (options, training)) in enumerate(recipes.items(), 2):
         _say(f"{number}. {TITLES[name]}, packed, and measured again")
-        _tune(model, data, folders[name], options, replace(training, lr=training.lr * scale, **size))
+        _tune(model, data, folders[name], options, replace(training, lr=training.lr * scale, **size), hub)
         nested = folders[name] / "nested"
         measured[name] = _measure(Subject(str(nested), device=device), unseen, nested)
     _say("4. samples and report")
@@ -124,12 +130,12 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
         (folder / MARK).touch()
 
 
-def _tune(model: str, data: str, folder: Path, options: Options, training: Training) -> None:
+def _tune(model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub) -> None:
     from otaro.cli.tune import TuningRun
 
     # The tuned model is measured from its file afterwards; of held-out data a glance will do.
-    run = TuningRun(model, data, folder, options, training, eval_tokens=4096, save_every=training.steps or 1, allowed={MARK})
-    run.go()
+    every = training.steps or 1
+    TuningRun(model, data, folder, options, training, 4096, save_every=every, allowed={MARK}, hub=hub).go()
 
 
 def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
@@ -139,7 +145,8 @@ def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
 
     with console.progress_bar("measuring") as progress:
         evaluation = Evaluation(subject, Wanted(text))
-        entries = evaluation.run(Record(subject.identity, keep), console.versions(), progress=progress)
+        record = Record(subject.identity, keep, subject.older_coding)
+        entries = evaluation.run(record, console.versions(), progress=progress)
     return {entry["precision"]: entry["value"] for entry in entries}
 
 

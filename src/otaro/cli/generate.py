@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from otaro.cli import console
+
+if TYPE_CHECKING:
+    from otaro.file.hub import Hub
 
 DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
@@ -41,17 +44,21 @@ def generate(
     schedule: ScheduleOption = None,
     kv: KvOption = None,
     device: DeviceOption = "cpu",
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Continue a text, at any precision, as it is produced."""
     from transformers import TextStreamer
 
+    from otaro.file.hub import Hub
     from otaro.runtime.session import padding_token
 
     chosen = phases(prefill, decode, schedule, kv)
     if prompt == "-":
         prompt = sys.stdin.read()
-    model, tokenizer = open_model(directory, precision, device)
+    model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
     ids = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not ids["input_ids"].numel():
         raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
@@ -73,14 +80,21 @@ def generate(
         remark(how)
 
 
-def open_model(directory: str, precision: str | None, device: str) -> tuple[Any, Any]:
+def open_model(directory: str, precision: str | None, device: str, hub: Hub) -> tuple[Any, Any]:
     """Model and tokenizer of a nested directory."""
     import otaro
     from otaro.runtime.load import load_tokenizer
 
     console.quiet_transformers()
     with console.err.status("opening ..."):
-        model = otaro.load(directory, console.parse_precision(precision) if precision else None, device=device)
+        model = otaro.load(
+            directory,
+            console.parse_precision(precision) if precision else None,
+            device=device,
+            revision=hub.revision,
+            token=hub.token,
+            cache_dir=hub.cache_dir,
+        )
         return model, load_tokenizer(model.sefp.nested.path)
 
 

@@ -15,19 +15,25 @@ if TYPE_CHECKING:
 
 def inspect(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured."""
     from otaro.evaluate.quality import QualityError, read_quality
-    from otaro.file.checkpoint import NESTED_FILES, resolve_model
+    from otaro.file.checkpoint import resolve_nested
+    from otaro.file.coding import Coding
+    from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
 
-    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
+    nested = NestedDirectory(resolve_nested(directory, hub=Hub(revision, token, cache_dir)))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
     try:
-        quality = read_quality(nested.path, summary.model)
+        coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
+        quality = read_quality(nested.path, summary.model, coding)
     except QualityError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
         quality = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -48,8 +49,19 @@ def options(
     context.with_resource(console.warnings_in_a_line())
 
 
+def wait_asleep() -> None:
+    """Have OpenMP's threads wait for each other asleep; libraries read this when torch is first imported.
+
+    Of themselves they spin. Where another process has a core, the thread that all wait for is not running, and they spin its
+    time away: `pack` then takes ten times as long (benchmarks/bench_busy.py). Whoever has set either variable has chosen.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def main() -> None:
     """Run the command line; a refusal becomes one clear line and exit status 1."""
+    wait_asleep()
     try:
         app()
     except otaro.OtaroError as error:

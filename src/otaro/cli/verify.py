@@ -11,15 +11,19 @@ from otaro.cli import console
 
 def verify(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
+    revision: console.RevisionOption = None,
+    token: console.TokenOption = None,
+    cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
     """Read every shard and check every digest; stops at the first damaged tensor and names it."""
     from otaro.errors import FormatError
-    from otaro.file.checkpoint import NESTED_FILES, resolve_model
+    from otaro.file.checkpoint import resolve_nested
     from otaro.file.header import shard_name
+    from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
 
-    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
+    nested = NestedDirectory(resolve_nested(directory, hub=Hub(revision, token, cache_dir)))
     if not (nested.path / "config.json").is_file():
         raise FormatError(f"{directory} has no config.json; fetch it from where the shards came from")
     with console.progress_bar("verifying (MB)", 1_000_000) as progress:

@@ -36,8 +36,9 @@ from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_f
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
-from otaro.file.checkpoint import NESTED_FILES, resolve_model
+from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.header import BASE, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
 from otaro.runtime.load import load
@@ -177,6 +178,7 @@ def bench(
     with_transformers: bool = False,
     with_llama: bool = False,
     gguf_dir: Path | None = None,
+    hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
     """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
@@ -186,7 +188,8 @@ def bench(
         raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
     if with_llama:
         library()  # a missing package shows before anything is measured
-    nested = NestedDirectory(resolve_model(directory, NESTED_FILES))
+    finest = max(precisions) if precisions else None
+    nested = NestedDirectory(resolve_nested(directory, finest, hub))
     chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
     nested.require(chosen[0])
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]

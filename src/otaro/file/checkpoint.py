@@ -19,9 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from otaro.errors import CheckpointError
-from otaro.file.header import DTYPES
+from otaro.errors import brief as brief
+from otaro.file.header import BASE, DTYPES, shard_name
+from otaro.file.hub import Hub
+from otaro.file.replace import QUALITY_FILE
+from otaro.sefp.precision import Precision
 
 BUILTIN = "builtin"
+HUB = Hub()  # as its environment variables say
 
 # Files beside the weights that a packed model keeps: tokenizer, chat template, generation defaults, licence.
 SIDECARS = (
@@ -29,17 +34,15 @@ SIDECARS = (
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
-QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
-
-NESTED_FILES = ("config.json", "model-m*.safetensors", QUALITY_FILE, *SIDECARS)
-
 # How checkpoints name the parts of a fused expert tensor; each list is one convention (Qwen and most others, Mixtral).
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
-def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None = None, revision: str | None = None) -> Path:
+def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB) -> Path:
     """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's cache."""
     path = Path(model)
+    if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
+        raise CheckpointError(f"{model} is on this machine and has no revision {hub.revision!r}; leave the revision out")
     if path.is_dir():
         return path
     if path.exists():
@@ -48,21 +51,16 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
         from otaro.builtin import MODEL_DIR
 
         return MODEL_DIR
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = list(patterns or ["*.json", "*.safetensors", *SIDECARS])
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=wanted, revision=revision))
-    except HFValidationError:
-        raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{model} is not a directory, and fetching it from the Hub failed: {brief(error)}") from error
+    return hub.snapshot(str(model), patterns or ["*.json", "*.safetensors", *SIDECARS])
 
 
-def brief(error: BaseException) -> str:
-    """The first line of another library's error message."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
+    """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the Hub has."""
+    path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, *SIDECARS], hub)
+    base = path / shard_name(BASE)
+    if base.is_file() and not Path(model).is_dir():
+        hub.fetch_planes(str(model), base, precision)
+    return path
 
 
 class Checkpoint:

@@ -17,27 +17,30 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto as quantizers
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
-from otaro.file.checkpoint import QUALITY_FILE, resolve_model
 from otaro.file.header import BASE, EXPONENTS, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
 from otaro.runtime.modules import PackedWeight, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
 from otaro.runtime.precision import Attachment, attachment, set_precision
 from otaro.sefp.codec import Reconstruction
-from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+from otaro.sefp.precision import GROUP_SIZE, Precision
 
 
 @register_quantization_config("sefp")
@@ -61,6 +64,27 @@ class SefpConfig(QuantizationConfigMixin):
         return stored
 
 
+_hub: ContextVar[Hub] = ContextVar("_hub")  # as the running `from_pretrained` was told to reach it
+
+
+def _remember_hub() -> None:
+    """Let planes be fetched as the base shard was: a quantizer is not told the arguments of `from_pretrained`."""
+    original = PreTrainedModel.from_pretrained.__func__
+
+    @wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        told = {name: kwargs[name] for name in ("token", "local_files_only", "force_download") if name in kwargs}
+        before = _hub.set(Hub(**told))
+        try:
+            return original(cls, *args, **kwargs)
+        finally:
+            _hub.reset(before)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+_remember_hub()
+
 # Without this, a quantization_config given to from_pretrained would be ignored for a model that has its own.
 quantizers.LOADING_ATTRIBUTES_CONFIG_TYPES += (SefpConfig,)
 
@@ -73,7 +97,9 @@ class SefpQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str], **kwargs: Any) -> None:
         opened = [Path(file) for file in checkpoint_files]
-        self._fetch_planes(model.config)
+        if not Path(model.config.name_or_path).is_dir():  # transformers has fetched the base shard alone
+            asked = self.quantization_config.precision
+            _hub.get().fetch_planes(model.config.name_or_path, opened[0], Precision(asked) if asked else None)
         self.nested = NestedDirectory(opened[0].parent)
         if [path.name for path in opened] != [shard_name(BASE)]:
             raise FormatError(
@@ -94,13 +120,6 @@ class SefpQuantizer(HfQuantizer):
         model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
         names = "|".join(map(re.escape, schema.packed))
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
-
-    def _fetch_planes(self, config: Any) -> None:
-        """Of a model on the Hub transformers has fetched the base shard only: fetch what the precision needs beside it."""
-        if not Path(config.name_or_path).is_dir():
-            finest = Precision(self.quantization_config.precision or PRECISIONS[0]).mantissa_bits
-            shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
-            resolve_model(config.name_or_path, shards, revision=getattr(config, "_commit_hash", None))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         devices = getattr(model, "hf_device_map", None) or {"": model.device}
@@ -142,7 +161,8 @@ def save_pretrained(
     """Write the nested model again: the same planes, the same bytes, as far as the model's own directory has them.
 
     Replaces the method of that name on nested models. Tensors outside the planes that were changed since loading are written
-    as they are now, unchanged ones as they were stored. Other files of an existing directory, a tokenizer's say, stay.
+    as they are now, and give the model an identity of its own; unchanged ones as they were stored. A nested model in that
+    directory is replaced, other files in it, a tokenizer's say, stay, and one that holds other weights is refused.
     """
     if state_dict is not None or push_to_hub:
         raise OtaroError("a nested model is saved from its own planes: call save_pretrained(DIR) alone, then push_to_hub(...)")
@@ -151,13 +171,10 @@ def save_pretrained(
     nested = attachment(model).nested
     finest = nested.finest
     nested.require(finest)
-    tensors = {name: nested.base.tensor(name) for name in nested.unpacked}
-    for name, now in model.state_dict().items():
-        if not torch.equal(tensors[name].to(now.dtype), now.cpu()):
-            tensors[name] = now
+    tensors = _unpacked_now(model, nested)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    target, identity = Path(save_directory), nested.base.header.model
-    with NestedWriter.create(target, nested.schema, layout, finest=finest, model=identity, overwrite=True) as writer:
+    target, original = Path(save_directory), nested.base.header
+    with NestedWriter.create(target, nested.schema, layout, finest=finest, original=original, overwrite=True) as writer:
         for name in nested.schema.packed:
             writer.append_stored(BASE, name + EXPONENTS, nested.base.tensor(name + EXPONENTS))
             for plane in range(BASE, finest.mantissa_bits + 1):
@@ -165,7 +182,20 @@ def save_pretrained(
         for name, tensor in tensors.items():
             writer.append_stored(BASE, name, tensor)
         _save_configs(model, nested.path, writer.directory)
-        _keep_other_files(target, writer.directory)
+
+
+def _unpacked_now(model: Any, nested: NestedDirectory) -> dict[str, torch.Tensor]:
+    """The tensors outside the planes: as stored where they have not changed, else as they are."""
+    tensors = {name: nested.base.tensor(name) for name in nested.unpacked}
+    state = model.state_dict()
+    for name, now in state.items():
+        if name in tensors:
+            if not torch.equal(tensors[name].to(now.dtype), now.cpu()):
+                tensors[name] = now
+        elif (source := model.all_tied_weights_keys.get(name)) is None or not torch.equal(now, state[source]):
+            was = "is none of the nested model's" if source is None else f"is no longer tied to {source}"
+            raise OtaroError(f"{name} {was}; save_pretrained writes the tensors that the model was loaded with")
+    return tensors
 
 
 def tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -189,19 +219,6 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
             shutil.copyfile(stored, directory / stored.name)
         else:
             model.generation_config.save_pretrained(directory)
-
-
-def _keep_other_files(old: Path, new: Path) -> None:
-    """Carry over what is not ours; neither weights nor quality record of what was there before stay beside the new model."""
-    replaced = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", QUALITY_FILE)
-    for path in old.iterdir() if old.is_dir() else ():
-        kept = new / path.name
-        if kept.exists() or any(path.match(pattern) for pattern in replaced):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, kept)
-        else:
-            shutil.copy2(path, kept)
 
 
 def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str]) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning
-from otaro.file.checkpoint import BUILTIN, SIDECARS, brief, resolve_model
+from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning, brief
+from otaro.file.checkpoint import BUILTIN, resolve_nested
 from otaro.file.header import BASE, shard_name
+from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
 from otaro.runtime import hf  # noqa: F401 (registers the plug-in)
 from otaro.runtime.precision import PrecisionLike, set_precision
-from otaro.sefp.precision import FINEST, Precision
+from otaro.sefp.precision import Precision
 
 
 def load(
@@ -26,10 +27,14 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Open a nested directory (or the Hub id of one) as a transformers model, ready to run at `precision`.
 
-    Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest one present.
+    Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest that the
+    directory, or the repository on the Hub, has. `revision`, `token` and `cache_dir` are those of transformers.
     It may be a mapping as `set_precision` takes it; the pattern "*" then says what other modules run at.
     `dtype` is the type of activations: float32 on the CPU unless said otherwise, elsewhere the checkpoint's own.
 
@@ -41,11 +46,9 @@ def load(
     _warn_of_slowness(torch.device(device))
     by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
     named = [Precision(value) for value in by_pattern.values()]
-    finest = max(named).mantissa_bits if "*" in by_pattern else FINEST
     if str(model) == BUILTIN:
         raise FormatError("the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR")
-    shards = [shard_name(plane) for plane in range(BASE, finest + 1)]
-    path = resolve_model(model, ["config.json", *shards, *SIDECARS])
+    path = resolve_nested(model, max(named) if "*" in by_pattern else None, Hub(revision, token, cache_dir))
     nested = NestedDirectory(path)  # says what is wrong before transformers gets to see the directory
     nested.require(max(named, default=nested.finest))
     config = _read_config(path)

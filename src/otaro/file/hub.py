@@ -1,0 +1,102 @@
+"""Models on the Hub: how to reach it, and the planes of a nested model, from the commit that its base shard came from.
+
+A plane that could not be fetched is not a plane that the repository lacks. Without a precision asked for, a model runs at
+the finest one its repository has; if that cannot be told, offline say, it is refused. The Hub's cache remembers which
+files a commit lacks, so what was once fetched whole opens offline too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from otaro.errors import CheckpointError, ShardMissingError, brief
+from otaro.file.header import BASE, shard_name
+from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
+
+
+@dataclass(frozen=True)
+class Hub:
+    """How to reach the Hub; what is not said here, its own environment variables say (HF_TOKEN, HF_HOME, ...)."""
+
+    revision: str | None = None
+    """A branch, a tag or a commit."""
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+
+    def snapshot(self, model: str, patterns: Sequence[str]) -> Path:
+        """The directory in the cache with a repository's files, those that match fetched; they are of one commit."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            return Path(
+                snapshot_download(
+                    model,
+                    allow_patterns=list(patterns),
+                    revision=self.revision,
+                    token=self.token,
+                    cache_dir=None if self.cache_dir is None else Path(self.cache_dir),
+                    local_files_only=self.local_files_only,
+                    force_download=self.force_download,
+                )
+            )
+        except HFValidationError:
+            raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
+        except Exception as error:  # whatever the network and the Hub come up with
+            at = f" at revision {self.revision}" if self.revision else ""
+            raise CheckpointError(
+                f"{model} is not a directory, and fetching it{at} from the Hub failed: {brief(error)}"
+            ) from error
+
+    def fetch_planes(self, model: str, base: Path, precision: Precision | None) -> None:
+        """Fetch what `precision` needs beside the base shard of `model`; without one, all planes of the repository.
+
+        Where they come from and go to is told by where the base shard lies, so that they are of the same commit.
+        """
+        from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        cache, commit, subfolder = _place_in_cache(model, base)
+        for plane in range(BASE + 1, (precision.mantissa_bits if precision else FINEST) + 1):
+            name = shard_name(plane)
+            path = f"{subfolder}/{name}" if subfolder else name
+            known = try_to_load_from_cache(model, path, cache_dir=cache, revision=commit)
+            lacking = known is _CACHED_NO_EXIST and not self.force_download
+            complete = of_mantissa_bits(plane - 1)
+            try:
+                if not lacking:
+                    hf_hub_download(
+                        model,
+                        path,
+                        revision=commit,
+                        cache_dir=cache,
+                        token=self.token,
+                        local_files_only=self.local_files_only,
+                        force_download=self.force_download,
+                    )
+            except RemoteEntryNotFoundError:
+                lacking = True
+            except Exception as error:  # as above
+                raise CheckpointError(
+                    f"{path} of {model} could not be fetched: {brief(error)} "
+                    f"What is there is complete up to {complete}; to run that, ask for it by name"
+                ) from error
+            if lacking and precision is None:
+                return
+            if lacking:
+                raise ShardMissingError(
+                    f"{precision} needs {path}, which {model} at {commit[:12]} lacks; ask for {complete} or a lower one"
+                )
+
+
+def _place_in_cache(model: str, base: Path) -> tuple[Path, str, str]:
+    """Cache, commit and subfolder of a base shard, which lies at CACHE/models--OWNER--NAME/snapshots/COMMIT/SUBFOLDER/."""
+    for folder in base.parents:
+        if folder.parent.name == "snapshots" and folder.parent.parent.name == "models--" + model.replace("/", "--"):
+            return folder.parents[2], folder.name, "/".join(base.parent.relative_to(folder).parts)
+    raise CheckpointError(f"{base} does not lie in a cache of {model}, so where its other shards are cannot be told")
