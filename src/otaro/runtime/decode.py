@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import ge
 from threading import Lock, RLock
 from typing import Any, NamedTuple
 
@@ -105,7 +104,8 @@ class Decoder:
         self.modules: list[SefpModule] = packed_modules(model)
         """In the order in which `forward` takes their mantissa bits."""
         self._nested = self.modules[0].packed.nested
-        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for
+        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for,
+        self._reached = BASE  # and that it has for all modules
         self._native = self._build(model)
 
     @staticmethod
@@ -172,7 +172,7 @@ class Decoder:
 
     def _attach(self, bits: bytes) -> None:
         """Have the planes that so many mantissa bits of each module need."""
-        if all(map(ge, self._attached, bits)):
+        if max(bits) <= self._reached:
             return
         with self._nested.lock:
             for number, (module, wanted) in enumerate(zip(self.modules, bits, strict=True)):
@@ -180,6 +180,7 @@ class Decoder:
                 for plane in range(self._attached[number] + 1, wanted + 1):
                     self._native.attach(number, plane, getattr(module.packed, f"plane{plane}").numpy())
                     self._attached[number] = plane
+            self._reached = min(self._attached)
 
     def _know_positions(self, count: int) -> None:
         """Compute angles up to `count` positions."""
