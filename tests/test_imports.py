@@ -18,15 +18,16 @@ SOURCE = ROOT / "src" / "otaro"
 MAY_IMPORT = {
     "errors": set(),
     "readable": set(),
+    "tokens": set(),
     "_plugin": set(),
     "builtin": set(),
     "sefp": set(),
     "file": {"sefp", "builtin"},
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels"},
-    "evaluate": {"sefp", "file", "kernels", "runtime", "readable"},
-    "tune": {"sefp", "builtin"},
-    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "(top)"},
+    "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens"},
+    "tune": {"sefp", "builtin", "tokens"},
+    "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "tokens", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
 }
 

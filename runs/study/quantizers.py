@@ -14,14 +14,14 @@ step of E5M3, so that E5M3 holds zero. Moved by half a step of E5M4 it is E5M4 t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from otaro.sefp.codec import MIN_EXPONENT, power_of_two
 from otaro.sefp.precision import Precision
-from otaro.tune.fake_quant import Precisely, _straight_through
+from otaro.tune.fake_quant import Precisely
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 
@@ -90,18 +90,15 @@ class Rounding(Precisely):
         super().__init__()
         self.rounding = rounding
 
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as the forward should see it."""
-        if self.precision is None:
-            return weight
-        return _straight_through([weight], [self.rounding(weight, self.precision).to(weight.dtype)])[0]
+    def values(self, weight: torch.Tensor, precision: Precision | None, dtype: torch.dtype) -> torch.Tensor:
+        """What the weight is rounded to."""
+        return (weight.detach() if precision is None else self.rounding(weight, precision)).to(dtype)
 
-    def _quantized(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-        if self.precision is None:
-            return [None] * len(self.linears)
-        weights = [linear.weight for linear in self.linears]
-        rounded = [self.rounding(w, self.precision).to(compute_dtype or w.dtype) for w in weights]
-        return [*_straight_through(weights, rounded)]
+    def values_of_all(
+        self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
+    ) -> list[torch.Tensor]:
+        """One by one."""
+        return [self.values(weight, precision, dtype or weight.dtype) for weight in weights]
 
 
 def precisely_for(quantizer: str, group_size: int, reconstruction: str) -> Precisely:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -9,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import otaro
-from otaro.builtin import topics_training_text
+from otaro.builtin import MODEL_DIR, topics_training_text
 from otaro.cli.main import app
 
 NAMES = [str(p) for p in otaro.PRECISIONS]
@@ -51,6 +52,29 @@ def tuned(tmp_path):
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
+
+
+def test_a_checkpoint_is_analysed_as_it_was_tuned(text, tmp_path, monkeypatch):
+    from otaro.evaluate import gradients, weights
+    from otaro.file.coding import Coding, write_coding
+
+    class Enough(Exception):
+        pass
+
+    def note(*_, progress, modules="*", **coding):
+        seen.append(coding)
+        raise Enough
+
+    seen = []
+    monkeypatch.setattr(gradients, "analyze_gradients", note)
+    monkeypatch.setattr(weights, "analyze_weights", note)
+    tuned = shutil.copytree(MODEL_DIR, tmp_path / "tuned")
+    write_coding(tuned, Coding(32, "truncate"))
+    for words in (("weights",), ("weights", "--reconstruction", "midpoint"), ("gradients", "--text", text, *SMALL)):
+        result = CliRunner().invoke(app, ["analyze", words[0], str(tuned), *map(str, words[1:])])
+        assert isinstance(result.exception, Enough), result.output + repr(result.exception)
+    assert [found["reconstruction"] for found in seen] == ["truncate", "midpoint", "truncate"]
+    assert seen[2]["group_size"] == 32
 
 
 def test_gradients_leaves_figures_and_the_numbers_behind_them(text, tmp_path):

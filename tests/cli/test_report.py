@@ -1,12 +1,13 @@
 """`otaro report` as a user meets it, on a run of the built-in model."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 import otaro
-from otaro.builtin import topics_training_text
+from otaro.builtin import heldout_text, topics_training_text
 from otaro.cli.main import app
 
 
@@ -14,14 +15,64 @@ from otaro.cli.main import app
 def run_folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("report")
     (home / "text.txt").write_text(topics_training_text()[:20000])
-    out, small = home / "run", ["--steps", "3", "--batch-size", "4", "--sequence-length", "64"]
-    result = CliRunner().invoke(app, ["tune", "builtin", "--data", str(home / "text.txt"), "--out", str(out), *small])
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    out, small = home / "run", ["--steps", 3, "--batch-size", 4, "--sequence-length", 64]
+    done("tune", "builtin", "--data", home / "text.txt", "--out", out, "--recipe", "paper", "--group-size", 32, *small)
     return out
+
+
+def done(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
 
 
 def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "held.txt"
+    path.write_text(heldout_text()[:2000])
+    return path
+
+
+def perplexities(model, text, *more):
+    words = ("eval", model, "--text", text, "--window", 128, "--precision", "E5M8,E5M3", *more)
+    return {entry["precision"]: entry["value"] for entry in json.loads(done(*words, "--json"))["entries"]}
+
+
+def test_a_checkpoint_is_measured_and_packed_as_it_was_tuned(run_folder, tmp_path, text):
+    moved = shutil.copytree(run_folder / "model", tmp_path / "elsewhere")
+    assert json.loads((moved / "otaro.json").read_text()) == {"group_size": 32, "reconstruction": "truncate"}
+    as_packed = perplexities(run_folder / "nested", text)
+    assert perplexities(moved, text) == as_packed
+    assert perplexities(moved, text, "--reconstruction", "midpoint")["E5M3"] < as_packed["E5M3"]  # the paper's is worse
+    stored = json.loads((moved / "quality.json").read_text())["entries"]
+    codings = [(entry["group_size"], entry["reconstruction"]) for entry in stored]
+    assert codings == 2 * [(32, "truncate")] + 2 * [(32, "midpoint")]
+    assert "--group-size" not in stored[0]["command"]
+    assert stored[2]["command"].endswith(" --group-size 32 --reconstruction midpoint")
+    packed = json.loads(done("pack", moved, tmp_path / "packed", "--json"))
+    assert packed["model"] == otaro.load(run_folder / "nested", "E5M3").sefp.nested.base.header.model
+
+
+def test_a_page_never_joins_a_model_with_itself_quantised_otherwise(run_folder, tmp_path, text):
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    own = perplexities(run / "nested", text)
+    assert perplexities(run / "model", text) == own
+    other = perplexities(run / "model", text, "--reconstruction", "midpoint", "--group-size", 64)
+    done("report", run, "--no-samples")
+    page = (run / "report.html").read_text()
+    apart = page.index("quantised in groups of 64, midpoint")
+    for values, together in ((own, True), (other, False)):
+        assert [cell(value) in page[:apart] for value in values.values()] == [together] * 2
+        assert all(cell(value) in page for value in values.values())
+    assert "cost" in done("eval", run / "model", "--text", text, "--window", 128, "--precision", "E5M3,fp")
+
+
+def cell(value):
+    return f">{value:,.2f}" if value < 1000 else f">{value:,.0f}"
 
 
 def test_a_run_of_tune_becomes_a_page_in_its_folder(run_folder):

@@ -8,14 +8,17 @@ import pytest
 from otaro.errors import TargetError
 from otaro.evaluate.harness import PAPER_TASKS
 from otaro.evaluate.quality import (
+    Alike,
     Quality,
     QualityError,
     Record,
     comparable_tasks,
     read_quality,
+    series,
     task_averages,
     write_quality,
 )
+from otaro.file.coding import Coding
 
 MODEL, OTHER = "a" * 64, "b" * 64
 MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
@@ -192,7 +195,52 @@ def test_the_average_of_the_papers_eight_stays_whatever_else_was_measured():
 def test_tasks_are_comparable_at_one_limit_on_one_device():
     entries = [TASK, {**TASK, "limit": 5}, {**TASK, "device": "a GPU"}, {**TASK, "task": "piqa"}, PERPLEXITY]
     assert comparable_tasks(entries) == {
-        (None, "cpu"): [entries[0], entries[3]],
-        (5, "cpu"): [entries[1]],
-        (None, "a GPU"): [entries[2]],
+        Alike(None, "cpu", None): [entries[0], entries[3]],
+        Alike(5, "cpu", None): [entries[1]],
+        Alike(None, "a GPU", None): [entries[2]],
     }
+
+
+def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other():
+    paper, ours = ({"group_size": 64, "reconstruction": kind} for kind in ("truncate", "midpoint"))
+    for kind in (PERPLEXITY, {**TASK, "precision": "E5M4"}):
+        full = {**kind, "precision": "fp", "value": 0.9}
+        coded = [{**kind, **coding, "precision": p} for coding in (paper, ours) for p in ("E5M3", "E5M8")]
+        unknown = {**kind, "precision": "E5M3"}
+        groups = series([coded[0], full, *coded[1:], unknown])
+        assert [list(group.items()) for group in groups] == [
+            [("fp", full), ("E5M8", coded[1]), ("E5M3", coded[0])],
+            [("fp", full), ("E5M8", coded[3]), ("E5M3", coded[2])],
+            [("fp", full), ("E5M3", unknown)],
+        ]
+    tasks = [{**TASK, "task": task, **coding} for task in ("boolq", "piqa") for coding in ({}, {**paper, "precision": "E5M3"})]
+    ((common, alike),) = comparable_tasks(tasks).items()
+    assert (common.coding, list(task_averages(alike))) == (Coding(64, "truncate"), ["fp", "E5M3"])
+
+
+def test_entries_of_older_versions_say_how_they_were_quantised_only_where_that_is_known(tmp_path):
+    new = {**PERPLEXITY, "group_size": 64, "reconstruction": "truncate"}
+    stored(tmp_path, entries=[PERPLEXITY, TASK])
+    assert read_quality(tmp_path).entries[0] == PERPLEXITY
+    assert read_quality(tmp_path).find(new) is None
+    assert read_quality(tmp_path, older=Coding()).find(new) is None
+    told = read_quality(tmp_path, older=Coding(64, "truncate"))
+    assert told.find(new) == new
+    assert told.entries[1] == TASK  # full precision has no coding
+    Record(MODEL, tmp_path, Coding(64, "truncate")).add({**new, "value": 18.0})
+    assert [entry["value"] for entry in read_quality(tmp_path).entries] == [18.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "coding",
+    [
+        {"group_size": 64}, {"reconstruction": "midpoint"}, {"group_size": 33, "reconstruction": "midpoint"},
+        {"group_size": True, "reconstruction": "midpoint"}, {"group_size": 64, "reconstruction": "\x1b[2J"},
+        {"group_size": 64, "reconstruction": None}, {"group_size": 64, "reconstruction": "midpoint", "precision": "fp"},
+        {"reference_model": "abc"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_odd_coding_is_refused(tmp_path, coding):
+    with pytest.raises(QualityError, match="no quality record"):
+        read_quality(stored(tmp_path, entries=[{**PERPLEXITY, **coding}]))

@@ -1,18 +1,20 @@
 """An evaluation as a whole: what it measures, what it remembers, what it does when it is stopped."""
 
 import json
+import shutil
 import weakref
 
 import pytest
 
 import otaro
-from otaro.builtin import heldout_text
+from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.evaluate import run
 from otaro.evaluate.perplexity import choose_window, perplexity
 from otaro.evaluate.quality import Record, read_quality
 from otaro.evaluate.run import Evaluation, Wanted
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
+from otaro.file.coding import Coding
 
 TEXT = Text("held", heldout_text()[:600], "held.txt")
 VERSIONS = {"otaro": "0.1.0"}
@@ -52,6 +54,47 @@ def test_divergence_is_from_full_precision_or_the_finest_there_is(tiny, tmp_path
     from_finest = evaluation(tiny, "E5M3", divergence=True).run(Record("a" * 64, None), VERSIONS)
     assert from_finest[1]["reference"] == "E5M8"
     assert from_finest[1]["kl"] == pytest.approx(coarse["kl"], rel=0.05)
+
+
+def test_a_nested_model_is_compared_with_the_checkpoint_it_came_from(tiny, tmp_path):
+    assert Subject(str(tiny), original="builtin").precisions == ["fp", *map(str, otaro.PRECISIONS)]
+    subject = Subject(str(tiny), "fp,E5M3", original="builtin")
+    entries = Evaluation(subject, Wanted(TEXT, 64, divergence=True)).run(Record("a" * 64, tmp_path), VERSIONS)
+    from_full = evaluation("builtin", "fp,E5M3", divergence=True).run(Record("b" * 64, None), VERSIONS)
+    outcomes = [[(e["kind"], e["precision"], e.get("value"), e.get("kl")) for e in some] for some in (entries, from_full)]
+    assert outcomes[0] == outcomes[1]
+    whose = Subject("builtin").identity
+    assert [entry.get("reference_model") for entry in entries] == [whose, None, whose]
+    assert ["--reference builtin" in entry["command"] for entry in entries] == [True, False, True]
+    assert read_quality(tmp_path).entries == tuple(entries)
+    other = evaluation(tiny, "E5M3", divergence=True).plan[1]
+    assert read_quality(tmp_path).find(other) is None  # from the finest is another thing
+
+
+def test_a_reference_that_cannot_be_compared_with_is_refused(tiny, tmp_path, make_checkpoint):
+    with pytest.raises(otaro.OtaroError, match="--reference is for nested models; builtin is a checkpoint"):
+        Subject("builtin", original="builtin")
+    with pytest.raises(otaro.OtaroError, match="is a nested model; give an ordinary checkpoint"):
+        Subject(str(tiny), original=str(tiny))
+    stranger = shutil.copytree(make_checkpoint("llama"), tmp_path / "stranger")
+    for file in MODEL_DIR.glob("tokenizer*"):
+        shutil.copy(file, stranger)
+    swapped = shutil.copytree(MODEL_DIR, tmp_path / "swapped")
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, two = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for other in (stranger, swapped):
+        with pytest.raises(otaro.OtaroError, match="has another vocabulary or tokenizer than"):
+            Subject(str(tiny), original=str(other))
+
+
+def test_how_a_nested_model_is_packed_cannot_be_asked_for(tiny):
+    assert Subject(str(tiny), group_size=64, reconstruction="midpoint").coding == Coding(64, "midpoint")
+    for asked in ({"group_size": 32}, {"reconstruction": "truncate"}):
+        with pytest.raises(otaro.OtaroError, match="is packed in groups of 64, midpoint; pack its checkpoint anew"):
+            Subject(str(tiny), **asked)
 
 
 def test_the_unquantised_model_is_gone_before_the_packed_one_comes(monkeypatch):

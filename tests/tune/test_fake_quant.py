@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModelForCausalLM
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from otaro import encode
 from otaro.errors import OtaroError
 from otaro.file.checkpoint import Checkpoint
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.fake_quant import Precisely, prepare, quantize, restore
+from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore
+from tests.conftest import SIZES
 
 ARCHITECTURES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 MOE = ("mixtral", "qwen3_moe")
@@ -142,6 +144,30 @@ def test_gradients_are_those_of_the_decoded_weights(make_plain, architecture, pr
         assert_same_gradients(gradients(model), gradients(holding))
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral"])
+def test_weights_that_are_made_again_give_the_gradients_of_held_ones_bit_for_bit(make_plain, architecture, bf16):
+    found = []
+    for hold in (True, False):
+        model, precisely = prepared(make_plain(architecture))
+        precisely.hold = hold
+        dtype = torch.bfloat16 if bf16 else None
+        with precisely.at(M4, dtype), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            found.append(gradients(model))
+    assert_same_gradients(*found)
+
+
+def test_a_backward_pass_after_the_precision_was_left_is_still_at_it(make_plain):
+    model, precisely = prepared(make_plain())
+    precisely.hold = False
+    with precisely.at(M3):
+        expected = gradients(model)
+        loss = model(input_ids=IDS, labels=IDS).loss
+    model.zero_grad()
+    loss.backward()
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_exactly_what_will_be_packed_is_quantised_and_the_state_dict_keeps_its_keys(make_plain, architecture):
     model = make_plain(architecture)
@@ -235,7 +261,8 @@ def test_precisions_nest_and_are_restored_after_exceptions():
 def with_lora(model: nn.Module, **changes: object) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft, which makes LoRA layers, is not installed")
     torch.manual_seed(0)  # the adapters, B too, start at random
-    settings = {"target_modules": "all-linear", "init_lora_weights": False, **changes}
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    settings = {"target_modules": linears, "init_lora_weights": False, **changes}
     config = peft.LoraConfig(r=4, lora_alpha=6, **settings)
     return peft.get_peft_model(model, config)
 
@@ -297,6 +324,163 @@ def test_lora_dropout_is_refused(make_plain):
 def test_lora_on_other_modules_is_refused(make_plain, name, target):
     with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantised as merged"):
         prepare(with_lora(make_plain(name), **{"target_modules": [], **target}), Precisely())
+
+
+@pytest.mark.parametrize("kept", ["embed_tokens", "lm_head"])
+def test_an_embedding_or_head_that_peft_tunes_beside_the_adapters_is_quantised_as_it_will_be_packed(make_plain, kept):
+    lora = with_lora(make_plain(), modules_to_save=[kept])
+    tuned = next(p for name, p in lora.named_parameters() if f"{kept}.modules_to_save" in name)
+    tuned.data *= 1.25  # away from the original, which is still there
+    merged = merge_lora(copy.deepcopy(lora))
+    merged.packed_names = make_plain().packed_names
+    expected = decoded(merged, M3)
+    lora, precisely = prepared(lora)
+    with precisely.at(M3):
+        assert torch.equal(logits(lora), logits(expected))
+        found = gradients(lora)
+        with lora.disable_adapter():
+            assert torch.equal(logits(lora), logits(decoded(make_plain(), M3)))
+    name = next(name for name in found if "modules_to_save" in name)
+    of_decoded = gradients(expected.requires_grad_(True))
+    assert torch.equal(found[name], of_decoded[f"{'model.' if kept == 'embed_tokens' else ''}{kept}.weight"])
+
+
+def test_single_tuned_tokens_are_refused(make_plain):
+    with pytest.raises(OtaroError, match="name the embedding in modules_to_save"):
+        prepare(with_lora(make_plain(), trainable_token_indices=[3, 5]), Precisely())
+
+
+def test_an_embedding_that_scales_its_rows_is_quantised_before_it_does(random_model, tmp_path):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3_text", **SIZES, sliding_window=32, layer_types=["full_attention"] * 2)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.packed_names = {name for name, p in plain.named_parameters() if p.dim() == 2}
+    model, precisely = prepared(copy.deepcopy(plain))
+    assert torch.equal(logits(model), logits(plain))
+    with precisely.at(M3):
+        assert torch.equal(logits(model), logits(decoded(copy.deepcopy(plain), M3)))
+    restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+# LoRA over weights in their own type, which costs nothing but memory ----------------------------------------------------
+
+OWN = {"llama": torch.float16, "llama_tied": torch.bfloat16, "mistral": torch.bfloat16, "mixtral": torch.bfloat16}
+
+
+def narrow(model: nn.Module, dtype: torch.dtype, **changes: object) -> nn.Module:
+    lora = with_lora(model, **changes)
+    narrow_frozen(lora, dtype)
+    return lora
+
+
+@pytest.mark.parametrize("architecture", OWN)
+def test_frozen_matrices_stay_in_their_own_type_and_all_else_is_in_float32(make_plain, architecture):
+    plain, lora = make_plain(architecture), narrow(make_plain(architecture), OWN[architecture])
+    names = {name.replace("base_model.model.", "").replace("base_layer.", ""): p for name, p in lora.named_parameters()}
+    assert {name for name, p in names.items() if p.dtype == OWN[architecture]} == plain.packed_names
+    assert {p.dtype for name, p in names.items() if name not in plain.packed_names} == {torch.float32}
+    assert all(torch.equal(names[name].float(), p) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("architecture", OWN)
+def test_types_of_frozen_weights_change_no_bit_of_logits_and_gradients(make_plain, architecture, bf16):
+    both = with_lora(make_plain(architecture)), narrow(make_plain(architecture), OWN[architecture])
+    for precision in (None, M8, M3):
+        outputs, found = [], []
+        for lora in both:
+            precisely = Precisely()
+            prepare(lora, precisely)
+            dtype = torch.bfloat16 if bf16 else None
+            with precisely.at(precision, dtype), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                outputs.append(logits(lora))
+                found.append(gradients(lora))
+            restore(lora)
+        assert torch.equal(*outputs)
+        assert_same_gradients(found[1], found[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
+def test_merging_for_good_gives_the_bits_that_were_tuned_whatever_the_types(make_plain, architecture):
+    """peft would round the sum to the type of the frozen weight, and autocast the product of the factors to bfloat16."""
+    lora, precisely = prepared(narrow(make_plain(architecture), torch.bfloat16))
+    seen = []
+    layer = lora.base_model.model.model.layers[0].self_attn.q_proj
+    values = precisely.values
+    precisely.values = lambda weight, *rest: seen.append(weight.detach()) or values(weight, *rest)
+    with precisely.at(M3), torch.autocast("cpu", torch.bfloat16):
+        layer(torch.ones(1, layer.in_features))
+    precisely.values = values
+    with precisely.at(M3):
+        expected = logits(lora)
+    merged = merge_lora(lora)
+    merged.packed_names = make_plain(architecture).packed_names
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    assert torch.equal(merged.model.layers[0].self_attn.q_proj.weight, *seen)
+    assert not torch.equal(seen[0], seen[0].bfloat16().float())
+    assert torch.equal(logits(decoded(merged, M3)), expected)
+
+
+def fresh_bytes_saved(model: nn.Module) -> dict[tuple[int, ...], int]:
+    """Bytes that autograd keeps for the backward pass and that are no parameter of the model, by shape, two sides sorted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in own:
+            saved[place] = tensor  # and alive, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    found: dict[tuple[int, ...], int] = {}
+    for tensor in saved.values():
+        shape = tuple(sorted(tensor.shape))
+        found[shape] = found.get(shape, 0) + tensor.untyped_storage().nbytes()
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, M3], ids=["full precision", "E5M3"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "mistral", "mixtral"])
+def test_of_frozen_weights_no_copy_is_kept_for_the_backward_pass(make_plain, architecture, bf16, precision):
+    lora, precisely = prepared(narrow(make_plain(architecture), torch.bfloat16))
+    weights = {tuple(sorted(p.shape[-2:])) for p in lora.parameters() if p.dtype == torch.bfloat16}
+    weights |= {tuple(sorted(p.shape)) for p in lora.parameters() if p.dim() == 3}
+    with precisely.at(precision, torch.bfloat16 if bf16 else None), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        saved = fresh_bytes_saved(lora)
+    assert saved  # activations
+    assert {shape: bytes for shape, bytes in saved.items() if shape in weights} == {}
+
+
+def test_quantised_experts_are_gone_when_their_layer_is_done(make_plain):
+    """Hooks of ours hide from others what they keep, so here it is the memory itself that is looked at."""
+    lora, precisely = prepared(narrow(make_plain("mixtral"), torch.bfloat16))
+    made, values = [], precisely.values
+
+    def watched(weight: torch.Tensor, *how: object) -> torch.Tensor:
+        quantized = values(weight, *how)
+        if len(weight) == lora.config.num_local_experts:  # a stack
+            made.append(StorageWeakRef(quantized.untyped_storage()))
+        return quantized
+
+    precisely.values = watched
+    with precisely.at(M3):
+        loss = lora(input_ids=IDS, labels=IDS).loss
+        assert len(made) == 2 * 2  # layers, stacks
+        assert all(memory.expired() for memory in made)
+        loss.backward()
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
+def test_gradient_checkpointing_of_lora_gives_the_same_gradients(make_plain, architecture):
+    lora, precisely = prepared(narrow(make_plain(architecture), torch.bfloat16))
+    with precisely.at(M3):
+        expected = gradients(lora)
+        lora.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_same_gradients(gradients(lora), expected)
 
 
 # Held weights: quantised once for a step --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -42,11 +42,32 @@ TokenOption = Annotated[
 CacheDirOption = Annotated[
     Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.", show_default=False)
 ]
+ReconstructionOption = Annotated[
+    Literal["midpoint", "truncate"] | None,
+    typer.Option(
+        help="What a code stands for: the middle of its interval (midpoint), or its end toward zero (truncate, the paper's). "
+        "By default as the model was tuned, else midpoint.",
+        show_default=False,
+    ),
+]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Weights that share an exponent, a multiple of 32. By default as the model was tuned, else 64.",
+        show_default=False,
+    ),
+]
 
 
 def print_json(value: Any) -> None:
     """One line of JSON, free of any styling."""
     typer.echo(json.dumps(value))
+
+
+def remark(*lines: str) -> None:
+    """Lines on standard error, as they are."""
+    for line in lines:
+        err.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @contextmanager

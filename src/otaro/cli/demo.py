@@ -145,7 +145,8 @@ def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
 
     with console.progress_bar("measuring") as progress:
         evaluation = Evaluation(subject, Wanted(text))
-        entries = evaluation.run(Record(subject.identity, keep), console.versions(), progress=progress)
+        record = Record(subject.identity, keep, subject.older_coding)
+        entries = evaluation.run(record, console.versions(), progress=progress)
     return {entry["precision"]: entry["value"] for entry in entries}
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
 TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name or owner/name/config:split), or on `builtin`."
+REFERENCE_HELP = "The checkpoint that a nested model came from: fp and divergence are then this one's."
 TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
 
 
@@ -35,6 +36,9 @@ def evaluate(
         bool,
         typer.Option("--divergence", help="Compare predictions on the text with fp, or a nested model's finest."),
     ] = False,
+    reference: Annotated[str | None, typer.Option(help=REFERENCE_HELP, show_default=False)] = None,
+    group_size: console.GroupSizeOption = None,
+    reconstruction: console.ReconstructionOption = None,
     tasks: Annotated[str | None, typer.Option(help=TASKS_HELP, show_default=False)] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.", show_default=False)
@@ -53,8 +57,9 @@ def evaluate(
 ) -> None:
     """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
 
-    Every finished measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted evaluation
-    goes on where it stopped. `otaro inspect` shows the record.
+    A checkpoint is quantised as `otaro tune` tuned it, or as --group-size and --reconstruction say. Every finished
+    measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted evaluation goes on where
+    it stopped. `otaro inspect` shows the record.
     """
     import otaro
     from otaro.evaluate.quality import Record
@@ -71,12 +76,21 @@ def evaluate(
         raise otaro.OtaroError("there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both")
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
-        subject = Subject(model, precision, device=device, with_reference=divergence, hub=Hub(revision, token, cache_dir))
+        subject = Subject(
+            model,
+            precision,
+            device=device,
+            with_reference=divergence,
+            group_size=group_size,
+            reconstruction=reconstruction,
+            original=reference,
+            hub=Hub(revision, token, cache_dir),
+        )
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
         wanted = Wanted(open_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None
-        record = Record(subject.identity if place is not None else "0" * 64, place)
+        record = Record(subject.identity if place is not None else "0" * 64, place, subject.older_coding)
     try:
         with console.progress_bar("evaluating") as progress:
             entries = evaluation.run(record, console.versions(), again=again, progress=progress)
@@ -101,13 +115,15 @@ def open_text(source: str) -> Text:
 
 
 def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    from otaro.evaluate.quality import task_averages
+    from otaro.evaluate.quality import FULL, task_averages
 
     subject = evaluation.subject
     return {
         "model": subject.model,
         "precisions": subject.precisions,
         "reference": subject.reference,
+        "reference_model": subject.original and subject.original.identity,
+        **({} if subject.precisions == [FULL] else asdict(subject.coding)),
         "window": evaluation.window or None,
         "stride": evaluation.stride or None,
         "entries": entries,

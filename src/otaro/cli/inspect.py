@@ -23,6 +23,7 @@ def inspect(
     """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured."""
     from otaro.evaluate.quality import QualityError, read_quality
     from otaro.file.checkpoint import resolve_nested
+    from otaro.file.coding import Coding
     from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
@@ -31,7 +32,8 @@ def inspect(
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
     try:
-        quality = read_quality(nested.path, summary.model)
+        coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
+        quality = read_quality(nested.path, summary.model, coding)
     except QualityError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
         quality = None

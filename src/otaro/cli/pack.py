@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,11 +15,8 @@ from otaro.cli import console
 def pack(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
-    reconstruction: Annotated[
-        Literal["midpoint", "truncate"],
-        typer.Option(help="What a code stands for: the middle of its interval, or its end toward zero (the paper's)."),
-    ] = "midpoint",
-    group_size: Annotated[int, typer.Option(help="Weights that share an exponent; a multiple of 32.")] = 64,
+    reconstruction: console.ReconstructionOption = None,
+    group_size: console.GroupSizeOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model; other files in it stay.")
     ] = False,
@@ -56,9 +53,13 @@ def pack(
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
     total = sum(path.stat().st_size for path in out.glob("model-m*.safetensors"))
     if json:
-        console.print_json({"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model})
+        coding = {"group_size": nested.schema.group_size, "reconstruction": nested.schema.reconstruction}
+        result = {"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model}
+        console.print_json({**result, **coding})
     else:
         console.out.print(
-            f"packed {model} into {out}: {console.size(total)} for all six precisions, {seconds:.1f} s", highlight=False
+            f"packed {model} into {out}: {console.size(total)} for all six precisions, {seconds:.1f} s "
+            f"(groups of {nested.schema.group_size}, {nested.schema.reconstruction})",
+            highlight=False,
         )
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)

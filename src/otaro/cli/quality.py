@@ -11,6 +11,8 @@ from otaro.cli import console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from otaro.file.coding import Coding
+
 Entry = dict[str, Any]
 TITLE = "Quality by precision"
 
@@ -88,26 +90,32 @@ def _precisions(entries: list[Entry]) -> list[str]:
     return [name for name in PRECISION_NAMES if name in measured]
 
 
-def _grouped(entries: list[Entry], kind: str) -> Iterator[dict[str, Entry]]:
+def _grouped(entries: list[Entry], kind: str) -> list[dict[str, Entry]]:
     """The entries of a kind that differ in nothing but precision, by precision, fine to coarse."""
-    from otaro.evaluate.quality import identity
+    from otaro.evaluate.quality import series
 
-    groups: dict[tuple[Any, ...], dict[str, Entry]] = {}
-    for entry in entries:
-        if entry["kind"] == kind:
-            groups.setdefault(identity({**entry, "precision": None}), {})[entry["precision"]] = entry
-    order = _precisions(entries)
-    for group in groups.values():
-        yield dict(sorted(group.items(), key=lambda item: order.index(item[0])))
+    return series(entry for entry in entries if entry["kind"] == kind)
 
 
 def _cells(group: dict[str, Entry], write: Callable[[Entry], str]) -> dict[str, str]:
     return {precision: write(entry) for precision, entry in group.items()}
 
 
-def _device(entries: list[Entry], device: str | None) -> str:
-    """The line of a heading that names the device, where there is more than one."""
-    return f"\non {device or 'an unnamed device'}" if len({entry.get("device") for entry in entries}) > 1 else ""
+def _apart(entries: list[Entry], device: str | None, coding: Coding | None) -> str:
+    """The lines of a heading that name device and coding, where there is more than one."""
+    from otaro.evaluate.quality import FULL, coding_of
+
+    devices = {entry.get("device") for entry in entries}
+    codings = {coding_of(entry) for entry in entries if entry["precision"] != FULL}
+    on = f"\non {device or 'an unnamed device'}" if len(devices) > 1 else ""
+    return on + (f"\n{coding or 'coding unknown'}".replace(", ", "\n") if len(codings) > 1 else "")
+
+
+def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
+    from otaro.evaluate.quality import coding_of
+
+    last = list(group.values())[-1]  # the first may be full precision, which has no coding
+    return _apart(entries, last.get("device"), coding_of(last))
 
 
 def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
@@ -116,29 +124,30 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
     for group in _grouped(entries, "perplexity"):
         best, first = next(iter(group.items()))
         full = first["value"]
-        settings = f"{first['text']}\n{first['window']}/{first['stride']}" + _device(entries, first.get("device"))
+        settings = f"{first['text']}\n{first['window']}/{first['stride']}" + _apart_of(entries, group)
         yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
         if len(group) > 1:
             costs = {precision: f"{entry['value'] / full - 1:+.1%}" for precision, entry in group.items()}
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
         first = next(iter(group.values()))
-        reference, on = first.get("reference", FULL), _device(entries, first.get("device"))
+        reference, on = first.get("reference", FULL), _apart_of(entries, group)
         yield _Column(f"KL\nvs {reference}{on}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
         yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
 
 
 def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
     for group in _grouped(entries, "perplexity"):
-        on = _device(entries, next(iter(group.values())).get("device"))
+        on = _apart_of(entries, group)
         yield _Column(f"tokens/s{on}", _cells(group, lambda entry: f"{entry['tokens_per_second']:,.0f}"))
 
 
 def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
     from otaro.evaluate.quality import comparable_tasks, task_averages
 
-    for (limit, device), alike in comparable_tasks(entries).items():
-        some = (f"\nfirst {limit}" if limit is not None else "") + _device(entries, device)
+    for common, alike in comparable_tasks(entries).items():
+        some = f"\nfirst {common.limit}" if common.limit is not None else ""
+        some += _apart(entries, common.device, common.coding)
         for group in _grouped(alike, "task"):
             first = next(iter(group.values()))
             scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
@@ -156,6 +165,8 @@ def _legend(entries: list[Entry]) -> Iterator[str]:
         yield f"{text}: {tokens:,} tokens{short}"
     if any(entry["kind"] == "perplexity" for entry in entries):
         yield "perplexity: text, and window/stride in tokens"
+    for reference in dict.fromkeys(e["reference_model"] for e in entries if "reference_model" in e):
+        yield f"fp is the reference's, the checkpoint {reference[:12]}"
     if any(entry["kind"] == "divergence" for entry in entries):
         yield "KL in nats per token; same token: how often the likeliest next token agrees"
     if any(entry["kind"] == "task" for entry in entries):

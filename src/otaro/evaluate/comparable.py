@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from otaro.evaluate.charts import shown
-from otaro.evaluate.quality import comparable_tasks, task_averages
+from otaro.evaluate.quality import FULL, coding_of, comparable_tasks, task_averages
 from otaro.evaluate.run_folder import BEFORE, Run
 
 Entry = Mapping[str, Any]
@@ -52,7 +52,8 @@ def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
     for run in runs:
         if run.tuning is not None:
             training = run.tuning["training"]
-            told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
+            begun = ", each with a beginning-of-text token" if run.tuning.get("bos") else ""
+            told = f"sequences of {training.get('sequence_length')}{begun}, seed {training.get('seed')}"
             told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
             for stage, values in run.held_out.items():
                 series = Series(run.name, stage, values, [run.command])
@@ -70,6 +71,16 @@ def stage_of(run: str) -> str:
     return "before" if run == BEFORE else "after"
 
 
+def otherwise(run: Run, entry: Entry) -> str:
+    """How an entry's weights became codes, in words, where that is not how the run's model does it.
+
+    Runs that were tuned and packed in different ways stand side by side, each as it is; a model that was measured in another
+    way than its own is another model, and stands apart.
+    """
+    coding = coding_of(entry)
+    return "" if entry["precision"] == FULL or coding == run.coding else f"{coding or 'an unknown coding'}"
+
+
 def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, Measured]:
     """Entries of one kind, by the text and the windows they were measured on, and by device, or else the first of each."""
     found: dict[str, Measured] = {}
@@ -82,6 +93,8 @@ def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, M
                 text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
                 if kind == "divergence":
                     text = f"{shown(entry['reference'])} precision on {text}"
+                if apart := otherwise(run, entry):
+                    text += f", quantised in {apart}"
                 if device:
                     text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
                 found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
@@ -92,15 +105,17 @@ def averages(runs: Sequence[Run]) -> dict[str, Measured]:
     """Averages over tasks, those over the same tasks with the same data together."""
     found: dict[tuple[Any, ...], Measured] = {}
     for run in runs:
-        for (limit, _), entries in comparable_tasks(run.quality).items():
+        for common, entries in comparable_tasks(run.quality).items():
+            limit, apart = common.limit, max(otherwise(run, entry) for entry in entries)
             for precision, average in task_averages(entries).items():
                 own = [entry for entry in entries if entry["precision"] == precision and entry["task"] in average.tasks]
                 data = frozenset((entry["task"], entry.get("data_sha256")) for entry in own)
                 about = {"value": average.value, "stderr": average.stderr, "commands": [entry["command"] for entry in own]}
-                found.setdefault((average.name, limit, data), {}).setdefault((run.name, precision), about)
+                found.setdefault((average.name, limit, apart, data), {}).setdefault((run.name, precision), about)
     labelled: dict[str, Measured] = {}
-    for (name, limit, _), measured in found.items():
+    for (name, limit, apart, _), measured in found.items():
         label = f"{name}, first {limit}" if limit else name
+        label += f", quantised in {apart}" if apart else ""
         while label in labelled:
             label += ", other tasks or data"
         labelled[label] = measured

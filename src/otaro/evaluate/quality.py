@@ -6,9 +6,12 @@ A record names the model it is about and lists measurements, `entries`, of three
     divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
     task         accuracy on a task of lm-evaluation-harness
 
-An entry is *identified* by its kind, its precision, the device and what was asked (`IDENTITY`); measuring the same again
-replaces it. The rest is the outcome, and under which circumstances it came about: command, date, versions. The file is
-written whole after every measurement, so an evaluation that dies loses only what it was at.
+An entry is *identified* by its kind, its precision, how weights became codes, the device and what was asked (`IDENTITY`);
+measuring the same again replaces it. The rest is the outcome, and under which circumstances it came about: command, date,
+versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
+
+Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
+nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
 
 A record travels with its model and so comes from strangers: nothing in it is believed before it has been checked, and names are
 free of control characters, which could otherwise speak to the terminal that shows them.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from math import sqrt
 from pathlib import Path
@@ -28,6 +31,7 @@ from typing import Any
 from otaro.errors import OtaroError
 from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
 from otaro.file.atomic import update_text, write_text
+from otaro.file.coding import Coding, is_group_size, is_reconstruction
 from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
@@ -93,7 +97,13 @@ def _or_null(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-_AT: dict[str, Check] = {"precision": _is_precision, "device": _is_name}
+CODING = {"group_size": is_group_size, "reconstruction": is_reconstruction}
+_AT: dict[str, Check] = {
+    "precision": _is_precision,
+    **CODING,
+    "device": _is_name,
+    "reference_model": _is_digest,
+}
 _ON_TEXT: dict[str, Check] = {"text": _is_name, "text_sha256": _is_digest, "window": _is_count, "tokens": _is_count}
 IDENTITY: dict[str, dict[str, Check]] = {
     "perplexity": {**_AT, **_ON_TEXT, "stride": _is_count},
@@ -112,12 +122,47 @@ OUTCOME: dict[str, dict[str, Check]] = {
     },
 }
 CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions}
-OPTIONAL = {"reference", "data_sha256", "truncated", "device"}  # other writers may not know them
+# Other writers may not know them, or they do not apply.
+OPTIONAL = {*CODING, "reference_model", "reference", "data_sha256", "truncated", "device"}
 
 
 def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells an entry from others: equal for two measurements of the same thing."""
     return (entry["kind"], *(entry.get(field) for field in IDENTITY[entry["kind"]]))
+
+
+def coding_of(entry: Mapping[str, Any]) -> Coding | None:
+    """How weights became codes; None for full precision, and where an older version did not say."""
+    return Coding(*(entry[field] for field in CODING)) if all(field in entry for field in CODING) else None
+
+
+def with_coding(entry: Entry, coding: Coding | None) -> Entry:
+    """The entry, saying that its weights became codes in this way; full precision has none."""
+    return entry if coding is None or entry["precision"] == FULL else {**entry, **asdict(coding)}
+
+
+def series(entries: Iterable[Entry]) -> list[dict[str, Entry]]:
+    """Entries that differ in nothing but precision, by precision and from fine to coarse.
+
+    Full precision is that of every coding of the same model: it begins each series that else agrees with it.
+    """
+    whole: dict[tuple[Any, ...], list[Entry]] = {}  # full precision
+    parts: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Entry]]] = {}  # by coding
+    for entry in entries:
+        free = ("precision", "reference_model", *CODING) if entry["kind"] != "divergence" else ("precision", *CODING)
+        key = identity({field: value for field, value in entry.items() if field not in free})
+        codings = parts.setdefault(key, {})
+        if entry["precision"] == FULL:
+            whole.setdefault(key, []).append(entry)
+        else:
+            codings.setdefault(tuple(entry.get(field) for field in CODING), {})[entry["precision"]] = entry
+    order = PRECISION_NAMES.index
+    return [
+        {**full, **dict(sorted(part.items(), key=lambda item: order(item[0])))}
+        for key, codings in parts.items()
+        for full in [{FULL: entry} for entry in whole.get(key, [])] or [{}]
+        for part in codings.values() or [{}]
+    ]
 
 
 @dataclass(frozen=True)
@@ -141,15 +186,19 @@ class Quality:
         return {"schema": SCHEMA, "model": self.model, "entries": list(self.entries)}
 
 
-def read_quality(directory: Path, model: str | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused."""
+def read_quality(directory: Path, model: str | None = None, older: Coding | None = None) -> Quality | None:
+    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused.
+
+    `older` is how weights became codes in entries of versions that did not say so: as a nested model's file has it, and for
+    a checkpoint, whatever it was tuned for, by default. With None nobody knows, and such entries stand alone.
+    """
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
     if path.stat().st_size > _LARGEST:
         raise QualityError(f"{path} is larger than any quality record; move it away")
     try:
-        quality = parse_quality(path.read_text(encoding="utf-8"))
+        quality = parse_quality(path.read_text(encoding="utf-8"), older)
     except ValueError as error:  # of JSON, of UTF-8, or ours
         raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
     if model is not None and quality.model != model:
@@ -174,8 +223,8 @@ def _text(quality: Quality) -> str:
     return text + "\n"
 
 
-def parse_quality(text: str) -> Quality:
-    """Check every field of every entry; a ValueError says what is wrong."""
+def parse_quality(text: str, older: Coding | None = None) -> Quality:
+    """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no number")
@@ -194,9 +243,10 @@ def parse_quality(text: str) -> Quality:
         raise ValueError("its entries are not a list")
     for number, entry in enumerate(raw["entries"]):
         _check_entry(f"entry {number}", entry)
-    if len({identity(entry) for entry in raw["entries"]}) != len(raw["entries"]):
+    entries = tuple(entry if coding_of(entry) else with_coding(entry, older) for entry in raw["entries"])
+    if len({identity(entry) for entry in entries}) != len(entries):
         raise ValueError("two entries are about the same measurement")
-    return Quality(raw["model"], tuple(raw["entries"]))
+    return Quality(raw["model"], entries)
 
 
 def _check_entry(where: str, entry: object) -> None:
@@ -208,6 +258,8 @@ def _check_entry(where: str, entry: object) -> None:
     for name in entry.keys() & fields.keys():
         if not fields[name](entry[name]):
             raise ValueError(f"{where}: {name} is {str(entry[name])[:40]!r}")
+    if len(entry.keys() & CODING) == 1 or (entry["precision"] == FULL and coding_of(entry)):
+        raise ValueError(f"{where}: group_size and reconstruction go together, and full precision has neither")
 
 
 @dataclass(frozen=True)
@@ -226,13 +278,33 @@ def is_share(metric: str) -> bool:
     return metric.startswith(("acc", "exact_match"))
 
 
-def comparable_tasks(entries: Iterable[Entry]) -> dict[tuple[int | None, str | None], list[Entry]]:
-    """The entries about tasks, by limit and device: only such as agree in these are averaged."""
-    found: dict[tuple[int | None, str | None], list[Entry]] = {}
+@dataclass(frozen=True)
+class Alike:
+    """What entries about tasks have in common that are averaged."""
+
+    limit: int | None
+    device: str | None
+    coding: Coding | None
+    """None for full precision alone, and where nobody knows."""
+    reference_model: str | None = None
+    """Whose full precision it is, if not the model's own."""
+
+
+def comparable_tasks(entries: Iterable[Entry]) -> dict[Alike, list[Entry]]:
+    """The entries about tasks by what they agree in: only such are averaged. Full precision goes with every coding."""
+    near: dict[tuple[int | None, str | None], list[Entry]] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            found.setdefault((entry["limit"], entry.get("device")), []).append(entry)
-    return found
+            near.setdefault((entry["limit"], entry.get("device")), []).append(entry)
+    return {
+        Alike(limit, device, coding, reference): [
+            entry for entry in some
+            if (entry.get("reference_model") == reference if entry["precision"] == FULL else coding_of(entry) == coding)
+        ]
+        for (limit, device), some in near.items()
+        for coding in dict.fromkeys(coding_of(entry) for entry in some if entry["precision"] != FULL) or [None]
+        for reference in dict.fromkeys(e.get("reference_model") for e in some if e["precision"] == FULL) or [None]
+    }  # fmt: skip
 
 
 def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
@@ -245,7 +317,7 @@ def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
     names: dict[tuple[Any, ...], str] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            key = identity({**entry, "precision": None})
+            key = (entry["task"], entry["limit"], entry.get("data_sha256"), entry.get("device"))
             by_precision.setdefault(entry["precision"], {})[key] = entry
             names[key] = entry["task"]
     is_paper = PAPER_TASKS.keys() <= set(names.values())
@@ -265,8 +337,9 @@ def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
 class Record:
     """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory only."""
 
-    def __init__(self, model: str, directory: Path | None) -> None:
-        self._model, self._directory = model, directory
+    def __init__(self, model: str, directory: Path | None, older: Coding | None = None) -> None:
+        """`older` is as `read_quality` has it."""
+        self._model, self._directory, self._older = model, directory, older
         self._quality = self._read()
 
     @property
@@ -293,4 +366,4 @@ class Record:
     def _read(self) -> Quality:
         if self._directory is None:
             return getattr(self, "_quality", Quality(self._model))
-        return read_quality(self._directory, self._model) or Quality(self._model)
+        return read_quality(self._directory, self._model, self._older) or Quality(self._model)

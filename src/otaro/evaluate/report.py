@@ -17,7 +17,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cell, score_cell, share_cell
 from otaro.evaluate.charts import shown
-from otaro.evaluate.comparable import Measured, Series, averages, by_text, perplexities, stage_of
+from otaro.evaluate.comparable import Measured, Series, averages, by_text, otherwise, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
 from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
@@ -119,7 +119,8 @@ class _Report:
                 if entry["kind"] == "task":
                     limit = f", first {entry['limit']}" if entry.get("limit") else ""
                     data = f", data {entry['data_sha256'][:8]}" if entry.get("data_sha256") else ""
-                    measured = by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit}{data})", {})
+                    apart = f", quantised in {told}" if (told := otherwise(run, entry)) else ""
+                    measured = by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit}{data}{apart})", {})
                     measured.setdefault((run.name, entry["precision"]), entry)
         if not by_task:
             return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")

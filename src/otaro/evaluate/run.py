@@ -23,7 +23,7 @@ from otaro.evaluate.divergence import divergence
 from otaro.evaluate.harness import Tasks
 from otaro.evaluate.perplexity import choose_window, perplexity
 from otaro.evaluate.progress import Count, Progress
-from otaro.evaluate.quality import FULL, LONGEST, Entry, Record
+from otaro.evaluate.quality import FULL, LONGEST, Entry, Record, with_coding
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
 
@@ -58,6 +58,9 @@ class Evaluation:
             if not 0 < self.stride <= self.window:
                 raise OtaroError(f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}")
             self._ids = wanted.text.ids(tokenizer)
+            original = subject.original
+            if original is not None and not torch.equal(wanted.text.ids(original.tokenizer), self._ids):
+                raise OtaroError(f"--reference {original.model} has another tokenizer: it reads {wanted.text.name} otherwise")
         self._tasks = Tasks(wanted.tasks, wanted.data_dir) if wanted.tasks else None
         self.plan = [entry for precision in subject.precisions for entry in self._entries_at(precision)]
 
@@ -99,12 +102,16 @@ class Evaluation:
 
     def _entries_at(self, precision: str) -> Iterator[Entry]:
         """What identifies the measurements at a precision."""
-        at: Entry = {"precision": precision, "device": self.subject.device_name}
+        subject = self.subject
+        at = with_coding({"precision": precision, "device": subject.device_name}, subject.coding)
+        elsewhere = {"reference_model": subject.original.identity} if subject.original is not None else {}
+        if precision == FULL:
+            at |= elsewhere
         if (text := self.wanted.text) is not None:
             on_text = {"text": text.name, "text_sha256": text.sha256, "window": self.window, "tokens": len(self._ids)}
             yield {"kind": "perplexity", **at, **on_text, "stride": self.stride}
-            if self.wanted.divergence and precision != self.subject.reference:
-                yield {"kind": "divergence", **at, **on_text, "reference": self.subject.reference}
+            if self.wanted.divergence and precision != subject.reference:
+                yield {"kind": "divergence", **at, **on_text, "reference": subject.reference, **elsewhere}
         if (tasks := self._tasks) is not None:
             for name in tasks.names:
                 data = {"limit": self.wanted.limit, "data_sha256": tasks.data_sha256(name)}
@@ -155,6 +162,11 @@ class Evaluation:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
             words += ["--divergence"] if entry["kind"] == "divergence" else []
         words += ["--revision", self.subject.revision] if self.subject.revision is not None else []
+        if self.subject.coding_asked and entry["precision"] != FULL:
+            coding = self.subject.coding
+            words += ["--group-size", str(coding.group_size), "--reconstruction", coding.reconstruction]
+        if self.subject.original is not None and FULL in (entry["precision"], entry.get("reference")):
+            words += ["--reference", self.subject.original.model]
         words += ["--device", self.subject.device] if self.subject.device != "cpu" else []
         command = shlex.join(words)
         command = command if command.isprintable() else ascii(command)

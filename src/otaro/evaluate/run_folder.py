@@ -18,16 +18,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, identity, read_quality
+from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, coding_of, identity, read_quality
+from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
 
+T = TypeVar("T")
 BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that very name is called by its path."""
 NAMES = PRECISION_NAMES
@@ -62,6 +64,8 @@ class Run:
     """How many tokens that is, where it is told."""
     quality: list[Entry]
     """Entries of quality.json."""
+    coding: Coding | None
+    """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was measured first."""
     gradients: dict[str, Any] | None
     weights: dict[str, Any] | None
     checkpoint: Path | None
@@ -114,6 +118,13 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     nested = next((model for model in models if (model / shard_name(BASE)).is_file()), None)
     directory = NestedDirectory(nested) if nested else None
     identities = {nested: directory.base.header.model} if directory else {}
+    schema = directory.schema if directory else None
+    coding = Coding(schema.group_size, schema.reconstruction) if schema else None
+    checkpoints = [model for model in models if (model / "config.json").is_file() or model == path / "model"]
+    older: dict[Path | None, Coding | None] = {**dict.fromkeys(checkpoints, DEFAULT_CODING), nested: coding}
+    quality = _without_repeats(
+        entry for model in models for entry in _quality_of(model, identities.get(model), older.get(model))
+    )
     homes = dict.fromkeys([path, *models])
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
     return Run(
@@ -123,7 +134,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         log=list(_read_log(path / "log.jsonl")),
         held_out=held_out,
         held_out_tokens=held_out_tokens,
-        quality=_without_repeats(entry for model in models for entry in _quality_of(model, identities.get(model))),
+        quality=quality,
+        coding=coding or _coding_of(models, quality),
         gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
         weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
         checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
@@ -132,9 +144,15 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     )
 
 
-def _quality_of(directory: Path, model: str | None) -> list[Entry]:
+def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
+    """How a model that is not nested is quantised, if anything tells."""
+    checkpoint = next((model for model in models if (model / "config.json").is_file()), None)
+    return choose_coding(checkpoint) if checkpoint else _first(map(coding_of, quality))
+
+
+def _quality_of(directory: Path, model: str | None, older: Coding | None) -> list[Entry]:
     """What was measured of a model, in quality.json in its directory; `model` identifies a nested one."""
-    quality = read_quality(directory, model)
+    quality = read_quality(directory, model, older)
     blank = {"stderr": None, "tokens_per_second": None, "reference": FULL}
     return [{**blank, **entry} for entry in quality.entries] if quality else []
 
@@ -259,7 +277,7 @@ def is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _first(found: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+def _first(found: Iterable[T | None]) -> T | None:
     return next((some for some in found if some is not None), None)
 
 

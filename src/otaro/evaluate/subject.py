@@ -6,7 +6,10 @@ a kill leaves them behind. So its numbers are those of packing and loading by co
 to keep equal to the first, and memory holds packed weights and one decoded layer at a time. The price is disk space: 9 bits
 per weight, in the system's temporary directory (set TMPDIR to choose another).
 
-The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go when told to.
+A checkpoint is quantised as it was tuned, or as asked for (`file.coding`); a nested model is what it is.
+
+The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go when told to. A
+nested model has none, but may be given the checkpoint it is to be compared with, of the same vocabulary: that one's then.
 """
 
 from __future__ import annotations
@@ -14,22 +17,25 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from otaro.errors import CheckpointError, PrecisionError
+from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES
 from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
+from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.pack import pack
 from otaro.runtime.load import check_device, load, load_tokenizer
 from otaro.runtime.precision import set_precision
+from otaro.sefp.codec import Reconstruction
 from otaro.sefp.precision import FINEST, Precision
 
 ALL = "all"
@@ -54,11 +60,22 @@ class Subject:
     """
 
     def __init__(
-        self, model: str, precision: str = ALL, *, device: str = "cpu", with_reference: bool = False, hub: Hub = HUB
+        self,
+        model: str,
+        precision: str = ALL,
+        *,
+        device: str = "cpu",
+        with_reference: bool = False,
+        group_size: int | None = None,
+        reconstruction: Reconstruction | None = None,
+        original: str | None = None,
+        hub: Hub = HUB,
     ) -> None:
+        """`original` is the checkpoint that a nested model is compared with."""
         check_device(device)
         self.model, self.device, self.revision = model, device, hub.revision
         self.is_directory = Path(model).is_dir()
+        self.coding_asked = group_size is not None or reconstruction is not None
         wanted = parse_precisions(precision)
         self.path = resolve_model(model, ["config.json"], hub)
         self.is_nested = _is_nested(self.path)
@@ -67,21 +84,52 @@ class Subject:
             finest = max(named) if named and not with_reference else None
             nested = NestedDirectory(resolve_nested(model, finest, hub))
             self.path = nested.path
-            self.reference = str(nested.finest)
+            self.coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
+            for flag, asked, there in (
+                ("--group-size", group_size, self.coding.group_size),
+                ("--reconstruction", reconstruction, self.coding.reconstruction),
+            ):
+                if asked not in (None, there):
+                    raise OtaroError(f"{flag} {asked}: {model} is packed in {self.coding}; pack its checkpoint anew")
+            self.reference = str(nested.finest) if original is None else FULL
             present = [name for name in PRECISION_NAMES[1:] if Precision(name) <= nested.finest]
-            self.precisions = present if wanted is None else wanted
-            if FULL in self.precisions:
+            self.precisions = ([FULL] if original is not None else []) + present if wanted is None else wanted
+            if FULL in self.precisions and original is None:
                 raise PrecisionError(
-                    f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed from"
+                    f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed from, "
+                    "or name that with --reference"
                 )
-            nested.require(max(map(Precision, self.precisions)))
+            nested.require(max([Precision(name) for name in self.precisions if name != FULL], default=nested.finest))
         else:
+            if original is not None:
+                raise OtaroError(f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}")
             self.path = resolve_model(model, hub=hub)
+            self.coding = choose_coding(self.path, group_size, reconstruction)
             self.reference = FULL
             self.precisions = list(PRECISION_NAMES) if wanted is None else wanted
         self.config = _read_config(self.path)
+        elsewhere = replace(hub, revision=None)  # which is that of the nested model
+        self.original = Subject(original, device=device, hub=elsewhere) if original is not None else None
+        if self.original is not None:
+            self._check_original(self.original)
         self._full: Any = None
         self._switched: Any = None
+
+    def _check_original(self, original: Subject) -> None:
+        """Refuse to compare predictions of different tokens."""
+        if original.is_nested:
+            raise OtaroError(f"--reference {original.model} is a nested model; give an ordinary checkpoint")
+        sizes = [one.config.get_text_config().vocab_size for one in (self, original)]
+        if sizes[0] != sizes[1] or self.tokenizer.get_vocab() != original.tokenizer.get_vocab():
+            raise OtaroError(
+                f"--reference {original.model} has another vocabulary or tokenizer than {self.model}: "
+                "their predictions cannot be compared"
+            )
+
+    @property
+    def older_coding(self) -> Coding:
+        """How weights became codes in measurements that do not say so: as the file has it, for a checkpoint by default."""
+        return self.coding if self.is_nested else DEFAULT_CODING
 
     @cached_property
     def identity(self) -> str:
@@ -109,6 +157,8 @@ class Subject:
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """The model, to be run at this precision until the next call; `progress` is that of packing."""
+        if precision == FULL and self.original is not None:
+            return self.original.at(FULL)
         if precision == FULL:
             if self._full is None:
                 self._full = self._open_full()
@@ -121,6 +171,8 @@ class Subject:
     def release_full(self) -> None:
         """Let go of the unquantised model."""
         self._full = None
+        if self.original is not None:
+            self.original.release_full()
 
     def _open_full(self) -> Any:
         from transformers import AutoModelForCausalLM
@@ -146,9 +198,11 @@ class Subject:
 
     def _open_switched(self, progress: Progress) -> Any:
         if self.is_nested:
-            return load(self.path, max(map(Precision, self.precisions)), device=self.device)
+            finest = max(Precision(name) for name in self.precisions if name != FULL)
+            return load(self.path, finest, device=self.device)
         with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
-            pack(self.path, Path(directory) / "nested", progress=progress)
+            size, kind = self.coding.group_size, self.coding.reconstruction
+            pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
             return load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
+from otaro.file.coding import choose_coding
 from otaro.file.header import BASE, Schema, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
-from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction, encode, first_refused, refusal
-from otaro.sefp.precision import GROUP_SIZE
+from otaro.sefp.codec import Reconstruction, encode, first_refused, refusal
 
 _CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
 _TRIM_EVERY = 1 << 22  # weights
@@ -28,8 +28,8 @@ def pack(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    group_size: int = GROUP_SIZE,
-    reconstruction: Reconstruction = "midpoint",
+    group_size: int | None = None,
+    reconstruction: Reconstruction | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -38,14 +38,13 @@ def pack(
 ) -> NestedDirectory:
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
 
-    `out` appears when everything is written and flushed, or not at all. `progress` is called with the tensor at hand and
-    the weights done and in total. `revision`, `token` and `cache_dir` are those of transformers, for a model on the Hub.
+    Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
+    groups of 64 with midpoints. `out` appears when everything is written and flushed, or not at all. `progress` is called
+    with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those of
+    transformers, for a model on the Hub.
     """
-    if group_size < 1 or group_size % 32:
-        raise WeightError(f"group_size must be a positive multiple of 32, got {group_size}")
-    if reconstruction not in RECONSTRUCTIONS:
-        raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
     source = resolve_model(model, hub=Hub(revision, token, cache_dir))
+    coding = choose_coding(source, group_size, reconstruction)
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
     _check_target(target, source, overwrite)
     checkpoint = Checkpoint(source)
@@ -53,7 +52,7 @@ def pack(
         warnings.warn(
             f"left out {len(unused)} tensors that {checkpoint.config.model_type} models lack: {unused[0]} ...", stacklevel=2
         )
-    schema = Schema(group_size, reconstruction, checkpoint.packed)
+    schema = Schema(coding.group_size, coding.reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
     total, done = sum(map(prod, checkpoint.packed.values())), 0
@@ -63,7 +62,7 @@ def pack(
             for rows in checkpoint.rows(name, _rows_per_chunk(shape[-1])):
                 progress(name, done, total)
                 try:
-                    writer.append_rows(name, encode(rows, group_size, reconstruction, name=name))
+                    writer.append_rows(name, encode(rows, coding.group_size, coding.reconstruction, name=name))
                 except WeightError:
                     if (bad := first_refused(rows)) is None:
                         raise

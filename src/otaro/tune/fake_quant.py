@@ -5,24 +5,33 @@ layers) read its weight quantised, by swapping the module's class: parameters, t
 are, so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
 run at a precision, outside and at None as they always did. `restore` swaps the classes back.
 
-On entering `at` all linears are quantised together and held until it is left: on a GPU by one kernel (`fused.py`), in the
-type that the forward computes in, which saves autocast its copies. What cannot be known beforehand is quantised on the
-way: the looked-up rows of the embedding, the merged weights of LoRA, expert stacks, and weights that FSDP gathers layer by
-layer.
+Where the quantised weights are kept is a matter of memory, never of values:
 
-A LoRA layer quantises the merged weight W + BA, not W alone: merging the adapter afterwards then changes nothing.
+  held       On entering `at` all tuned linears are quantised together and held until it is left: on a GPU by one kernel
+             (`fused.py`), in the type that the forward computes in, which saves autocast its copies. A tuned weight
+             takes 16 bytes with gradient and optimizer; the copy adds two or four. `Precisely.hold = False` saves them.
+  made again A frozen weight takes two bytes, and a copy would double them. So it is quantised on the way through, layer
+             by layer, and autograd is not given the quantised weight to keep: it keeps what the weight was made of,
+             and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
+  rows       The embedding quantises the rows that were looked up.
+
+A LoRA layer quantises the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type of W and
+whatever autocast says, by the one function (`merged_weight`) that also merges for good (`merge_lora`): what was tuned is,
+bit for bit, what is saved and packed. In bfloat16 the sum would lose updates below 2^-8 of a weight, which peft's own
+merging does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from otaro.errors import OtaroError
 from otaro.sefp.codec import MIN_EXPONENT, Reconstruction, midpoint_offset, power_of_two
@@ -35,6 +44,9 @@ NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets it
 class Precisely:
     """The precision that prepared modules run at, and how they quantise."""
 
+    hold = True
+    """Whether the quantised weights of tuned linears are held for a step, or made again for its backward pass."""
+
     def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
         self.precision: Precision | None = None
@@ -46,7 +58,7 @@ class Precisely:
         before, self.precision = self.precision, precision
         held_before = [(linear, linear.held) for linear in self.linears]
         try:
-            for linear, held in zip(self.linears, self._quantized(compute_dtype), strict=True):
+            for linear, held in zip(self.linears, self._held(compute_dtype), strict=True):
                 object.__setattr__(linear, "held", held)
             yield
         finally:
@@ -54,42 +66,55 @@ class Precisely:
             for linear, held in held_before:
                 object.__setattr__(linear, "held", held)
 
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as the forward should see it, quantised here and now."""
+    def __call__(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight as the forward should see it, quantised here and now; in its own type or another."""
         if self.precision is None:
-            return weight
-        values = quantize(weight, self.precision.mantissa_bits, self.group_size, self.reconstruction)
+            return weight.to(dtype or weight.dtype)
+        values = self.values(weight, self.precision, dtype or weight.dtype)
         return _straight_through([weight], [values])[0]
 
-    def _quantized(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-        """The quantised weight of each linear; None where there is none, or where it must be left to the forward."""
-        if self.precision is None:
-            return [None] * len(self.linears)
-        settings = self.precision.mantissa_bits, self.group_size, self.reconstruction
-        quantized: list[torch.Tensor | None] = [None] * len(self.linears)
+    def values(self, weight: torch.Tensor, precision: Precision | None, dtype: torch.dtype) -> torch.Tensor:
+        """What the weight is at a precision, in a type, without a way for gradients."""
+        if precision is None:
+            return weight.detach().to(dtype)
+        return quantize(weight, precision.mantissa_bits, self.group_size, self.reconstruction, dtype)
+
+    def values_of_all(
+        self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
+    ) -> list[torch.Tensor]:
+        """The same of many weights; on a GPU with one launch. None: each in its own type."""
+        values: dict[int, torch.Tensor] = {}
         together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, linear in enumerate(self.linears):
-            weight = linear.weight
-            whole = type(weight.data) is torch.Tensor and weight.shape == (linear.out_features, linear.in_features)
-            if not whole:
-                continue  # sharded: there is nothing to quantise before it is gathered
+        for i, weight in enumerate(weights):
             if _fused(weight, self.group_size):
                 together.setdefault((weight.device, weight.dtype), []).append(i)
             else:
-                quantized[i] = quantize(weight, *settings).to(compute_dtype or weight.dtype)
-        for (_, dtype), members in together.items():
+                values[i] = self.values(weight, precision, dtype or weight.dtype)
+        for (_, own), members in together.items():
             from otaro.tune.fused import quantize_all
 
-            done = quantize_all([self.linears[i].weight.detach() for i in members], *settings, compute_dtype or dtype)
-            for i, values in zip(members, done, strict=True):
-                quantized[i] = values
-        ready = [i for i, values in enumerate(quantized) if values is not None]
+            settings = precision.mantissa_bits, self.group_size, self.reconstruction
+            values |= zip(members, quantize_all([weights[i].detach() for i in members], *settings, dtype or own), strict=True)
+        return [values[i] for i in range(len(weights))]
+
+    def _held(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+        """The quantised weight of each linear; None where there is none, or where it must be left to the forward."""
+        held: list[torch.Tensor | None] = [None] * len(self.linears)
+        if self.precision is None or not self.hold:
+            return held
+        ready = [i for i, linear in enumerate(self.linears) if linear.weight.requires_grad and is_whole(linear)]
+        values = self.values_of_all([self.linears[i].weight for i in ready], self.precision, compute_dtype)
         for start in range(0, len(ready), NODE_WEIGHTS):
             members = ready[start : start + NODE_WEIGHTS]
-            passed = _straight_through([self.linears[i].weight for i in members], [quantized[i] for i in members])
-            for i, values in zip(members, passed, strict=True):
-                quantized[i] = values
-        return quantized
+            passed = _straight_through([self.linears[i].weight for i in members], values[start : start + NODE_WEIGHTS])
+            for i, one in zip(members, passed, strict=True):
+                held[i] = one
+        return held
+
+
+def is_whole(linear: nn.Linear) -> bool:
+    """Of one that is sharded there is nothing to quantise before it is gathered."""
+    return type(linear.weight.data) is torch.Tensor and linear.weight.shape == (linear.out_features, linear.in_features)
 
 
 def _straight_through(weights: Sequence[torch.Tensor], quantized: Sequence[Any]) -> list[torch.Tensor]:
@@ -133,8 +158,14 @@ def _triton_is_here() -> bool:
     return find_spec("triton") is not None
 
 
-def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Values of `encode(weight).decode(...)` in the weight's own type, without going through integers.
+def quantize(
+    weight: torch.Tensor,
+    mantissa_bits: int,
+    group_size: int,
+    reconstruction: Reconstruction,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Values of `encode(weight).decode(...)` in the weight's own type or another, without going through integers.
 
     Truncations compose, and so do floors: a code at m >= 4 bits is floor(w / step(m)) + 2^(m-4), the shift of 16 steps being a
     whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. One
@@ -143,7 +174,7 @@ def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstr
     if _fused(weight, group_size):
         from otaro.tune.fused import quantize_all
 
-        return quantize_all([weight.detach()], mantissa_bits, group_size, reconstruction, weight.dtype)[0]
+        return quantize_all([weight.detach()], mantissa_bits, group_size, reconstruction, dtype or weight.dtype)[0]
     length = weight.shape[-1]
     groups = -(-length // group_size)
     values = weight.detach().float()
@@ -162,7 +193,92 @@ def quantize(weight: torch.Tensor, mantissa_bits: int, group_size: int, reconstr
             codes = codes.mul_(0.5).floor_()
         codes = codes.clamp_(max=2.0**mantissa_bits - 1).add_(midpoint_offset(mantissa_bits))
     values = codes.mul_(power_of_two(exponents - mantissa_bits)).flatten(-2)[..., :length]
-    return values.to(weight.dtype)
+    return values.to(dtype or weight.dtype)
+
+
+class _Recipe(NamedTuple):
+    """How the weight of a product is made; the precision is that of the forward, whenever the backward asks."""
+
+    precisely: Precisely
+    precision: Precision | None
+    dtype: torch.dtype
+    scales: tuple[float, ...]
+    """One for each pair of LoRA's factors."""
+
+    def weight(self, weight: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.precisely.values(merged_weight(weight, factors, self.scales), self.precision, self.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x times a weight that is made for this product alone, and made again for the gradient of x.
+
+    Gradients pass the quantisation straight through. Those of LoRA's factors come from products of their rank with x and
+    the gradient, and never from a gradient of the whole weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, recipe: _Recipe, weight: torch.Tensor, *factors: Any
+    ) -> Any:
+        ctx.save_for_backward(x, weight, *factors)
+        ctx.recipe, ctx.bias_dtype = recipe, None if bias is None else bias.dtype
+        return nn.functional.linear(x, recipe.weight(weight, factors), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, *factors = ctx.saved_tensors
+        for_x, for_bias, _, for_weight, *for_factors = ctx.needs_input_grad
+        rows, dtype = gradient.reshape(-1, gradient.shape[-1]), ctx.recipe.dtype
+        inputs = x.reshape(-1, x.shape[-1])
+        of_x = of_bias = of_weight = None
+        if for_x:
+            of_x = (rows @ ctx.recipe.weight(weight, factors)).view(x.shape).to(x.dtype)
+        if for_bias:
+            of_bias = rows.sum(0).to(ctx.bias_dtype)
+        if for_weight:
+            of_weight = (rows.T @ inputs.to(dtype)).to(weight.dtype)
+        of_factors: list[torch.Tensor | None] = []
+        if any(for_factors):
+            rows, inputs = rows.float(), inputs.float()
+            for a, b, scale in zip(factors[::2], factors[1::2], ctx.recipe.scales, strict=True):
+                of_a = scale * (rows @ b.float()).T @ inputs
+                of_b = scale * (rows.T @ (inputs @ a.float().T))
+                of_factors += [of_a.to(a.dtype), of_b.to(b.dtype)]
+        return of_x, of_bias, None, of_weight, *(of_factors or [None] * len(factors))
+
+
+def _product(
+    precisely: Precisely,
+    x: torch.Tensor,
+    linear: nn.Linear,
+    factors: Sequence[torch.Tensor] = (),
+    scales: tuple[float, ...] = (),
+) -> torch.Tensor:
+    """As nn.Linear, with the weight quantised, merged and in the type of the computation, whichever apply."""
+    dtype, weight = computed_in(x), linear.weight
+    if precisely.precision is None and not factors and (weight.requires_grad or weight.dtype == dtype):
+        return nn.functional.linear(x, weight, linear.bias)
+    recipe = _Recipe(precisely, precisely.precision, dtype, scales)
+    product: torch.Tensor = _Product.apply(x, linear.bias, recipe, weight, *factors)  # type: ignore[no-untyped-call]
+    return product
+
+
+def computed_in(x: torch.Tensor) -> torch.dtype:
+    """The type that products of x are taken in: autocast's, or that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def merged_weight(weight: torch.Tensor, factors: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+    """W + s1 B1 A1 + ..., in float32; the weight itself where there are no factors."""
+    if not factors:
+        return weight
+    merged = weight.detach().float()
+    with torch.autocast(weight.device.type, enabled=False):
+        for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True):
+            merged = merged + (b.detach().float() @ a.detach().float()) * scale
+    return merged
 
 
 class TuneLinear(nn.Linear):
@@ -173,18 +289,35 @@ class TuneLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Linear."""
-        weight = self.precisely(self.weight) if self.held is None else self.held
-        return nn.functional.linear(input, weight, self.bias)
+        if self.held is None:
+            return _product(self.precisely, input, self)
+        return nn.functional.linear(input, self.held, self.bias)
+
+    def weight_now(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that `forward` multiplies by, with the way for its gradient."""
+        return self.precisely(self.weight, dtype) if self.held is None else self.held
+
+
+class BaseLinear(nn.Linear):
+    """Below an adapter that is added and not merged, as at full precision: the weight as it is, in the type of the input."""
+
+    precisely: Precisely
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear."""
+        return _product(self.precisely, input, self)
 
 
 class TuneEmbedding(nn.Embedding):
     """An embedding that looks up quantised rows."""
 
     precisely: Precisely
+    activations: torch.dtype | None = None
+    """What the model computes in, where that is not the type that the rows are kept in (`narrow_frozen`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Embedding; rows are quantised after the look-up, which is the same and cheaper."""
-        return self.precisely(nn.functional.embedding(input, self.weight, self.padding_idx))
+        return self.precisely(nn.functional.embedding(input, self.weight, self.padding_idx), self.activations)
 
 
 class _TuneExperts(nn.Module):
@@ -192,10 +325,15 @@ class _TuneExperts(nn.Module):
 
     precisely: Precisely
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        object.__setattr__(self, "_stacks", {name: self.precisely(getattr(self, name)) for name in EXPERT_STACKS})
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        stacks: dict[str, Any] = {name: self._parameters[name] for name in EXPERT_STACKS}
+        kept = self.precisely.hold and any(stack.requires_grad for stack in stacks.values())
+        dtype = None if kept else computed_in(hidden_states)
+        quantized = {name: self.precisely(stack, dtype) for name, stack in stacks.items()}
+        object.__setattr__(self, "_stacks", quantized)
         try:
-            return super().forward(*args, **kwargs)
+            with nullcontext() if kept else _made_again(self.precisely, stacks, quantized):
+                return super().forward(hidden_states, *args, **kwargs)
         finally:
             object.__setattr__(self, "_stacks", {})
 
@@ -203,6 +341,33 @@ class _TuneExperts(nn.Module):
         if name in EXPERT_STACKS and (quantized := self.__dict__.get("_stacks", {}).get(name)) is not None:
             return quantized
         return super().__getattr__(name)
+
+
+def _made_again(
+    precisely: Precisely, stacks: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Has autograd remember which expert's weight it would keep, and makes that again when it asks for it.
+
+    Of the quantised stacks it knows addresses alone, as both functions live as long as the graph does.
+    """
+    precision = precisely.precision
+    new = {name: values for name, values in quantized.items() if values.data_ptr() != stacks[name].data_ptr()}
+    places = {values.untyped_storage().data_ptr(): (name, values.stride(0)) for name, values in new.items()}
+
+    def keep(tensor: torch.Tensor) -> Any:
+        place = places.get(tensor.untyped_storage().data_ptr())
+        if place is None:
+            return tensor
+        expert, offset = divmod(int(tensor.storage_offset()), place[1])
+        return place[0], expert, tensor.dtype, tensor.shape, tensor.stride(), offset
+
+    def give(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        name, expert, dtype, shape, stride, offset = kept
+        return precisely.values(stacks[name][expert], precision, dtype).as_strided(shape, stride, offset)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, give)
 
 
 class _TuneLora(nn.Module):
@@ -214,32 +379,81 @@ class _TuneLora(nn.Module):
         layer: Any = self
         if self.precisely.precision is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        merged = layer.base_layer.weight
-        for adapter in () if layer.disable_adapters or layer.merged else layer.active_adapters:
-            merged = merged + layer.get_delta_weight(adapter).to(merged.dtype)
-        return nn.functional.linear(x, self.precisely(merged), layer.base_layer.bias)
+        return _product(self.precisely, x, layer.base_layer, *_factors(layer))
+
+
+def _factors(layer: Any) -> tuple[list[torch.Tensor], tuple[float, ...]]:
+    """A and B of each adapter in use, and their scales."""
+    used = [] if layer.disable_adapters or layer.merged else [a for a in layer.active_adapters if a in layer.lora_A]
+    factors = [part[adapter].weight for adapter in used for part in (layer.lora_A, layer.lora_B)]
+    return factors, tuple(float(layer.scaling[adapter]) for adapter in used)
+
+
+@torch.no_grad()
+def merge_lora(model: Any) -> Any:
+    """The model without its adapters, all of it in float32 and in host memory, layer by layer.
+
+    Merged where the adapters are, so that the sums have the bits that the forward quantised.
+    """
+    restore(model)
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.base_layer.weight.data = merged_weight(layer.base_layer.weight, *_factors(layer)).float().cpu()
+    return model.unload().cpu().float()
+
+
+def narrow_frozen(model: Any, dtype: torch.dtype) -> None:
+    """Keep frozen matrices in `dtype`, their own, and all else in float32: values stay, and so does the computation.
+
+    For a model with adapters, before it is prepared: only prepared modules multiply weights of one type with inputs of
+    another. Embeddings of a kind of their own, as Gemma's, compute in the type of their weight, and stay in float32.
+    """
+    embeddings = _embeddings(model)
+    matrices = {id(module.weight) for module in (*model.modules(), *embeddings) if type(module) in (nn.Linear, nn.Embedding)}
+    matrices |= {id(getattr(module, name)) for module in model.modules() if _is_experts(module) for name in EXPERT_STACKS}
+    matrices -= {id(embedding.weight) for embedding in embeddings if type(embedding) is not nn.Embedding}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            narrow = id(tensor) in matrices and not tensor.requires_grad
+            tensor.data = tensor.data.to(dtype if narrow else torch.float32)
+    for embedding in embeddings:
+        object.__setattr__(embedding, "activations", torch.float32)
+
+
+def _embeddings(model: Any) -> list[nn.Embedding]:
+    """The token embedding; with peft's `modules_to_save` also the copies of it that are tuned."""
+    found = getattr(model, "get_input_embeddings", lambda: None)()
+    return [module for module in found.modules() if isinstance(module, nn.Embedding)] if found is not None else []
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return all(isinstance(module._parameters.get(stack), nn.Parameter) for stack in EXPERT_STACKS)
 
 
 def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     """Swap the classes of all modules that will be packed; returns their names."""
     restore(model)  # in case some of it was prepared before
     prepared = []
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    inside_lora = set()
+    embeddings = {id(embedding) for embedding in _embeddings(model)}
+    inside_lora: dict[str, bool] = {}  # whether it is the base layer
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
             _check_lora(name, module)
-            inside_lora |= {f"{name}.{child}" for child, _ in module.named_modules() if child}
+            inside_lora |= {f"{name}.{child}": child == "base_layer" for child, _ in module.named_modules() if child}
             swapped: type = _mixed(_TuneLora, type(module))
         elif any(hasattr(module, adapter) for adapter in ("lora_A", "lora_embedding_A")):
             raise OtaroError(f"{name}: only LoRA on linear layers can be quantised as merged; leave it out of target_modules")
+        elif hasattr(module, "trainable_tokens_delta"):
+            raise OtaroError(f"{name}: single tuned tokens cannot be quantised; name the embedding in modules_to_save instead")
         elif name in inside_lora:
-            continue
+            if not inside_lora[name]:
+                continue
+            swapped = BaseLinear
         elif type(module) is nn.Linear:
             swapped = TuneLinear
-        elif module is embedding and type(module) is nn.Embedding:
-            swapped = TuneEmbedding
-        elif all(isinstance(module._parameters.get(stack), nn.Parameter) for stack in EXPERT_STACKS):
+        elif id(module) in embeddings:
+            swapped = TuneEmbedding if type(module) is nn.Embedding else _mixed(type(module), TuneEmbedding)
+        elif _is_experts(module):
             object.__setattr__(module, "_untuned_experts", module.config._experts_implementation)
             module.config._experts_implementation = "eager"  # the one that reads its stacks expert by expert
             swapped = _mixed(_TuneExperts, type(module))
@@ -250,7 +464,8 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
         object.__setattr__(module, "precisely", precisely)
         if isinstance(module, TuneLinear):
             precisely.linears.append(module)
-        prepared.append(name)
+        if swapped is not BaseLinear:
+            prepared.append(name)
     if not prepared:
         raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
     return prepared
@@ -259,17 +474,19 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
 _MIXED: dict[tuple[type, type], type] = {}
 
 
-def _mixed(mixin: type, base: type) -> type:
-    """The class that is both; the same one every time."""
-    return _MIXED.setdefault((mixin, base), type(f"Tune{base.__name__}", (mixin, base), {}))
+def _mixed(first: type, second: type) -> type:
+    """The class that is both, in this order; the same one every time."""
+    name = f"Tune{(first if second is TuneEmbedding else second).__name__}"
+    return _MIXED.setdefault((first, second), type(name, (first, second), {}))
 
 
 def _check_lora(name: str, layer: Any) -> None:
     """Only a plain adapter is the same as adding BA to the weight."""
     if any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()):
         raise OtaroError(f"{name}: LoRA dropout cannot be combined with a quantised merged weight; set it to 0")
-    if any(getattr(layer, "use_dora", {}).values()):
-        raise OtaroError(f"{name}: DoRA cannot be combined with a quantised merged weight; use plain LoRA")
+    if layer.lora_variant:
+        kind = type(next(iter(layer.lora_variant.values()))).__name__.removesuffix("LinearVariant")
+        raise OtaroError(f"{name}: LoRA of the kind {kind} cannot be combined with a quantised merged weight; use plain LoRA")
     if any(getattr(layer, "lora_bias", {}).values()):
         raise OtaroError(f"{name}: a bias of the adapter cannot be combined with a quantised merged weight; leave it out")
 

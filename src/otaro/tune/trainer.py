@@ -32,6 +32,7 @@ from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
+from otaro.tune.sliced import Distillation, SlicedHead, SliceLoss, slice_loss
 from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
 
 STATE_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_complete"
@@ -80,6 +81,7 @@ class OtaroMixin:
         self._started = 0.0
         self._learning_rates: list[float] = []
         self._divergence = _divergence
+        self._slice_loss: SliceLoss = slice_loss
         self._outputs: Any = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
         if self._of_trl:
@@ -100,6 +102,7 @@ class OtaroMixin:
                 module.compile(backend=backend)
         model.loss_function = torch.compile(model.loss_function, backend=backend)
         self._divergence = torch.compile(_divergence, backend=backend)
+        self._slice_loss = torch.compile(slice_loss, backend=backend)
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -120,8 +123,10 @@ class OtaroMixin:
     def compute_loss(
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Trainer's, with a share of self-distillation where that was asked for."""
+        """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are large."""
         share = self.otaro.distill if self.precisely.precision in self.otaro.distill_at else 0.0
+        if not return_outputs and (sliced := self._sliced_head(model, inputs)) is not None:
+            return self._loss_in_slices(sliced, share if model.training else 0.0, model, inputs, num_items_in_batch)
         if not share or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = inputs["labels"]
@@ -135,6 +140,24 @@ class OtaroMixin:
         divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
         loss = (1 - share) * loss + share * divergence
         return (loss, outputs) if return_outputs else loss
+
+    def _sliced_head(self: Any, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
+        """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by DataParallel."""
+        if self.compute_loss_func is not None or self.label_smoother is not None or self.args.n_gpu > 1:
+            return None
+        return SlicedHead.find(self.accelerator.unwrap_model(model), inputs) if "labels" in inputs else None
+
+    def _loss_in_slices(
+        self: Any, sliced: SlicedHead, share: float, model: Any, inputs: dict[str, Any], num_items_in_batch: Any
+    ) -> torch.Tensor:
+        distillation = None
+        if share:
+            with torch.no_grad(), self.precisely.at(None), sliced.hidden_states():
+                teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"})
+            distillation = Distillation(share, teacher.logits)
+        with sliced.losses(distillation, of_slice=self._slice_loss):
+            loss: torch.Tensor = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
+        return loss
 
     def _keep_trl_to_the_model(self: Any) -> None:
         """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantised.
@@ -428,6 +451,10 @@ def losses_by_precision(
             torch.compiler.set_stance("force_eager"),
         ):
             for batch in there:
+                if (sliced := SlicedHead.find(model, batch)) is not None:
+                    with sliced.losses(total=True):
+                        sums.append(model(**batch).loss)
+                    continue
                 labels = batch["labels"][..., 1:]
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
                 logits = model(**inputs).logits[..., :-1, :].float()
