@@ -43,6 +43,10 @@ class KernelError(OtaroError, ValueError):
     """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""
 
 
+class SlowWarning(UserWarning):
+    """Not a refusal: what was asked for is done, but slowly. Says why, and what to do about it where something can be done."""
+
+
 def install(extra: str) -> str:
     """The command that brings the packages of an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -161,12 +161,12 @@ class Evaluation:
         elif self.wanted.text is not None:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
             words += ["--divergence"] if entry["kind"] == "divergence" else []
-        words += ["--revision", self.subject.revision] if self.subject.revision is not None else []
         if self.subject.coding_asked and entry["precision"] != FULL:
             coding = self.subject.coding
             words += ["--group-size", str(coding.group_size), "--reconstruction", coding.reconstruction]
         if self.subject.original is not None and FULL in (entry["precision"], entry.get("reference")):
             words += ["--reference", self.subject.original.model]
+        words += ["--revision", self.subject.revision] if self.subject.revision is not None else []
         words += ["--device", self.subject.device] if self.subject.device != "cpu" else []
         command = shlex.join(words)
         command = command if command.isprintable() else ascii(command)

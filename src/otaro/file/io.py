@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class NestedDirectory:
                 )
             raise ShardMissingError(f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs")
         self._shards = {BASE: Shard.open(base, BASE)}
+        self.lock = RLock()
+        """For whatever grows or switches: shards opened here, planes and precisions of the models that run from here."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
         return self  # read-only: copies of a model share the mapped files
@@ -125,18 +128,23 @@ class NestedDirectory:
     def plane(self, plane: int) -> Shard:
         """The shard of a plane, opened on first use; a file that was added since is found."""
         if plane not in self._shards:
-            path = self.path / shard_name(plane)
-            if not path.is_file():
-                raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
-            shard = Shard.open(path, plane)
-            if shard.header.model != self.base.header.model:
-                raise FormatError(
-                    f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
-                    f"{self.base.header.model[:12]}); fetch the shard of this model"
-                )
-            check_schema(path, shard.header.entries, self.schema, plane)
-            self._shards[plane] = shard
+            with self.lock:
+                if plane not in self._shards:
+                    self._shards[plane] = self._opened(plane)
         return self._shards[plane]
+
+    def _opened(self, plane: int) -> Shard:
+        path = self.path / shard_name(plane)
+        if not path.is_file():
+            raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
+        shard = Shard.open(path, plane)
+        if shard.header.model != self.base.header.model:
+            raise FormatError(
+                f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
+                f"{self.base.header.model[:12]}); fetch the shard of this model"
+            )
+        check_schema(path, shard.header.entries, self.schema, plane)
+        return shard
 
     def require(self, precision: Precision) -> None:
         """Open every shard that `precision` needs; refuse if one is missing or wrong."""
