@@ -184,7 +184,7 @@ class TuningRun:
 
         console.quiet_transformers()
         with console.err.status("loading model and data ..."):
-            model, tokenizer, dtype = self._load_model()
+            model, tokenizer = self._load_model()
             training, held_out = self._load_data(model, tokenizer)
         self.out.mkdir(parents=True, exist_ok=True)
         versions = {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -206,7 +206,7 @@ class TuningRun:
         restore(trainer.model)
         tuned = trainer.model.merge_and_unload() if self.training.lora else trainer.model
         with console.err.status("saving and packing ..."):
-            _save(tuned, tokenizer, dtype, self.options, self.out / "model")
+            _save(tuned, tokenizer, self.options, self.out / "model")
             kind = self.options.reconstruction
             pack(
                 self.out / "model", self.out / "nested", group_size=self.options.group_size, reconstruction=kind, overwrite=True
@@ -221,7 +221,7 @@ class TuningRun:
         (self.out / "perplexity.json").write_text(json_module.dumps({**measured, "after": after}) + "\n")
         return result
 
-    def _load_model(self) -> tuple[Any, Any, Any]:
+    def _load_model(self) -> tuple[Any, Any]:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -229,7 +229,7 @@ class TuningRun:
         from otaro.file.checkpoint import Checkpoint, resolve_model
 
         path = resolve_model(self.source, hub=self.hub)
-        dtype = Checkpoint(path).dtype  # refuses what cannot be packed afterwards, before hours of tuning
+        Checkpoint(path)  # refuses what cannot be packed afterwards, before hours of tuning
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if self.training.lora:
             try:
@@ -241,7 +241,7 @@ class TuningRun:
             model = get_peft_model(
                 model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
             )
-        return model, AutoTokenizer.from_pretrained(path), dtype
+        return model, AutoTokenizer.from_pretrained(path)
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset]:
         from otaro.tune.chat_templates import use_template
@@ -357,8 +357,8 @@ def _progress_callback(trainer: Any) -> Any:
     return Bar()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
+def _save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
 
@@ -367,7 +367,8 @@ def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        types = {tensor.dtype for tensor in model.parameters()}
+        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json_module.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
