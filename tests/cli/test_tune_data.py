@@ -61,7 +61,7 @@ def test_a_base_model_tuned_on_chats_speaks_the_template_it_was_given(model, tmp
     empty = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": ""}]}
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [CHAT] * 3 + [empty])))
     refused = tune(model, tmp_path / "chats.jsonl", tmp_path / "run")
-    assert "this model has no chat template; give it one with --chat-template" in str(refused.exception)
+    assert "this model has no chat template; give it one, such as --chat-template alpaca" in str(refused.exception)
     result = tune(model, tmp_path / "chats.jsonl", tmp_path / "run", "--chat-template", "alpaca")
     assert result.exit_code == 0, result.output + repr(result.exception)
     assert "1 of 4 rows left out: empty answer" in result.stderr.splitlines()

@@ -26,7 +26,7 @@ from otaro.errors import OtaroError
 from otaro.tokens import begins_with_bos
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
-_TRIAL = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+_TRIAL = [{"role": "user", "content": "7 times 8?"}, {"role": "assistant", "content": "It is 56."}]
 _MARK = re.compile(r"<\|[^<>|\s]+\|>|</?[a-z]+(?:_[a-z]+)+>")  # looks like a token: <|im_end|>, <end_of_turn>
 
 
