@@ -21,7 +21,7 @@ $(RUNS): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/otaro/kern
 
 $(READY): $(RUNS)
 	@echo "installing the developer's tools"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro[dev]' # which is there already: adds what its extras ask for
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro-llm[dev]' # which is there already: adds what its extras ask for
 	@touch $@
 
 demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost

@@ -17,6 +17,7 @@ from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
 import otaro
 from otaro.runtime.decode import Decoder
+from otaro.runtime.modules import bits_of
 from otaro.runtime.sample import Sampler
 
 
@@ -49,7 +50,7 @@ def main() -> None:
                 "transformers, a token": best(lambda: model(token, past_key_values=theirs)),
             }
         warpers = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)]
-        figures["precisions of all modules"] = best(decoder._precisions)
+        figures["precisions of all modules"] = best(lambda: bits_of(decoder.modules, model.sefp.nested))
         figures["likeliest token"] = best(lambda: Sampler([], False).choose(token, logits[None]))
         figures["token by top-p"] = best(lambda: Sampler(warpers, True).choose(token, logits[None]))
         figures["token by transformers' top-p"] = best(

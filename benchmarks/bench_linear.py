@@ -5,7 +5,7 @@
 Each contender goes through copies of its matrix that take more than 150 MB together, so that weights come from memory and not
 from a cache, and contenders alternate in one run. Ours run with every vector instruction set of this CPU (`--instructions
 portable` adds the plain C++, which is some hundred times slower). ggml's products need llama-cpp-python (`pip install
-'otaro[llama]'`) and are left out without it; "repacked" is the layout that llama.cpp gives to some types when it loads a model.
+'.[llama]'`) and are left out without it; "repacked" is the layout that llama.cpp gives to some types when it loads a model.
 """
 
 from __future__ import annotations

@@ -64,11 +64,17 @@ ARCHITECTURES = {
     "mixtral": {"model_type": "mixtral", "dtype": "bfloat16", **EXPERTS},
     "qwen3_moe": {"model_type": "qwen3_moe", "dtype": "float16", "moe_intermediate_size": 80, **EXPERTS},
 }
+# Their embedding scales in its forward and so stays unpacked, with the head that is tied to it.
+GEMMAS = {
+    "gemma": {"model_type": "gemma", "dtype": "bfloat16"},
+    "gemma2": {"model_type": "gemma2", "dtype": "float16", "sliding_window": 16, "query_pre_attn_scalar": 24},
+    "gemma3": {"model_type": "gemma3_text", "dtype": "float32", "sliding_window": 16, "query_pre_attn_scalar": 24},
+}
 
 
 def make_model(architecture: str, **changes: object) -> transformers.PreTrainedModel:
-    """A random model of one of the ARCHITECTURES, the same one every time."""
-    settings = {**SIZES, **ARCHITECTURES[architecture], **changes}
+    """A random model of one of the ARCHITECTURES or GEMMAS, the same one every time."""
+    settings = {**SIZES, **{**ARCHITECTURES, **GEMMAS}[architecture], **changes}
     dtype = getattr(torch, str(settings.pop("dtype")))
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,13 +1,18 @@
 """The way of the data is also the way of the imports: nobody reaches back."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "otaro"
+from otaro.errors import DISTRIBUTION, install
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "otaro"
 
 # What each package may import from otaro besides itself and `errors`, which is everybody's.
 MAY_IMPORT = {
@@ -54,6 +59,16 @@ def test_imports_go_one_way(path):
 def test_the_table_of_packages_is_complete():
     packages = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
     assert packages == set(MAY_IMPORT)
+
+
+def test_hints_say_how_to_install_this_package_and_not_its_namesake():
+    """`otaro` on package registries is a stranger's: only the name in pyproject.toml is ours."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert about["name"] == DISTRIBUTION
+    assert all(install(extra) == f"pip install '{DISTRIBUTION}[{extra}]'" for extra in about["optional-dependencies"])
+    files = [path for kind in ("*.py", "*.md", "*.sh") for path in ROOT.rglob(kind) if ".venv" not in path.parts]
+    for path in [*files, ROOT / "Makefile", ROOT / "pyproject.toml"]:
+        assert not re.search(r"""pip install ['"]?otaro\b(?!-llm)|['"]otaro\[""", path.read_text()), path
 
 
 @pytest.mark.parametrize("module", ["otaro", "otaro.cli.main"])

@@ -16,7 +16,7 @@ def observe(job: Observation, models: Path, text: Path | None, device: str) -> d
     """Run `otaro analyze` and keep what the tables and figures need of its files."""
     model = "builtin" if job.model == "builtin" else str(models / job.model)
     sizes = {"--batches": job.batches, "--batch-size": job.batch_size, "--sequence-length": job.sequence_length}
-    flags = [str(word) for pair in sizes.items() for word in pair]
+    flags = [*(str(word) for pair in sizes.items() for word in pair), "--no-bos"]  # as in `work`: as published
     with tempfile.TemporaryDirectory() as folder:
         reading = ["--out", folder, "--reconstruction", job.reconstruction]
         for words in (

@@ -4,6 +4,8 @@ All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the 
 genuine bugs through. The command line prints their message alone, without a traceback.
 """
 
+DISTRIBUTION = "otaro-llm"  # what package registries know this package as: `otaro` there is a stranger's
+
 
 class OtaroError(Exception):
     """Base of every refusal; its message says what was wrong and what to do."""
@@ -39,6 +41,15 @@ class TargetError(OtaroError):
 
 class KernelError(OtaroError, ValueError):
     """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""
+
+
+class SlowWarning(UserWarning):
+    """Not a refusal: what was asked for is done, but slowly. Says why, and what to do about it where something can be done."""
+
+
+def install(extra: str) -> str:
+    """The command that brings the packages of an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def brief(error: BaseException) -> str:

@@ -189,5 +189,5 @@ def test_a_place_that_cannot_be_written_is_refused(tuned):
 
 def test_without_matplotlib_the_extra_is_named_before_any_work(tuned, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'otaro[report]'" in refusal("path", tuned)
+    assert "pip install 'otaro-llm[report]'" in refusal("path", tuned)
     assert not (tuned / "analysis").exists()

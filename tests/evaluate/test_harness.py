@@ -11,7 +11,7 @@ import otaro
 from otaro.evaluate import harness
 from otaro.evaluate.harness import PAPER_TASKS, TaskError, Tasks, _score, evaluate_tasks
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'otaro[eval]')")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'otaro-llm[eval]')")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_file_is_known_by_its_digest(task_files):
 def test_without_the_package_the_extra_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    with pytest.raises(TaskError, match=r"pip install 'otaro\[eval\]'"):
+    with pytest.raises(TaskError, match=r"pip install 'otaro-llm\[eval\]'"):
         Tasks(["boolq"])
 
 

@@ -16,7 +16,7 @@ from otaro.evaluate.llama_cpp import LlamaCpp, gguf_path, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro[llama]')"
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')"
 )
 
 
@@ -105,7 +105,7 @@ def test_a_file_is_named_by_its_model(tiny, nested_dir, tmp_path):
 def test_a_missing_package_is_named_and_how_to_get_it(tiny, tmp_path, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     llama_cpp.library.cache_clear()
-    with pytest.raises(OtaroError, match=r"pip install 'otaro\[llama\]' brings it and compiles llama.cpp for this CPU"):
+    with pytest.raises(OtaroError, match=r"pip install 'otaro-llm\[llama\]' brings it and compiles llama.cpp for this CPU"):
         llama_cpp.library() if module == "llama_cpp" else write_gguf(otaro.load(tiny), "F16", tmp_path / "x.gguf")
 
 

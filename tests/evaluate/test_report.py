@@ -242,6 +242,17 @@ def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
     }
 
 
+def test_runs_whose_sequences_begin_otherwise_are_not_compared(tmp_path, builtin_nested):
+    runs = [make_run(tmp_path / name, TUNED, builtin_nested) for name in ("older", "without", "with")]
+    for run, bos in zip(runs[1:], (False, True), strict=True):  # the first was tuned before it was recorded
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "bos": bos}))
+    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+        "data held out of builtin (sequences of 128, seed 0)": [BEFORE, "older", "without"],
+        "data held out of builtin (sequences of 128, each with a beginning-of-text token, seed 0)": [BEFORE, "with"],
+    }
+
+
 def test_speeds_are_of_one_device_and_one_text(tmp_path):
     (tmp_path / "model").mkdir()
     speeds = {("cpu", 512): 10.0, ("a GPU", 512): 900.0, ("cpu", 64): 30.0}
@@ -501,7 +512,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     _library.cache_clear()
-    with pytest.raises(OtaroError, match=r"pip install 'otaro\[report\]'"):
+    with pytest.raises(OtaroError, match=r"pip install 'otaro-llm\[report\]'"):
         page_of(make_run(tmp_path / "run", TUNED))
 
 

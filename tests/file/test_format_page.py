@@ -82,10 +82,13 @@ def test_the_identity_is_the_digest_of_digests_that_the_page_defines(example):
     directory, _, _ = example
     nested = NestedDirectory(directory)
     nested.require(nested.finest)
-    text = ""
+    digests = nested.base.header.digests
+    items = [str(nested.schema.group_size), nested.schema.reconstruction]
     for name in nested.schema.packed:
-        text += nested.base.header.digests[name + ".exponents"] + nested.base.header.digests[name]
-        text += "".join(nested.plane(p).header.digests[name] for p in PLANES)
+        items += [name, digests[name + ".exponents"], digests[name]]
+        items += [nested.plane(p).header.digests[name] for p in PLANES]
+    packed = hashlib.sha256("".join(item + "\n" for item in items).encode()).hexdigest()
+    text = f"{packed}\nnorm.weight\nBF16\n4\n{digests['norm.weight']}\n"
     assert nested.base.header.model == hashlib.sha256(text.encode()).hexdigest()
 
 

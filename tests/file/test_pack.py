@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import otaro
-from otaro.errors import CheckpointError, TargetError, WeightError
+from otaro.errors import CheckpointError, FormatError, TargetError, WeightError
 from otaro.file import pack as pack_module
 from otaro.file.header import shard_name
 from otaro.file.io import NestedDirectory
@@ -373,9 +373,61 @@ def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(checkp
         otaro.pack(checkpoint_dir, out, overwrite=True)
     assert files_of(out) == {"notes.txt": b"mine"}
     (out / "model-m3.safetensors").write_text("of an older model")
+    (out / "chat_template.jinja").write_text("of an older model")
     otaro.pack(checkpoint_dir, out, overwrite=True)
-    assert files_of(out) == files_of(nested_dir)
+    assert files_of(out) == {**files_of(nested_dir), "notes.txt": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_weights_beside_a_nested_model_are_not_overwritten(checkpoint_dir, nested_dir, tmp_path):
+    out = shutil.copytree(nested_dir, tmp_path / "out")
+    (out / "model.safetensors").write_text("another model")
+    before = files_of(out)
+    with pytest.raises(TargetError, match=r"holds another model \(model.safetensors\), which stays as it is"):
+        otaro.pack(checkpoint_dir, out, overwrite=True)
+    assert files_of(out) == before
+
+
+def test_overwriting_keeps_the_record_of_the_same_model(checkpoint_dir, nested_dir, tmp_path):
+    out = shutil.copytree(nested_dir, tmp_path / "out")
+    record = {"model": NestedDirectory(out).base.header.model}
+    (out / "quality.json").write_text(json.dumps(record))
+    otaro.pack(checkpoint_dir, out, overwrite=True)
+    assert json.loads((out / "quality.json").read_text()) == record
+
+
+def test_overwriting_puts_the_record_of_another_model_aside(checkpoint_dir, make_nested, tmp_path):
+    out = shutil.copytree(make_nested("llama", "truncate"), tmp_path / "out")
+    record = {"model": NestedDirectory(out).base.header.model}
+    name = f"quality-{record['model'][:12]}"
+    (out / "quality.json").write_text(json.dumps(record))
+    (out / f"{name}.json").write_text("an even older one")
+    otaro.pack(checkpoint_dir, out, overwrite=True)
+    assert not (out / "quality.json").exists()
+    assert json.loads((out / f"{name}-2.json").read_text()) == record
+    assert (out / f"{name}.json").read_text() == "an even older one"
+
+
+@pytest.mark.parametrize("text", ['{"model": "../../elsewhere"}', '{"model": 5}', "{"])
+def test_a_damaged_record_is_put_aside_in_the_same_folder(checkpoint_dir, nested_dir, tmp_path, text):
+    out = shutil.copytree(nested_dir, tmp_path / "out")
+    (out / "quality.json").write_text(text)
+    otaro.pack(checkpoint_dir, out, overwrite=True)
+    assert (out / "quality-damaged.json").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_models_that_differ_in_a_norm_differ_in_identity(checkpoint_dir, nested_dir, tmp_path):
+    """Or planes and quality records of one would be taken for the other's."""
+    norm = load_file(checkpoint_dir / "model.safetensors")["model.norm.weight"].clone()
+    norm[0] += 1
+    otaro.pack(edited_copy(checkpoint_dir, tmp_path, **{"model.norm.weight": norm}), tmp_path / "out")
+    ours, other = NestedDirectory(nested_dir), NestedDirectory(tmp_path / "out")
+    assert ours.base.header.model != other.base.header.model
+    assert ours.plane(8).header.digests == other.plane(8).header.digests
+    shutil.copy(nested_dir / shard_name(8), tmp_path / "out")
+    with pytest.raises(FormatError, match="belongs to another model"):
+        NestedDirectory(tmp_path / "out").plane(8)
 
 
 def test_packing_into_the_checkpoint_itself_loses_nothing(checkpoint_dir, tmp_path):

@@ -198,13 +198,23 @@ def test_small_place(both, device, head, bits, dtype):
         assert not int(ours.refused)
 
 
-def test_place_refuses_what_sefp_cannot_hold(both, device):
-    vectors = [random(1, 64, device=device) for _ in range(3)]
-    vectors[2][0, 5] = 70000.0
-    for steps in both:
-        cache = KeyValues(1, 1, 1, 64, 64, 4, device)
-        steps.place(vectors, [None, None], rotation(64, device), state_of(device, [3], [0]), vectors[0].clone(), cache, 0)
-        assert int(cache.refused)
+@pytest.mark.parametrize("bits", [0, 4])
+def test_small_place_refuses_what_the_cache_cannot_hold(both, device, bits):
+    largest = 65519.9 if bits == 0 else 65535.9
+    for kind, at, value, refused in (
+        (2, 5, largest, False),
+        (2, 40, -largest, False),
+        (2, 5, -65536.0, True),
+        (2, 63, torch.nan, True),
+        (1, 33, torch.inf, True),
+        (2, 31, 65520.0, bits == 0),
+    ):
+        vectors = [random(1, 64, device=device) for _ in range(3)]
+        vectors[kind][0, at] = value
+        for steps in both:
+            cache = KeyValues(1, 1, 1, 64, 64, bits, device)
+            steps.place(vectors, [None, None], rotation(64, device), state_of(device, [3], [0]), vectors[0].clone(), cache, 0)
+            assert bool(cache.refused) is refused, (kind, at, value, steps)
 
 
 ATTENDED = [  # head, heads, kv heads, mantissa bits (0: float16), window

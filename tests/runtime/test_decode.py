@@ -15,10 +15,12 @@ from transformers import DynamicCache
 
 import otaro
 from otaro.errors import OtaroError
+from otaro.file.io import NestedDirectory
 from otaro.file.planes import pack_codes
 from otaro.kernels import cpu
 from otaro.kernels.ops import FEW_TOKENS
 from otaro.runtime.decode import Decoder
+from otaro.runtime.serving import decoder_of
 from otaro.sefp.precision import PRECISIONS, Precision
 
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
@@ -71,6 +73,13 @@ def check_against_slow_path(model, truth_model, ids=IDS[:40], kv=None):
     assert error(ours, truth) <= 2 * error(theirs, truth)
     if kv is None:
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.fixture(params=cpu.available())
+def instructions(request):
+    cpu._cpu.choose(request.param)
+    yield request.param
+    cpu._cpu.choose(cpu.best())
 
 
 @pytest.fixture(params=SERVED)
@@ -183,7 +192,7 @@ def test_planes_are_attached_when_a_precision_needs_them(make_nested):
     model = otaro.load(make_nested("llama"), "E5M3")
     decoder = Decoder(model)
     decoder.forward(IDS[:3], decoder.new_cache())
-    assert not hasattr(model.lm_head.packed, "plane4")
+    assert model.lm_head.packed.plane4 is None
     otaro.set_precision(model, "E5M5")
     finer = decoder.forward(IDS[:3], decoder.new_cache())
     assert torch.equal(finer, fast(otaro.load(make_nested("llama"), "E5M5"), IDS[:3])[-1])
@@ -242,14 +251,30 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
     assert torch.equal(decoder.forward(IDS[5:6], cache), expected)
 
 
-def test_a_packed_cache_refuses_what_sefp_cannot_hold(make_nested):
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("value", [1e6, -1e6, torch.nan, torch.inf])
+def test_a_cache_refuses_what_it_cannot_hold(make_nested, instructions, monkeypatch, kv, projection, value):
+    monkeypatch.setenv("OTARO_KERNELS", f"cpu:{instructions}")
     model = otaro.load(make_nested("qwen2"), "E5M8")
-    model.model.layers[1].self_attn.v_proj.bias.data[3] = 1e6
     decoder = Decoder(model)
-    cache = decoder.new_cache(Precision("E5M8"))
-    with pytest.raises(OtaroError, match="float16"):
-        decoder.forward([1, 2], cache)
-    assert cache.length == 0
+    cache = decoder.new_cache(kv)
+    expected = decoder.forward(IDS[:2], cache)
+    bias = getattr(model.model.layers[1].self_attn, projection).bias.data
+    usual, bias[3] = float(bias[3]), value
+    limit, other = ("65520", "kv='E5M8' holds less than 65536") if kv is None else ("65536", "nor can any other kv")
+    with pytest.raises(OtaroError, match=f"{limit} or more, or not finite.*{other}.*DynamicCache"):
+        decoder.forward(IDS[2:4], cache)
+    assert cache.length == 2
+    bias[3] = usual
+    cache.crop(0)
+    assert torch.equal(decoder.forward(IDS[:2], cache), expected)
+
+
+def test_the_largest_halves_are_held_and_the_next_are_not(instructions):
+    for value, holds in ((65504.0, True), (-65519.99, True), (65520.0, False), (-65536.0, False)):
+        x = np.array([0.5, value, -2.0], dtype=np.float32)
+        assert cpu._cpu.through_halves(x, np.empty_like(x)) is holds
 
 
 def test_why_not(make_nested, make_variant):
@@ -259,8 +284,7 @@ def test_why_not(make_nested, make_variant):
         return Decoder.why_not(model)
 
     assert "mixtral" in reason("mixtral")
-    assert "bfloat16" in reason(dtype=torch.bfloat16)
-    assert "float16" in reason(change=lambda model: torch.nn.Module.half(model))
+    assert "float64" in reason(dtype=torch.float64)
     assert "gelu" in reason(change=lambda model: setattr(model.config, "hidden_act", "gelu"))
     assert "hooks" in reason(change=lambda model: model.lm_head.register_forward_hook(print))
     assert "not all of its weights" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Linear(96, 120)))
@@ -270,6 +294,38 @@ def test_why_not(make_nested, make_variant):
     assert "dynamic" in Decoder.why_not(otaro.load(nested))
     with pytest.raises(OtaroError, match="mixtral"):
         Decoder(otaro.load(make_nested("mixtral")))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "qwen3"])
+def test_it_computes_in_float32_whatever_the_models_type_is(make_nested, name):
+    """Stored types are float16, bfloat16 and float32: what is loaded or cast as such is the same numbers."""
+    expected = fast(otaro.load(make_nested(name), "E5M6"), IDS[:20])
+    stored = NestedDirectory(make_nested(name)).base.tensor("model.norm.weight").dtype
+    loaded = otaro.load(make_nested(name), "E5M6", dtype=stored)
+    moved = otaro.load(make_nested(name), "E5M6").to(stored)
+    for model in (loaded, moved):
+        assert model.dtype == stored
+        assert torch.equal(fast(model, IDS[:20]), expected)
+
+
+def test_norms_that_change_are_noticed_whatever_their_type(make_nested):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model = otaro.load(make_nested("llama"), "E5M4", dtype=dtype)
+        decoder, norm = decoder_of(model), model.model.norm.weight
+        assert decoder.serves(model)
+        assert decoder_of(model) is decoder
+        with torch.no_grad():
+            norm[3] = 7.0
+        assert decoder.serves(model) is (dtype == torch.float32)  # which it points into
+        norm.data[4] = 7.0  # no version counts this
+        changed = decoder_of(model)
+        assert torch.equal(changed.forward(IDS[:5], changed.new_cache()), fast(model, IDS[:5])[-1])
+        norm.data = norm.data.clone()
+        assert not changed.serves(model)
+        head = copy.deepcopy(model.lm_head)
+        assert decoder_of(model).serves(model)
+        model.lm_head = head
+        assert decoder_of(model).modules[-1] is head
 
 
 def test_without_the_extension_there_is_a_reason(make_nested, monkeypatch):
@@ -290,8 +346,6 @@ def test_a_decoder_does_not_keep_its_model_and_does_not_need_it(make_nested):
 
 
 def test_a_copy_of_a_model_has_a_decoder_of_its_own(make_nested):
-    from otaro.runtime.generate import decoder_of
-
     model = otaro.load(make_nested("llama"), "E5M4")
     first = decoder_of(model)
     assert decoder_of(model) is first
@@ -301,13 +355,6 @@ def test_a_copy_of_a_model_has_a_decoder_of_its_own(make_nested):
     assert not torch.equal(*(one.forward(IDS[:5], one.new_cache()) for one in (first, decoder_of(twin))))
     model.model.norm.weight = torch.nn.Parameter(torch.ones(96))
     assert decoder_of(model) is not first
-
-
-@pytest.fixture(params=cpu.available())
-def instructions(request):
-    cpu._cpu.choose(request.param)
-    yield
-    cpu._cpu.choose(cpu.best())
 
 
 def test_the_exponential_is_right_to_about_a_unit_in_the_last_place(instructions):

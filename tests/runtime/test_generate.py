@@ -1,12 +1,22 @@
 """`generate` of a nested model: what transformers promises holds on the decoder's way too, and phases hold on both."""
 
+import warnings
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LogitsProcessorList, StoppingCriteria, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteria,
+    TextStreamer,
+    pipeline,
+)
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import otaro
-from otaro.errors import OtaroError, PrecisionError, ShardMissingError
+from otaro.errors import OtaroError, PrecisionError, ShardMissingError, SlowWarning
 from otaro.kernels import cpu
 from otaro.runtime.generate import decoder_of
 from otaro.runtime.sample import Sampler
@@ -47,10 +57,80 @@ def test_the_likeliest_tokens_are_those_of_the_ordinary_loop(make_nested):
         assert torch.equal(by_decoder(model), by_transformers(model))
 
 
-def test_from_pretrained_has_it_too(make_nested):
-    model = AutoModelForCausalLM.from_pretrained(make_nested("llama"), dtype=torch.float32)
-    assert by_decoder(model).shape == (1, 18)
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_from_pretrained_says_the_same_as_load(make_nested, name):
+    """In the checkpoint's own type, float16 or bfloat16: the README's way."""
+    expected = by_decoder(otaro.load(make_nested(name)))
+    model = AutoModelForCausalLM.from_pretrained(make_nested(name))
+    assert model.dtype == (torch.float16 if name == "llama" else torch.bfloat16)
+    assert torch.equal(by_decoder(model), expected)
     assert type(model).__name__ == "LlamaForCausalLM"
+    assert torch.equal(by_decoder(model.to(torch.float32)), expected)
+    assert torch.equal(by_decoder(model.to(torch.float16)), expected)
+
+
+def test_a_pipeline_is_served_by_the_decoder(tiny, recwarn):
+    writes = pipeline("text-generation", model=str(tiny))
+    assert writes.model.dtype == torch.float16
+    said = writes("The module", max_new_tokens=12, do_sample=False)[0]["generated_text"]
+    assert writes.model.generation.served_by == "decoder"
+    model, tokenizer = otaro.load(tiny), AutoTokenizer.from_pretrained(tiny)
+    ids = tokenizer("The module", return_tensors="pt")["input_ids"]
+    output = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert said == tokenizer.decode(output[0], skip_special_tokens=True)
+    assert not [one for one in recwarn if one.category is SlowWarning]
+
+
+def slow_warnings(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught if one.category is SlowWarning]
+
+
+def test_who_did_not_ask_for_it_is_told_once_why_the_decoder_does_not_serve(make_nested):
+    model = otaro.load(make_nested("qwen2"), "E5M6")
+    few = {**OPTIONS, "max_new_tokens": 2}
+    for call, words in (
+        (
+            lambda: model.generate(IDS.repeat(2, 1), **few),
+            "has 2 rows, and the decoder takes 1; generate 1 at a time, or on a GPU",
+        ),
+        (lambda: model.generate(IDS, num_beams=2, **few), "it searches with beams; leave out num_beams"),
+        (lambda: model.generate(IDS, attention_mask=(IDS != 5).long(), **few), "padded; leave the padding out"),
+    ):
+        (said,) = slow_warnings(call)
+        assert said.startswith("this Qwen2ForCausalLM generates through transformers, slower than the decoder: ")
+        assert words in said
+        assert "dtype" not in said
+        assert slow_warnings(call) == []
+    assert slow_warnings(lambda: model.generate(IDS.repeat(3, 1), **few)) == []  # the same, with another number
+    hook = model.lm_head.register_forward_hook(lambda *_: None)
+    assert "it has forward hooks; remove them" in slow_warnings(lambda: model.generate(IDS, **few))[0]
+    hook.remove()
+    assert slow_warnings(lambda: model.generate(IDS, **few)) == []
+
+
+def test_what_was_asked_for_needs_no_warning(make_nested, monkeypatch):
+    model = otaro.load(make_nested("qwen2"), "E5M6")
+    few = {**OPTIONS, "max_new_tokens": 2}
+    for options in (
+        {"past_key_values": DynamicCache(config=model.config)},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"position_ids": torch.arange(6)[None]},
+    ):
+        assert slow_warnings(lambda options=options: model.generate(IDS, **few, **options)) == []
+    monkeypatch.setenv("OTARO_KERNELS", "reference")
+    assert slow_warnings(lambda: model.generate(IDS, **few)) == []
+
+
+def test_where_transformers_runs_in_float16_on_a_cpu_float32_is_recommended(make_nested):
+    model = AutoModelForCausalLM.from_pretrained(make_nested("qwen3_moe"))
+    (said,) = slow_warnings(lambda: model.generate(IDS, **{**OPTIONS, "max_new_tokens": 2}))
+    assert "its architecture is qwen3_moe" in said
+    assert said.endswith("load it with dtype=torch.float32, which is faster here than float16")
 
 
 def test_other_architectures_go_through_transformers(make_nested):

@@ -202,14 +202,15 @@ def test_packed_keys_and_values(model):
     assert packed < model.generation.cache_bytes
 
 
+@pytest.mark.parametrize("kv", [None, otaro.Precision("E5M7")], ids=["float16", "packed"])
 @pytest.mark.parametrize("streamer", [None, Streamer()], ids=["ahead", "streamed"])
-def test_what_a_packed_cache_cannot_hold_is_refused(model, streamer, monkeypatch):
-    cache = serving.decoder_of(model).new_cache(otaro.Precision("E5M7"), len(ROWS))
+def test_what_a_cache_cannot_hold_is_refused(model, streamer, kv, monkeypatch):
+    cache = serving.decoder_of(model).new_cache(kv, len(ROWS))
     plain = GpuDecoder.advance
 
-    def too_large(decoder):
+    def too_large(decoder, bits):
         cache.room.refused.fill_(1)
-        return plain(decoder)
+        return plain(decoder, bits)
 
     monkeypatch.setattr(GpuDecoder, "advance", too_large)
     with pytest.raises(OtaroError, match="cannot hold it"):

@@ -227,13 +227,17 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
 
 
 @pytest.mark.parametrize("count", [2, 30])
-def test_a_packed_cache_refuses_what_sefp_cannot_hold(make_nested, count):
+@pytest.mark.parametrize("kv", [None, Precision("E5M8")], ids=["float16", "packed"])
+def test_a_cache_refuses_what_it_cannot_hold(make_nested, kv, count):
     model = otaro.load(make_nested("qwen2"), "E5M8")
     model.model.layers[1].self_attn.v_proj.bias.data[3] = 1e6
     decoder = GpuDecoder.of(model)
-    cache = decoder.new_cache(Precision("E5M8"))
-    with pytest.raises(OtaroError, match="float16"):
+    cache = decoder.new_cache(kv)
+    message = f"a cache {f'at {kv}' if kv else 'in float16'} cannot hold it.*DynamicCache"
+    with pytest.raises(OtaroError, match=message):
         decoder.forward(IDS[:count], cache)
+    with pytest.raises(OtaroError, match=message):
+        decoder.step(IDS[:1], cache)
     assert cache.length == 0
     cache.check()
 

@@ -258,7 +258,64 @@ def test_a_changed_norm_is_saved_changed(nested_dir, tmp_path, logits):
     assert torch.equal(logits(again), logits(model))
     NestedDirectory(tmp_path / "saved").verify()
     before, after = files_of(nested_dir), files_of(tmp_path / "saved")
-    assert {name for name in before if before[name] != after[name]} == {"model-m3.safetensors"}
+    assert {name for name in before if before[name] != after[name]} == {f"model-m{plane}.safetensors" for plane in range(3, 9)}
+
+
+@pytest.mark.parametrize("planes", [(3, 4), tuple(range(3, 9))], ids=len)
+def test_a_changed_norm_makes_another_model_and_the_old_norm_the_old_one(nested_dir, copy_of, tmp_path, planes):
+    source = copy_of(nested_dir, planes)
+    model = otaro.load(source)
+    identities = []
+    for number, factor in enumerate((1.0, 2.0, 1.0, 0.5)):
+        with torch.no_grad():
+            model.model.norm.weight.copy_(NestedDirectory(source).base.tensor("model.norm.weight") * factor)
+        model.save_pretrained(tmp_path / str(number))
+        saved = NestedDirectory(tmp_path / str(number))
+        saved.require(saved.finest)
+        identities.append(saved.base.header.model)
+    original = NestedDirectory(nested_dir).base.header.model
+    assert identities[0] == identities[2] == original
+    assert len(set(identities)) == 3
+
+
+def test_saving_and_packing_the_same_tensors_give_the_same_model(checkpoint_dir, nested_dir, tmp_path):
+    """With all planes at hand the identity is that of the content, whoever writes it."""
+    ordinary, model = AutoModelForCausalLM.from_pretrained(checkpoint_dir), otaro.load(nested_dir, dtype=torch.float16)
+    with torch.no_grad():
+        for each in (ordinary, model):
+            each.model.norm.weight.mul_(2)
+    ordinary.save_pretrained(tmp_path / "checkpoint")
+    otaro.pack(tmp_path / "checkpoint", tmp_path / "packed")
+    model.save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_a_gemma_goes_round(name, make_nested, tmp_path, logits):
+    """The head is tied to an embedding that stays unpacked: a name that the model has and the file has not."""
+    model = otaro.load(make_nested(name), "E5M5")
+    assert "lm_head.weight" in model.state_dict()
+    assert "lm_head.weight" not in NestedDirectory(make_nested(name)).unpacked
+    model.save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(make_nested(name))
+    again = otaro.load(tmp_path / "saved", "E5M5")
+    assert torch.equal(logits(again), logits(model))
+    with torch.no_grad():
+        again.get_input_embeddings().weight.mul_(2)  # the head's as well
+    again.save_pretrained(tmp_path / "changed")
+    assert torch.equal(logits(otaro.load(tmp_path / "changed", "E5M5")), logits(again))
+
+
+def test_tensors_that_the_file_has_no_place_for_are_not_lost_in_silence(make_nested, nested_dir, tmp_path):
+    model = otaro.load(make_nested("gemma"))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    with pytest.raises(OtaroError, match=r"lm_head.weight is no longer tied to model.embed_tokens.weight; save_pretrained"):
+        model.save_pretrained(tmp_path / "saved")
+    model = otaro.load(nested_dir)
+    model.value_head = torch.nn.Linear(96, 1)
+    with pytest.raises(OtaroError, match=r"value_head.weight is none of the nested model's; save_pretrained"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_changed_bias_keeps_its_type_when_the_model_runs_in_it(make_nested, tmp_path):
@@ -281,17 +338,40 @@ def test_changed_settings_are_saved_changed(nested_dir, tmp_path):
     assert after == before | {"rms_norm_eps": 0.25}
 
 
-def test_saving_over_a_directory_keeps_its_other_files_but_no_foreign_shards(nested_dir, make_nested, copy_of, tmp_path):
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "adapter_model.safetensors",
+        "config.json",
+    ],
+)
+def test_saving_beside_other_weights_is_refused_and_loses_nothing(file, nested_dir, copy_of):
+    target = copy_of(nested_dir)
+    if file == "config.json":  # of a model in a form that is not looked for here
+        (target / "model-m3.safetensors").unlink()
+    (target / file).write_text("of another model")
+    before = files_of(target)
+    with pytest.raises(TargetError, match=rf"holds another model \({file}\), which stays as it is; choose another folder"):
+        otaro.load(nested_dir).save_pretrained(target)
+    assert files_of(target) == before
+
+
+def test_saving_over_a_directory_keeps_its_other_files(nested_dir, make_nested, copy_of, tmp_path):
     target = copy_of(make_nested("llama", "truncate"))
     (target / "tokenizer.json").write_text("mine")
     (target / "runs").mkdir()
     (target / "runs" / "log").write_text("mine")
-    (target / "model-00001-of-00002.safetensors").write_text("of another model")
+    (target / "link").symlink_to("nowhere")
     source = copy_of(nested_dir, planes=(3, 4))
     otaro.load(source).save_pretrained(target)
     assert (target / "tokenizer.json").read_text() == (target / "runs" / "log").read_text() == "mine"
     shutil.rmtree(target / "runs")
     (target / "tokenizer.json").unlink()
+    (target / "link").unlink()
     assert files_of(target) == files_of(source)
 
 

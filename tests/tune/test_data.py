@@ -3,17 +3,25 @@
 import gzip
 import importlib.util
 import json
+import re
 import sys
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from otaro.builtin import MODEL_DIR
 from otaro.builtin.documentation import documentation_text
+from otaro.cli.main import app
 from otaro.errors import OtaroError
-from otaro.tune.data import PROMPT, PROMPT_WITH_INPUT, DataError, collate, load_data, padding_id, split
+from otaro.tokens import begins_with_bos
+from otaro.tune.data import DataError, collate, load_data, padding_id, split
+from otaro.tune.forms import FORMS, PROMPT, PROMPT_WITH_INPUT
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
@@ -39,6 +47,24 @@ CHAT = {
         {"role": "assistant", "content": "It raises an exception."},
     ]
 }
+USER, ASSISTANT = CHAT["messages"][1:3]
+SHAREGPT = {
+    "conversations": [
+        {"from": {"system": "system", "user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]}
+        for turn in CHAT["messages"]
+    ]
+}
+# A row of each form whose answer may be empty, and how it then looks.
+ANSWERED = [
+    (SQUARE, {"output": " \n"}),
+    (SQUARE, {"output": None}),
+    ({"prompt": "The sky is", "completion": " blue"}, {"completion": ""}),
+    ({"prompt": "The sky is", "completion": " blue"}, {"completion": None}),
+    ({"prompt": [USER], "completion": [ASSISTANT]}, {"completion": []}),
+    ({"question": "How many?", "answer": "Six."}, {"answer": ""}),
+    (CHAT, {"messages": [USER, {**ASSISTANT, "content": ""}]}),
+    (SHAREGPT, {"conversations": [SHAREGPT["conversations"][1], {"from": "gpt", "value": " "}]}),
+]
 
 
 @pytest.fixture
@@ -46,6 +72,15 @@ def tokenizer():
     loaded = AutoTokenizer.from_pretrained(MODEL_DIR)
     loaded.chat_template = TEMPLATE
     return loaded
+
+
+@pytest.fixture
+def begun(tokenizer):
+    """The tokenizer as one that begins every text with <s>, as those of Llama and Gemma do."""
+    beginning = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    assert begins_with_bos(tokenizer) == tokenizer.bos_token_id
+    return tokenizer
 
 
 @pytest.fixture
@@ -110,7 +145,7 @@ def test_text_rows_are_joined_with_the_end_of_text(tokenizer, write, name):
     texts = ["first text", "second one", " \n", "the third"]
     data = load_data(write(name, [{"text": text, "id": 1} for text in texts]), tokenizer, 64)
     assert tokenizer.decode(data[0]["input_ids"]) == "first text</s>second one</s>the third"
-    assert (data.kind, data.dropped) == ("text", 1)
+    assert (data.kind, data.dropped, data.remarks) == ("text", 1, ("1 of 4 rows left out: no text",))
 
 
 def test_many_documents_keep_their_order(tokenizer, write):
@@ -127,15 +162,61 @@ def test_without_an_end_of_text_token_rows_are_joined_bare(tokenizer, write):
 
 
 def test_a_tokenizer_that_marks_both_ends_itself_is_left_to_it(tokenizer, write):
-    from tokenizers.processors import TemplateProcessing
-
     specials = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=specials)
     texts = load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}]), tokenizer, 64)
     assert tokenizer.decode(texts[0]["input_ids"]) == "<s>one</s><s>two</s>"
+    assert texts.bos
     rows = load_data(write("b.jsonl", [SQUARE]), tokenizer, 512)
     assert tokenizer.decode(rows[0]["input_ids"]) == f"<s>{PROMPT_WITH_INPUT.format(**SQUARE)}It is 49.</s>"
     assert learnt(tokenizer, rows[0]) == "It is 49.</s>"
+
+
+# The beginning of a text.
+
+
+def test_every_block_begins_with_the_beginning_of_text_that_the_tokenizer_writes(begun, write):
+    text = "The assert statement is a convenient way to insert debugging assertions into a program.\n" * 5
+    stream, bos = ids_of(begun, text), begun.bos_token_id
+    data = load_data(write("a.txt", text), begun, 16)
+    blocks = [data[index]["input_ids"] for index in range(len(data))]
+    assert {len(block) for block in blocks} == {16}
+    assert blocks == [[bos, *stream[start : start + 15]] for start in range(0, len(stream) - 14, 15)]
+    assert all(data[index]["labels"] == block for index, block in enumerate(blocks))
+    assert data.bos
+    assert all(part.bos for part in split(data, 0.2, 0))
+
+
+def test_where_a_document_begins_with_it_a_block_does_not_get_a_second_one(begun, write):
+    path = write("a.jsonl", [{"text": text} for text in ("one two", "<s>six", "seven nine")])  # one spells it out
+    assert load_data(path, begun, 64)[0]["input_ids"] == begun("one two</s><s>six</s><s>seven nine")["input_ids"]
+    length = len(begun("one two</s>")["input_ids"])
+    first, second, *_ = (begun.decode(ids) for ids, _ in load_data(path, begun, length).examples)
+    assert first == "<s>one two</s>"
+    assert second.startswith("<s>six</s>")
+
+
+def test_without_bos_blocks_are_cut_as_if_it_were_any_token(begun, write):
+    texts = ["The first text, rather short.", "A second one. " * 9]
+    data = load_data(write("a.jsonl", [{"text": text} for text in texts]), begun, 8, bos=False)
+    stream = [*begun(texts[0])["input_ids"], begun.eos_token_id, *begun(texts[1])["input_ids"]]
+    assert list(chain(*(ids for ids, _ in data.examples))) == stream[: len(stream) // 8 * 8]
+    assert not data.bos
+
+
+def test_a_tokenizer_that_writes_no_beginning_gives_blocks_without(tokenizer, write):
+    path = write("a.txt", "one two three four five six")
+    assert not load_data(path, tokenizer, 4).bos
+    assert load_data(path, tokenizer, 4).examples == load_data(path, tokenizer, 4, bos=False).examples
+
+
+def test_prompts_and_chats_begin_with_it_once(begun, write):
+    begun.chat_template = "{{ bos_token }}" + TEMPLATE
+    spelt = {"prompt": "<s>Say it:", "completion": " yes"}
+    for row in (SQUARE, CHAT, spelt, {"prompt": "Say it:", "completion": " yes"}):
+        ids = load_data(write("a.jsonl", [row]), begun, 512)[0]["input_ids"]
+        assert ids.index(begun.bos_token_id) == 0
+        assert ids.count(begun.bos_token_id) == 1
 
 
 def test_builtin_is_the_documentation_to_tune_on(tokenizer):
@@ -180,6 +261,10 @@ def test_long_rows_are_cut_and_those_without_an_answer_left_are_dropped(tokenize
     prompt = len(ids_of(tokenizer, PROMPT_WITH_INPUT.format(**SQUARE)))
     data = load_data(path, tokenizer, prompt + 1)
     assert (len(data), data.dropped, data.cut) == (1, 1, 1)
+    assert data.remarks == (
+        f"1 of 2 rows left out: --sequence-length {prompt + 1} cuts the whole answer away",
+        f"1 of 2 rows cut short by --sequence-length {prompt + 1}",
+    )
     assert learnt(tokenizer, data[0]) == tokenizer.decode(ids_of(tokenizer, "It is 49.")[:1])
     with pytest.raises(DataError, match=f"--sequence-length {prompt} cuts away all answers"):
         load_data(path, tokenizer, prompt)
@@ -187,13 +272,9 @@ def test_long_rows_are_cut_and_those_without_an_answer_left_are_dropped(tokenize
 
 def test_the_alpaca_slice(tokenizer, shared_data):
     path = shared_data / "alpaca" / "alpaca_5000.json"
-    with pytest.raises(DataError) as refusal:
-        load_data(path, tokenizer, 512)
-    assert str(refusal.value) == (
-        f"{path}: 2 of 5000 rows cannot be used:\n  index 2335: `output` is empty\n  index 4658: `output` is empty"
-    )
-    data = load_data(path, tokenizer, 100_000, skip_bad_rows=True)
+    data = load_data(path, tokenizer, 100_000)
     assert (data.kind, len(data), data.dropped, data.cut) == ("instruction", 4998, 2, 0)
+    assert data.remarks == ("2 of 5,000 rows left out: empty answer",)
     expected = [row["output"] + "</s>" for row in json.loads(path.read_text()) if row["output"]]
     assert answers(tokenizer, data) == expected
 
@@ -222,25 +303,86 @@ def test_a_conversation_is_cut(tokenizer, write):
 
 def test_templates_that_cannot_be_followed_are_refused(tokenizer, write):
     tokenizer.chat_template = REWORDING
-    with pytest.raises(DataError, match=r"line 1: the chat template rewords messages\[2\] later"):
+    with pytest.raises(DataError, match="line 1: the chat template rewords turn 2 later"):
         load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
 
 
 def test_without_a_template_chats_are_refused(tokenizer, write):
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="line 1: is a chat, but the tokenizer of this model has no chat template"):
+    with pytest.raises(DataError, match=r"line 1: is a chat, but this model has no chat template; .* --chat-template"):
         load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
 
 
 def test_without_an_end_of_text_token_instructions_are_refused(tokenizer, write):
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="line 1: is an instruction, but the tokenizer of this model has no end-of-text token"):
+    with pytest.raises(DataError, match="line 1: has an answer, but the tokenizer of this model has no end-of-text"):
         load_data(write("a.jsonl", [SQUARE]), tokenizer, 512)
 
 
-# Refusals.
+# Other names for the same.
 
-USER, ASSISTANT = CHAT["messages"][1:3]
+
+def test_of_a_completion_all_is_learnt_and_of_its_prompt_nothing(tokenizer, write):
+    rows = [("The sky is", " blue."), ("", "No prompt at all."), ("It says:", " so.</s>")]
+    data = load_data(write("a.jsonl", [{"prompt": p, "completion": c} for p, c in rows]), tokenizer, 512)
+    assert (data.kind, len(data)) == ("instruction", 3)
+    assert answers(tokenizer, data) == [" blue.</s>", "No prompt at all.</s>", " so.</s>"]
+    assert tokenizer.decode(data[0]["input_ids"]) == "The sky is blue.</s>"
+
+
+def test_of_messages_in_prompt_and_completion_only_the_completion_is_learnt(tokenizer, write):
+    turns = CHAT["messages"]
+    data = load_data(write("a.jsonl", [{"prompt": turns[:4], "completion": turns[4:]}]), tokenizer, 512)
+    assert (data.kind, data[0]["input_ids"]) == ("chat", tokenizer.apply_chat_template(turns, return_dict=False))
+    assert learnt(tokenizer, data[0]) == "It raises an exception.</s>\n"
+
+
+def test_sharegpt_is_read_as_the_same_conversation(tokenizer, write):
+    expected = load_data(write("a.jsonl", [CHAT]), tokenizer, 512).examples
+    assert load_data(write("b.json", [SHAREGPT]), tokenizer, 512).examples == expected
+    assert load_data(write("c.json", [{"conversations": CHAT["messages"]}]), tokenizer, 512).examples == expected
+
+
+def test_a_question_is_a_turn_of_the_user_where_there_is_a_template(tokenizer, write):
+    path = write("a.jsonl", [{"question": "How many {legs}?", "answer": "Six {of them}."}])
+    turns = [{"role": "user", "content": "How many {legs}?"}, {"role": "assistant", "content": "Six {of them}."}]
+    data = load_data(path, tokenizer, 512)
+    assert data.examples == load_data(write("b.jsonl", [{"messages": turns}]), tokenizer, 512).examples
+    tokenizer.chat_template = None
+    data = load_data(path, tokenizer, 512)
+    assert tokenizer.decode(data[0]["input_ids"]) == "Question: How many {legs}?\nAnswer: Six {of them}.</s>"
+    assert learnt(tokenizer, data[0]) == " Six {of them}.</s>"
+
+
+def test_an_answer_is_tokenised_as_it_goes_on_after_its_prompt(tokenizer, write):
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")  # as Llama's puts a space before every text
+    data = load_data(write("a.jsonl", [SQUARE]), tokenizer, 512)
+    assert learnt(tokenizer, data[0]) == "It is 49.</s>"
+    assert tokenizer.decode(data[0]["input_ids"]) == f"_{PROMPT_WITH_INPUT.format(**SQUARE)}It is 49.</s>"
+
+
+def test_a_prompt_keeps_the_tokens_that_it_has_alone(tokenizer, write):
+    prompt, completion = "The stat", "ement is here."
+    assert ids_of(tokenizer, prompt + completion)[:3] != ids_of(tokenizer, prompt)[:3]  # a token across the border
+    data = load_data(write("a.jsonl", [{"prompt": prompt, "completion": completion}]), tokenizer, 512)
+    assert data[0]["input_ids"] == [*ids_of(tokenizer, prompt), *ids_of(tokenizer, completion), tokenizer.eos_token_id]
+    assert learnt(tokenizer, data[0]) == "ement is here.</s>"
+
+
+# Rows with nothing to learn.
+
+
+@pytest.mark.parametrize(("row", "change"), ANSWERED, ids=lambda value: " ".join(value))
+def test_rows_with_an_empty_answer_are_left_out_counted_and_told(tokenizer, write, row, change):
+    expected = load_data(write("a.json", [row, row]), tokenizer, 512)
+    data = load_data(write("b.json", [row, {**row, **change}, row, {**row, **change}]), tokenizer, 512)
+    assert data.examples == expected.examples
+    assert (data.dropped, data.remarks, expected.remarks) == (2, ("2 of 4 rows left out: empty answer",), ())
+    with pytest.raises(DataError, match="the answers of all 1 rows are empty"):
+        load_data(write("c.json", [{**row, **change}]), tokenizer, 512)
+
+
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -249,14 +391,32 @@ USER, ASSISTANT = CHAT["messages"][1:3]
         ("{'text': 1}", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
         ("[1, 2]", "is of type list, not an object"),
-        ("{}", "has no fields; a row needs `messages`, or `instruction` and `output`, or `text`"),
+        (
+            "{}",
+            "has no fields; a row needs `messages`, or `conversations`, or `prompt` and `completion`, "
+            "or `instruction` and `output`, or `question` and `answer`, or `text`",
+        ),
         ({"prompt": "a", "answer": "b"}, "has `prompt`, `answer`; a row needs"),
+        ({"question": "a", "context": "b", "answers": {}}, "has `question`, `context`, `answers`; a row needs"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is preference data, which is not learnt from; keep the"),
+        ({"chosen": [], "rejected": []}, "is preference data, which is not learnt from; keep the `chosen` answer alone: a row"),
+        ({"prompt": "a", "completion": "b", "label": False}, "is preference data, whose `label` judges the completion"),
+        ({"prompt": "a", "completion": 1}, "`completion` is of type int, not a string"),
+        ({"prompt": 1, "completion": "b"}, "`prompt` is of type int, not a string"),
+        ({"prompt": "a", "completion": [ASSISTANT]}, "of `prompt` and `completion` one is a list; give two strings, or two"),
+        ({"prompt": [USER], "completion": [USER]}, "needs a turn of the assistant, but not as the first; the roles are"),
+        ({"prompt": ["hello"], "completion": [ASSISTANT]}, "`prompt[0]` is of type str, not an object"),
+        ({"question": " ", "answer": "b"}, "`question` is empty"),
+        ({"question": "a", "answer": 2}, "`answer` is of type int, not a string"),
+        ({"conversations": {}}, "`conversations` is of type dict, not a list"),
+        ({"conversations": [{"from": "tool", "value": "a"}]}, "`conversations[0].from` is 'tool'; human, user, gpt,"),
+        ({"conversations": [{"from": "human", "text": "a"}]}, "`conversations[0].value` is missing"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "`messages[1].tool_calls` holds calls of tools"),
         ({"text": None}, "has `text`; a row needs"),
         ({"text": 5}, "`text` is of type int, not a string"),
         ({"text": "a \ud800 b"}, "`text` holds half a surrogate pair"),
-        ({"instruction": "Do."}, "`output` is missing"),
+        ({"instruction": "Do."}, "has `instruction`; a row needs"),
         ({"instruction": "Do.", "output": ["a"]}, "`output` is of type list, not a string"),
-        ({"instruction": "Do.", "output": " \n"}, "`output` is empty"),
         ({"instruction": "", "output": "Done."}, "`instruction` is empty"),
         ({"instruction": "Do.", "input": 3, "output": "Done."}, "`input` is of type int, not a string"),
         ({"messages": "hello"}, "`messages` is of type str, not a list"),
@@ -265,7 +425,6 @@ USER, ASSISTANT = CHAT["messages"][1:3]
         ({"messages": [ASSISTANT, USER]}, "needs a turn of the assistant, but not as the first; the roles are assistant, user"),
         ({"messages": [USER, "hello"]}, "`messages[1]` is of type str, not an object"),
         ({"messages": [USER, {"role": "assistant"}]}, "`messages[1].content` is missing"),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "`messages[1].content` is empty"),
         ({"messages": [{"content": "hello"}, ASSISTANT]}, "`messages[0].role` is missing"),
         ({"messages": [{"role": "clown", "content": "boo"}, ASSISTANT]}, "the chat template refuses it: no clowns"),
     ],
@@ -289,6 +448,7 @@ def test_all_bad_rows_are_counted_and_the_first_ones_shown(tokenizer, write):
     assert str(refusal.value).split("\n") == [f"{path}: 9 of 10 rows cannot be used:", *shown, "  and 4 more"]
     data = load_data(path, tokenizer, 64, skip_bad_rows=True)
     assert (data.dropped, data[0]["input_ids"]) == (9, ids_of(tokenizer, "good"))
+    assert data.remarks == ("9 of 10 rows left out: cannot be used, such as index 1: `text` is of type int, not a string",)
 
 
 def test_kinds_do_not_mix(tokenizer, write):
@@ -335,7 +495,7 @@ def test_a_broken_gz_is_refused(tokenizer, tmp_path, content):
 def test_what_is_no_file(tokenizer, tmp_path):
     with pytest.raises(DataError, match="is a directory; --data takes"):
         load_data(tmp_path, tokenizer, 64)
-    for name in (str(tmp_path / "missing"), "missing", "some/missing.jsonl", "some/missing.parquet", "a/b/c"):
+    for name in (str(tmp_path / "missing"), "missing", "some/missing.jsonl", "some/missing.parquet", "a/b/c/d"):
         with pytest.raises(DataError, match=r"does not exist; --data takes .*owner/name"):
             load_data(name, tokenizer, 64)
 
@@ -354,7 +514,7 @@ def test_sequence_lengths_the_model_cannot_take(tokenizer):
 def test_without_datasets_the_extra_is_named(tokenizer, write, monkeypatch, source):
     monkeypatch.setitem(sys.modules, "datasets", None)
     source = str(write(source, b"PAR1")) if source == "a.parquet" else source
-    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install otaro\[data\]"):
+    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install 'otaro-llm\[data\]'"):
         load_data(source, tokenizer, 64)
 
 
@@ -364,13 +524,14 @@ class FakeDatasets:
     def __init__(self, rows):
         self.rows, self.column_names, self.asked = rows, list(rows[0]), None
 
-    def load_dataset(self, name, **options):
-        self.asked = (name, options)
+    def load_dataset(self, name, *config, **options):
+        self.asked = (name, *config, options)
         if name == "owner/secret":
             raise PermissionError("log in first")
         return self
 
     def select_columns(self, names):
+        self.selected = names
         return [{name: row[name] for name in names} for row in self.rows]
 
 
@@ -381,6 +542,8 @@ def test_hub_ids(tokenizer, monkeypatch):
     assert hub.asked == ("owner/name-v1.5", {"split": "train"})
     load_data("owner/name:test[:10%]", tokenizer, 64)
     assert hub.asked == ("owner/name", {"split": "test[:10%]"})
+    load_data("owner/name/main:test", tokenizer, 64)
+    assert hub.asked == ("owner/name", "main", {"split": "test"})
     hub.rows[1]["text"] = 2
     with pytest.raises(DataError, match="index 1: `text` is of type int"):
         load_data("owner/name", tokenizer, 64)
@@ -388,8 +551,24 @@ def test_hub_ids(tokenizer, monkeypatch):
         load_data("owner/secret", tokenizer, 64)
 
 
+def test_of_a_hub_table_only_the_columns_that_are_read_are_fetched(tokenizer, monkeypatch):
+    for row, _ in ANSWERED:
+        hub = FakeDatasets([{"image": 1, **row, "score": 2}])
+        monkeypatch.setitem(sys.modules, "datasets", hub)
+        assert len(load_data("owner/name", tokenizer, 512)) == 1
+        assert hub.selected == list(row)
+    hub = FakeDatasets([{"prompt": "a", "completion": "b", "label": True}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(DataError, match="`label` judges the completion"):
+        load_data("owner/name", tokenizer, 512)
+    hub = FakeDatasets([{"instruction": "a", "context": "b", "response": "c"}])  # tells all it has
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    with pytest.raises(DataError, match="index 0: has `instruction`, `context`, `response`; a row needs"):
+        load_data("owner/name", tokenizer, 512)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed (extra: data)")
-def test_parquet(tokenizer, tmp_path, monkeypatch):
+def test_parquet(tokenizer, tmp_path, write, monkeypatch):
     import datasets
     import pyarrow
     from pyarrow import parquet
@@ -403,8 +582,10 @@ def test_parquet(tokenizer, tmp_path, monkeypatch):
     data = load_data(stored("a.parquet", [SQUARE, {**SQUARE, "input": None}]), tokenizer, 512)
     assert [learnt(tokenizer, data[index]) for index in range(2)] == ["It is 49.</s>"] * 2
     assert load_data(stored("b.parquet", [CHAT]), tokenizer, 512).kind == "chat"
-    with pytest.raises(DataError, match="index 1: `output` is empty"):
-        load_data(stored("c.parquet", [SQUARE, {**SQUARE, "output": ""}]), tokenizer, 512)
+    for number, (row, change) in enumerate(ANSWERED):
+        data = load_data(stored(f"c{number}.parquet", [{**row, "extra": 1}, {**row, **change, "extra": 2}]), tokenizer, 512)
+        assert data.examples == load_data(write("c.json", [row]), tokenizer, 512).examples
+        assert data.remarks == ("1 of 2 rows left out: empty answer",)
     with pytest.raises(DataError, match="index 0: has `a`; a row needs"):
         load_data(stored("d.parquet", [{"a": 1}]), tokenizer, 512)
     (tmp_path / "e.parquet").write_bytes(b"no parquet")
@@ -470,3 +651,22 @@ def test_the_end_of_text_pads_where_no_padding_token_exists(tokenizer):
     assert padding_id(tokenizer) == tokenizer.eos_token_id == 1
     tokenizer.eos_token = None
     assert padding_id(tokenizer) == 0
+
+
+# What users are told.
+
+
+def test_help_and_documentation_name_every_form():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    shown = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"}).output
+    for name in (field for form in FORMS for field in (*form.needed, *form.optional) if field != "label"):
+        assert f"`{name}`" in page
+        assert f"`{name}`" in shown
+
+
+def test_every_row_that_the_documentation_shows_is_read(tokenizer, write):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", page, re.MULTILINE)]
+    assert {form.needed for form in FORMS} == {next(f.needed for f in FORMS if f.applies_to(row)) for row in rows}
+    for row in rows:
+        assert len(load_data(write("a.jsonl", [row]), tokenizer, 512)) == 1

@@ -28,6 +28,8 @@ OutOption = Annotated[
     Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
 ]
 
+NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
+
 # What --json leaves to the file.
 DETAILS = ("modules", "y_values", "sequence", "applied")
 
@@ -40,6 +42,7 @@ def gradients(
     batches: Annotated[int, typer.Option(help="Batches to compare over.", min=1)] = 16,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help=NO_BOS_HELP)] = False,
     modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
@@ -63,7 +66,7 @@ def gradients(
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
         coding = choose_coding(checkpoint.directory, group_size, reconstruction)
-        loaded, data = _load(checkpoint, text, batches, batch_size, sequence_length, device)
+        loaded, data, begun = _load(checkpoint, text, batches, batch_size, sequence_length, not no_bos, device)
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
             loaded,
@@ -77,9 +80,9 @@ def gradients(
     options = {
         "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
         "modules": modules, "reconstruction": coding.reconstruction, "group-size": coding.group_size, "device": device,
-        "revision": revision, "cache-dir": cache_dir,
+        "revision": revision, "cache-dir": cache_dir, "no-bos": no_bos,
     }  # fmt: skip
-    facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length}
+    facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
     result = {**_provenance("gradients", model, options), **facts, **result}
     _finish(out, "gradients", result, gradient_figures(result), json, _show_gradients)
 
@@ -146,9 +149,9 @@ def _checkpoint(model: str, hub: Hub) -> Checkpoint:
 
 
 def _load(
-    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, device: str
-) -> tuple[Any, list[Any]]:
-    """The model in float32, and the batches."""
+    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, bos: bool, device: str
+) -> tuple[Any, list[Any], bool]:
+    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -160,9 +163,10 @@ def _load(
     tokenizer = load_tokenizer(checkpoint.directory)
     positions = getattr(checkpoint.config, "max_position_embeddings", None)
     try:
-        data = load_data(text, tokenizer, sequence_length, max_positions=positions)
+        data = load_data(text, tokenizer, sequence_length, max_positions=positions, bos=bos)
     except DataError as error:
         raise OtaroError(str(error).replace("--data takes", "--text takes")) from error
+    console.remark(*data.remarks)
     if len(data) < batches * batch_size:
         raise OtaroError(
             f"--text {text} makes {len(data)} sequences, and --batches {batches} of --batch-size {batch_size} need "
@@ -171,7 +175,7 @@ def _load(
     join = collate(padding_id(tokenizer))
     joined = [join([data[number * batch_size + i] for i in range(batch_size)]) for number in range(batches)]
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32, trust_remote_code=False)
-    return loaded.to(device), joined
+    return loaded.to(device), joined, data.bos
 
 
 def _out(model: str, out: Path | None) -> Path:
@@ -192,7 +196,8 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
 
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
-        words += [f"--{name}", str(value)] if value is not None else []
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return {
         "model": subject,
         "command": shlex.join(words),

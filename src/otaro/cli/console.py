@@ -6,6 +6,7 @@ Results go to standard output; progress and remarks go to standard error, so tha
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, SlowWarning
 from otaro.readable import size as size
 
 out = Console()
@@ -64,6 +65,12 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value))
 
 
+def remark(*lines: str) -> None:
+    """Lines on standard error, as they are."""
+    for line in lines:
+        err.print(escape(line), highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function (what is at hand, done, total) that draws a bar on standard error."""
@@ -80,6 +87,24 @@ def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int
         yield lambda what, done, total: progress.update(
             task, description=what, completed=done // unit_scale, total=total // unit_scale
         )
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Print what is slow, and why, as a remark of ours and not as Python prints warnings."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, SlowWarning):
+            err.print(f"[dim]slow: {escape(str(message))}[/]", highlight=False, soft_wrap=True)
+        else:
+            usual(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def parse_precision(text: str) -> dict[str, str]:

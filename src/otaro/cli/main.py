@@ -40,11 +40,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options before the command."""
+    context.with_resource(console.warnings_in_a_line())
 
 
 def wait_asleep() -> None:

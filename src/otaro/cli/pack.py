@@ -17,7 +17,9 @@ def pack(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model; other files in it stay.")
+    ] = False,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,

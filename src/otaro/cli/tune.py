@@ -33,8 +33,10 @@ RECIPE_HELP = (
     "--schedule constant --clip 0."
 )
 PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
+DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/config][:split] on the Hub, or `builtin`."
+NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
+TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
-
 OPTIMIZER_HELP = "adamw, sgd, or adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
 
 
@@ -44,7 +46,7 @@ def _option(help_text: str, *names: str) -> Any:
 
 def tune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
-    data: Annotated[str, typer.Option(help=".txt, .json, .jsonl, .parquet, owner/name on the Hub, or `builtin`.")],
+    data: Annotated[str, typer.Option(help=DATA_HELP)],
     out: Annotated[Path, typer.Option(help="The run folder: model/, nested/, config.json, log.jsonl, checkpoints/.")],
     recipe: Annotated[Literal["best", "paper"], typer.Option(help=RECIPE_HELP)] = "best",
     method: Annotated[str | None, _option(METHOD_HELP)] = None,
@@ -75,6 +77,8 @@ def tune(
     batch_size: Annotated[int | None, _option("Sequences in a batch (8).")] = None,
     grad_accum: Annotated[int | None, _option("Batches to one optimizer step (1).")] = None,
     sequence_length: Annotated[int | None, _option("Tokens in a sequence (512).")] = None,
+    no_bos: Annotated[bool | None, _option(NO_BOS_HELP, "--no-bos")] = None,
+    chat_template: Annotated[str | None, _option(TEMPLATE_HELP)] = None,
     lora: Annotated[int | None, _option("Tune adapters of this rank instead of all weights.")] = None,
     bf16: Annotated[bool | None, _option("Compute in bfloat16.", "--bf16/--no-bf16")] = None,
     gradient_checkpointing: Annotated[bool | None, _option("Trade time for memory.", "--gradient-checkpointing")] = None,
@@ -92,6 +96,9 @@ def tune(
     """Fine-tune once so that one set of weights is good at every precision.
 
     Holds out 5% of the data and prints perplexity on it at every precision, before and after.
+
+    Rows of --data have `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`, or `instruction` (perhaps
+    `input`) and `output`, or `question` and `answer`, or `text`. Answers alone are learnt; of texts, all. See docs/data.md.
     """
     from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
@@ -115,7 +122,7 @@ def tune(
         "optimizer": optimizer, "lr": lr, "schedule": schedule, "clip": clip,
         "epochs": epochs, "steps": steps, "batch_size": batch_size, "grad_accum": grad_accum, "lora": lora, "bf16": bf16,
         "sequence_length": sequence_length, "gradient_checkpointing": gradient_checkpointing, "compile": compile,
-        "seed": seed,
+        "seed": seed, "no_bos": no_bos, "chat_template": chat_template,
     }  # fmt: skip
     training = replace(training, **{name: value for name, value in settings.items() if value is not None})
     hub = Hub(revision, token, cache_dir)
@@ -182,7 +189,7 @@ class TuningRun:
             training, held_out = self._load_data(model, tokenizer)
         self.out.mkdir(parents=True, exist_ok=True)
         versions = {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        stated = {**self.stated, "versions": {**versions, "python": platform.python_version()}}
+        stated = {**self.stated, "bos": training.bos, "versions": {**versions, "python": platform.python_version()}}
         (self.out / "config.json").write_text(json_module.dumps(stated, indent=2) + "\n")
         checkpoint = last_complete_checkpoint(self.out / "checkpoints") if self.resume else None
         forget_steps_after(self.out / "log.jsonl", int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0)
@@ -227,8 +234,11 @@ class TuningRun:
         return model, AutoTokenizer.from_pretrained(path), dtype
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset]:
+        from otaro.tune.chat_templates import use_template
         from otaro.tune.data import load_data, split
 
+        if self.training.chat_template is not None:
+            console.remark(*use_template(self.training.chat_template, tokenizer, model.generation_config))
         positions = getattr(model.config, "max_position_embeddings", None)
         dataset = load_data(
             self.data,
@@ -236,7 +246,9 @@ class TuningRun:
             self.training.sequence_length,
             max_positions=positions,
             skip_bad_rows=self.skip_bad_rows,
+            bos=not self.training.no_bos,
         )
+        console.remark(*dataset.remarks)
         return split(dataset, 0.05, self.training.seed)
 
     def _tell_memory(self, model: Any) -> None:
@@ -250,7 +262,7 @@ class TuningRun:
         batch = Batch(t.batch_size, t.sequence_length, t.bf16, t.gradient_checkpointing)
         plan = Run(model, self.options, t.optimizer, batch).plan(device)
         plan.check()
-        console.err.print(str(plan), highlight=False, soft_wrap=True)
+        console.remark(str(plan))
 
     def _trainer(self, model: Any, tokenizer: Any, dataset: TokenDataset) -> Any:
         import torch

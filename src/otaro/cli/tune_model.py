@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def load_model(path: Path, training: Training) -> tuple[Any, torch.dtype]:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise OtaroError("--lora needs the package peft; install it with: pip install 'otaro[lora]'") from None
+        raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
     from otaro.tune.fake_quant import narrow_frozen
 
     model, own = _frozen(path, checkpoint)
@@ -67,6 +67,4 @@ def _check_optimizer(training: Training) -> None:
         from importlib.util import find_spec
 
         if find_spec("bitsandbytes") is None:
-            raise OtaroError(
-                "--optimizer adamw8bit needs the package bitsandbytes; install it with: pip install 'otaro[adam8bit]'"
-            )
+            raise OtaroError(f"--optimizer adamw8bit needs the package bitsandbytes; install it with: {install('adam8bit')}")

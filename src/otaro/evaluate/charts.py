@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.evaluate.quality import FULL
 from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS, Precision
@@ -31,7 +31,7 @@ def altair() -> Any:
     try:
         import altair
     except ImportError:
-        raise OtaroError("a report needs the package altair; install it with: pip install 'otaro[report]'") from None
+        raise OtaroError(f"a report needs the package altair; install it with: {install('report')}") from None
     return altair
 
 

@@ -52,7 +52,8 @@ def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
     for run in runs:
         if run.tuning is not None:
             training = run.tuning["training"]
-            told = f"sequences of {training.get('sequence_length')}, seed {training.get('seed')}"
+            begun = ", each with a beginning-of-text token" if run.tuning.get("bos") else ""
+            told = f"sequences of {training.get('sequence_length')}{begun}, seed {training.get('seed')}"
             told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
             for stage, values in run.held_out.items():
                 series = Series(run.name, stage, values, [run.command])

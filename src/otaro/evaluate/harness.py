@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.evaluate.progress import Count
 from otaro.file.checkpoint import brief
 
@@ -94,7 +94,7 @@ class Tasks:
     def __init__(self, names: Sequence[str], data_dir: Path | None = None) -> None:
         wanted = [task for name in names for task in (PAPER_TASKS if name == ZEROSHOT8 else [name])]
         if find_spec("lm_eval") is None:
-            raise TaskError("tasks need the package lm-eval; install it with: pip install 'otaro[eval]'")
+            raise TaskError(f"tasks need the package lm-eval; install it with: {install('eval')}")
         with _quiet():
             self._manager = _task_manager(wanted)
             self.names = _expanded(self._manager, wanted)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.evaluate.engines import Engine, plain_weights
 from otaro.file.atomic import explained
 from otaro.runtime.precision import attachment
@@ -175,6 +175,6 @@ def _needed(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise OtaroError(
-            f"the comparison with llama.cpp needs {package} ({error}); pip install 'otaro[llama]' brings it "
+            f"the comparison with llama.cpp needs {package} ({error}); {install('llama')} brings it "
             "and compiles llama.cpp for this CPU, which takes a C++ compiler and some minutes"
         ) from None

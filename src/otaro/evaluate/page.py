@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 
 _STACKED_FROM = 7  # columns, from which on notes stand below their figures
 
@@ -166,6 +166,6 @@ def _library() -> str:
     try:
         import vl_convert
     except ImportError:
-        raise OtaroError("a report needs the package vl-convert-python; install it with: pip install 'otaro[report]'") from None
+        raise OtaroError(f"a report needs the package vl-convert-python; install it with: {install('report')}") from None
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")  # the same in strings, and no end to the element

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.sefp.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise OtaroError("figures need the package matplotlib; install it with: pip install 'otaro[report]'") from None
+        raise OtaroError(f"figures need the package matplotlib; install it with: {install('report')}") from None
 
 
 def gradient_figures(result: dict[str, Any]) -> dict[str, str]:

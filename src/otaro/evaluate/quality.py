@@ -31,8 +31,8 @@ from typing import Any
 from otaro.errors import OtaroError
 from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
 from otaro.file.atomic import update_text, write_text
-from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.coding import Coding, is_group_size, is_reconstruction
+from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
 SCHEMA = 1

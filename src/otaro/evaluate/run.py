@@ -166,6 +166,7 @@ class Evaluation:
             words += ["--group-size", str(coding.group_size), "--reconstruction", coding.reconstruction]
         if self.subject.original is not None and FULL in (entry["precision"], entry.get("reference")):
             words += ["--reference", self.subject.original.model]
+        words += ["--revision", self.subject.revision] if self.subject.revision is not None else []
         words += ["--device", self.subject.device] if self.subject.device != "cpu" else []
         command = shlex.join(words)
         command = command if command.isprintable() else ascii(command)

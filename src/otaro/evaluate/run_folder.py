@@ -23,10 +23,10 @@ from typing import Any, Literal, TypeVar
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, coding_of, identity, read_quality
-from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
+from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
 
 T = TypeVar("T")
@@ -80,7 +80,8 @@ class Run:
         """The `otaro tune` that made this run, with every option as it was resolved."""
         assert self.tuning is not None
         words = ["otaro", "tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
-        for name, value in {**self.tuning["options"], **self.tuning["training"]}.items():
+        said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
+        for name, value in said.items():
             if value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):
                 continue
             flag = "--" + _FLAGS.get(name, name).replace("_", "-")

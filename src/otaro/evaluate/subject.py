@@ -73,7 +73,7 @@ class Subject:
     ) -> None:
         """`original` is the checkpoint that a nested model is compared with."""
         check_device(device)
-        self.model, self.device = model, device
+        self.model, self.device, self.revision = model, device, hub.revision
         self.is_directory = Path(model).is_dir()
         self.coding_asked = group_size is not None or reconstruction is not None
         wanted = parse_precisions(precision)

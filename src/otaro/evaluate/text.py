@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, install
 from otaro.file.checkpoint import brief
 
 _HUB = re.compile(r"(?P<path>[\w-][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?")
@@ -74,7 +74,7 @@ def _from_hub(source: str) -> str:
     if (hub := _HUB.fullmatch(source)) is None:
         raise TextError(f"--text {source} does not exist, and is no Hub data set either (owner/name[/config][:split])")
     if find_spec("datasets") is None:
-        raise TextError(f"--text {source} is no file, and a Hub data set needs a package: pip install 'otaro[data]'")
+        raise TextError(f"--text {source} is no file, and a Hub data set needs a package: {install('data')}")
     try:
         rows = import_module("datasets").load_dataset(hub["path"], hub["config"], split=hub["split"] or "test")
     except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own

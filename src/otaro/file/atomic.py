@@ -148,6 +148,8 @@ def _remove(path: Path) -> None:
 
 def _flush(directory: Path) -> None:
     for path in [*directory.rglob("*"), directory]:
+        if path.is_symlink():  # has no content of its own, and may lead nowhere
+            continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

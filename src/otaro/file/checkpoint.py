@@ -22,6 +22,7 @@ from otaro.errors import CheckpointError
 from otaro.errors import brief as brief
 from otaro.file.header import BASE, DTYPES, shard_name
 from otaro.file.hub import Hub
+from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import Precision
 
 BUILTIN = "builtin"
@@ -32,8 +33,6 @@ SIDECARS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-
-QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
 
 # How checkpoints name the parts of a fused expert tensor; each list is one convention (Qwen and most others, Mixtral).
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}

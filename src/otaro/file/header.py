@@ -151,14 +151,25 @@ def seal_header(header: dict[str, Any], model: str, digests: Mapping[str, str]) 
     return render_header(header)
 
 
-def model_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
-    """SHA-256 over the hex digests of every packed tensor: exponents, base, planes 4 to 8."""
-    identity = hashlib.sha256()
+def packed_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
+    """SHA-256 over what says all of the packed tensors: names and digests of exponents, base, planes 4 to 8."""
+    items = [str(schema.group_size), schema.reconstruction]
     for name in schema.packed:
-        identity.update(digests_by_plane[BASE][name + EXPONENTS].encode())
-        for plane in (BASE, *PLANES):
-            identity.update(digests_by_plane[plane][name].encode())
-    return identity.hexdigest()
+        items += [name, digests_by_plane[BASE][name + EXPONENTS]]
+        items += [digests_by_plane[plane][name] for plane in (BASE, *PLANES)]
+    return _digest_of_lines(items)
+
+
+def model_identity(packed: str, entries: Mapping[str, Entry], digests: Mapping[str, str]) -> str:
+    """The identity of packed tensors, and of unpacked ones: names, types, shapes and digests."""
+    items = [packed]
+    for name in sorted(entries):
+        items += [name, entries[name].dtype, ",".join(map(str, entries[name].shape)), digests[name]]
+    return _digest_of_lines(items)
+
+
+def _digest_of_lines(items: list[str]) -> str:
+    return hashlib.sha256("".join(f"{item}\n" for item in items).encode()).hexdigest()
 
 
 def read_header(path: Path, plane: int) -> Header:
@@ -176,9 +187,9 @@ def read_header(path: Path, plane: int) -> Header:
     _check_seal(path, text, metadata)
     entries = _check_entries(path, header, size - 8 - len(text))
     digests = _parse_object(metadata.get("digests", ""), f"{path}: 'digests'")
-    if digests.keys() != entries.keys() or not all(_is_digest(value) for value in digests.values()):
+    if digests.keys() != entries.keys() or not all(is_digest(value) for value in digests.values()):
         raise FormatError(f"{path}: 'digests' does not give one SHA-256 for every tensor")
-    if not _is_digest(metadata.get("model")):
+    if not is_digest(metadata.get("model")):
         raise FormatError(f"{path}: 'model' is not a SHA-256")
     if metadata.get("plane") != str(plane):
         raise FormatError(
@@ -238,7 +249,7 @@ def _parse_object(text: str | bytes, what: str) -> dict[str, Any]:
 
 def _check_seal(path: Path, text: bytes, metadata: Mapping[str, Any]) -> None:
     seal = metadata.get("seal")
-    if not _is_digest(seal):
+    if not is_digest(seal):
         raise FormatError(f"{path}: the header has no seal")
     blank = text.replace(b'"seal":"%s"' % str(seal).encode(), b'"seal":"%s"' % _NO_DIGEST.encode())
     if hashlib.sha256(blank).hexdigest() != seal:
@@ -288,5 +299,6 @@ def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
     return Schema(group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()})
 
 
-def _is_digest(value: object) -> bool:
+def is_digest(value: object) -> bool:
+    """Whether this is a SHA-256 in hex."""
     return isinstance(value, str) and _HEX_DIGEST.fullmatch(value) is not None

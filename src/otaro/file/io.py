@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ from otaro.file.header import (
     check_schema,
     draft_header,
     model_identity,
+    packed_identity,
     read_header,
     render_header,
     seal_header,
     shard_name,
 )
 from otaro.file.planes import PLANES, pack_codes, pack_exponents, unpack_exponents
+from otaro.file.replace import carry_over, check_replaceable
 from otaro.sefp.codec import SefpTensor
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
@@ -91,6 +94,8 @@ class NestedDirectory:
                 )
             raise ShardMissingError(f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs")
         self._shards = {BASE: Shard.open(base, BASE)}
+        self.lock = RLock()
+        """For whatever grows or switches: shards opened here, planes and precisions of the models that run from here."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
         return self  # read-only: copies of a model share the mapped files
@@ -123,18 +128,23 @@ class NestedDirectory:
     def plane(self, plane: int) -> Shard:
         """The shard of a plane, opened on first use; a file that was added since is found."""
         if plane not in self._shards:
-            path = self.path / shard_name(plane)
-            if not path.is_file():
-                raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
-            shard = Shard.open(path, plane)
-            if shard.header.model != self.base.header.model:
-                raise FormatError(
-                    f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
-                    f"{self.base.header.model[:12]}); fetch the shard of this model"
-                )
-            check_schema(path, shard.header.entries, self.schema, plane)
-            self._shards[plane] = shard
+            with self.lock:
+                if plane not in self._shards:
+                    self._shards[plane] = self._opened(plane)
         return self._shards[plane]
+
+    def _opened(self, plane: int) -> Shard:
+        path = self.path / shard_name(plane)
+        if not path.is_file():
+            raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
+        shard = Shard.open(path, plane)
+        if shard.header.model != self.base.header.model:
+            raise FormatError(
+                f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
+                f"{self.base.header.model[:12]}); fetch the shard of this model"
+            )
+        check_schema(path, shard.header.entries, self.schema, plane)
+        return shard
 
     def require(self, precision: Precision) -> None:
         """Open every shard that `precision` needs; refuse if one is missing or wrong."""
@@ -229,11 +239,12 @@ class NestedWriter:
         schema: Schema,
         unpacked: Mapping[str, tuple[str, tuple[int, ...]]],
         finest: Precision,
-        model: str | None,
+        original: Header | None,
     ) -> None:
         self.directory = directory
         self._schema = schema
-        self._model = model
+        self._original = original
+        self._unpacked = list(unpacked)
         self._shards = {
             plane: _ShardWriter(directory / shard_name(plane), plane, schema, unpacked if plane == BASE else {})
             for plane in range(BASE, finest.mantissa_bits + 1)
@@ -247,20 +258,25 @@ class NestedWriter:
         unpacked: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         *,
         finest: Precision | None = None,
-        model: str | None = None,
+        original: Header | None = None,
         overwrite: bool = False,
+        replaced: Sequence[str] = (),
     ) -> Iterator[NestedWriter]:
         """Write a nested directory at `target`, which appears when the block ends and all tensors have been written.
 
-        A copy of an existing model gives its `finest` precision and its `model` identity; a new model has all planes and
-        gets its identity from its content. Other files (config, tokenizer) go into `writer.directory`.
+        A copy of an existing model gives its `finest` precision and the header of its base shard, the `original`: as long
+        as no tensor differs it keeps the identity. A new model has all planes and gets its identity from its content.
+        Other files (config, tokenizer) go into `writer.directory`. An older nested model is overwritten if asked, with files
+        that match `replaced`; what else its directory holds stays.
         """
+        if overwrite:
+            check_replaceable(target)
         stored = {name: (DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in unpacked.items()}
         with new_directory(target, overwrite) as directory:
-            writer = NestedWriter(directory, schema, stored, finest or of_mantissa_bits(FINEST), model)
+            writer = NestedWriter(directory, schema, stored, finest or of_mantissa_bits(FINEST), original)
             try:
                 yield writer
-                writer._finish()
+                carry_over(target, directory, writer._finish(), replaced)
             finally:
                 for shard in writer._shards.values():
                     shard.file.close()
@@ -277,8 +293,21 @@ class NestedWriter:
         """Append bytes that already are in the file's form, or an unpacked tensor."""
         self._shards[plane].append(name, data)
 
-    def _finish(self) -> None:
+    def _finish(self) -> str:
+        """Seal all shards; returns the model's identity."""
         digests = {plane: shard.digests() for plane, shard in self._shards.items()}
-        model = self._model or model_identity(self._schema, digests)
+        model = self._identity(digests)
         for shard in self._shards.values():
             shard.close(model)
+        return model
+
+    def _identity(self, digests: Mapping[int, Mapping[str, str]]) -> str:
+        entries, original = self._shards[BASE].entries, self._original
+        if original is not None and (original.entries, original.digests) == (entries, digests[BASE]):
+            return original.model
+        # Of planes that a copy lacks nothing is known but whose they were.
+        if original is not None and len(digests) <= len(PLANES):
+            packed = original.model
+        else:
+            packed = packed_identity(self._schema, digests)
+        return model_identity(packed, {name: entries[name] for name in self._unpacked}, digests[BASE])

@@ -56,7 +56,7 @@ def pack(
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
     total, done = sum(map(prod, checkpoint.packed.values())), 0
-    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite) as writer:
+    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer:
         for name, shape in checkpoint.packed.items():
             at = 0  # weights of this tensor done
             for rows in checkpoint.rows(name, _rows_per_chunk(shape[-1])):
@@ -79,7 +79,7 @@ def pack(
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """Overwriting is for nested models: nothing else is ever deleted, least of all the checkpoint."""
+    """Overwriting is for nested models: nothing else is ever replaced, least of all the checkpoint."""
     if source.resolve().is_relative_to(target):
         raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / shard_name(BASE)).is_file():

@@ -42,7 +42,7 @@ class KeyValues:
         else:
             self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
         self.refused = torch.zeros(1, dtype=torch.int32, device=device)
-        """Set where a number was too large to be packed."""
+        """Set where a number was too large to be kept, or not finite."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -68,7 +68,9 @@ class KeyValues:
         some = (kind, layer, sequence, slice(None), slice(start, start + len(rows)))
         rows = rows.transpose(0, 1)
         if not self.bits:
-            self.base[some][..., : self.head] = rows.half()
+            halves = rows.half()
+            self.refused.logical_or_(~halves.isfinite().all())
+            self.base[some][..., : self.head] = halves
             return
         flat = rows.float().reshape(-1, self.head)
         exponents = shared_exponents(flat, GROUP_SIZE)

@@ -1,8 +1,9 @@
 """A decoder for the LLaMA family whose cost is the weights: all layers of a step are one call into the C++ extension.
 
-`Decoder(model)` points into the mapped planes of a nested model and into its norms, and copies neither. `forward` reads
-tokens into a cache and returns logits. A token's arithmetic does not depend on the tokens it is read with: a prompt leaves the
-same bits read at once, in pieces or token by token. Every step asks the model's modules for their precision, so that
+`Decoder(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
+type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens into a cache
+and returns logits. A token's arithmetic does not depend on the tokens it is read with: a prompt leaves the same bits read at
+once, in pieces or token by token. Unless it is given mantissa bits, `forward` asks the model's modules for theirs, so that
 `otaro.set_precision` takes effect at the next token and the cache stays.
 
     decoder = Decoder(model)
@@ -10,20 +11,25 @@ same bits read at once, in pieces or token by token. Every step asks the model's
     logits = decoder.forward(prompt, cache)
     logits = decoder.forward([int(logits.argmax())], cache)
 
-Why layers fused in the extension and not a compiled graph: see docs/decode.md.
+Threads may share a decoder, and take turns step by step; what grows (planes, positions, a cache) does so under the extension's
+locks. Why layers fused in the extension and not a compiled graph: see docs/decode.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import ge
+from threading import Lock, RLock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from otaro.errors import OtaroError
+from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
-from otaro.runtime.modules import PackedWeight, SefpModule
+from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
 from otaro.sefp.precision import Precision
 
 _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
@@ -39,6 +45,7 @@ LINEARS = {
     "down": "mlp.down_proj",
 }
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone, not on the length
+_EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD = 256
 _POSITIONS = 1024  # whose angles are computed at a time
 
@@ -48,6 +55,17 @@ class DecoderCache:
 
     def __init__(self, native: Any, precision: Precision | None) -> None:
         self.native, self.precision = native, precision
+        self._lock, self._claim = RLock(), Lock()
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For one generation at a time: two would read each other's tokens."""
+        if not self._claim.acquire(blocking=False):
+            raise OtaroError("another generation is using this cache; give each one its own")
+        try:
+            yield
+        finally:
+            self._claim.release()
 
     @property
     def length(self) -> int:
@@ -61,7 +79,8 @@ class DecoderCache:
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens; negative: so many of the last, as transformers' caches have it."""
-        self.native.crop(max(0, self.length + length) if length < 0 else length)
+        with self._lock:
+            self.native.crop(max(0, self.length + length) if length < 0 else length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length` by the name that transformers knows."""
@@ -79,13 +98,13 @@ class Decoder:
         if reason := self.why_not(model):
             raise OtaroError(f"the decoder does not serve this model: {reason}")
         # Parts of the model, and not the model itself: it must be free to go when only its decoder is left.
-        self._rotary = model.model.rotary_emb
+        self._rotary = rotary_of(model)
         self.vocabulary = int(model.config.vocab_size)
-        self._keep = unpacked_tensors(model)
-        self._modules = packed_modules(model)
-        self._native_matrices: dict[int, Any] = {}
-        self._matrices = [self._matrix(module.packed) for module in self._modules]
-        self.precisions = b""  # mantissa bits of every module at the last step
+        self._taken = [_Taken(one, one.data_ptr(), one.detach().float().contiguous()) for one in unpacked_tensors(model)]
+        self.modules: list[SefpModule] = packed_modules(model)
+        """In the order in which `forward` takes their mantissa bits."""
+        self._nested = self.modules[0].packed.nested
+        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for
         self._native = self._build(model)
 
     @staticmethod
@@ -96,97 +115,97 @@ class Decoder:
         for tensor in unpacked_tensors(model):
             if tensor.device.type != "cpu":
                 return f"it is on {tensor.device.type}"
-            if tensor.dtype != torch.float32:
+            if tensor.dtype not in _EXACT_IN_FLOAT32:
                 return f"it runs in {str(tensor.dtype).removeprefix('torch.')}, the decoder in float32"
-        modules = packed_modules(model)
-        if any(module._like.dtype != torch.float32 or module.packed.base.device.type != "cpu" for module in modules):
-            return "its packed weights are not for float32 on the CPU"
+        if any(module.packed.base.device.type != "cpu" for module in packed_modules(model)):
+            return "its packed weights are not on the CPU"
         return None
 
     def serves(self, model: Any) -> bool:
-        """Whether this decoder still points at what the model consists of."""
-        now = unpacked_tensors(model)
-        return len(now) == len(self._keep) and all(
-            a is b and a.data_ptr() == b.data_ptr() for a, b in zip(now, self._keep, strict=True)
+        """Whether this decoder still has what the model consists of."""
+        tensors, modules = unpacked_tensors(model), packed_modules(model)
+        return (
+            len(tensors) == len(self._taken)
+            and all(taken.holds(tensor) for taken, tensor in zip(self._taken, tensors, strict=True))
+            and all(ours is theirs for ours, theirs in zip(self.modules, modules, strict=False))
         )
 
     def new_cache(self, kv: Precision | None = None) -> DecoderCache:
         """An empty cache, in float16, or packed at a precision."""
         return DecoderCache(self._native.new_cache(kv.mantissa_bits if kv else 0), kv)
 
-    def forward(self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False) -> torch.Tensor:
+    def forward(
+        self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False, bits: bytes | None = None
+    ) -> torch.Tensor:
         """Read `ids` after what the cache holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
 
-        If anything is refused the cache is as before.
+        `bits` are the mantissa bits of `modules`, by default those that are set now. If anything is refused the cache is as
+        before.
         """
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.ndim != 1 or not len(tokens):
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
-        before = cache.length
-        self._know_positions(before + len(tokens))
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
-        try:
-            for start in range(0, len(tokens), _cpu.max_step):
-                some = tokens[start : start + _cpu.max_step]
-                last = start + len(some) == len(tokens)
-                rows = logits[start : start + len(some)] if all_logits else logits
-                self._native.step(some, cache.native, self._precisions(), rows.numpy() if last or all_logits else None)
-        except BaseException as error:
-            cache.native.crop(before)
-            if isinstance(error, ValueError):
-                raise OtaroError(str(error)) from error
-            raise
+        wanted = bits_of(self.modules, self._nested) if bits is None else bits
+        if len(wanted) != len(self.modules):
+            raise OtaroError(f"precisions of {len(wanted)} matrices were given for {len(self.modules)}")
+        self._attach(wanted)
+        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
+        with cache._lock:
+            before = cache.length
+            self._know_positions(before + len(tokens))
+            try:
+                for start in range(0, len(tokens), _cpu.max_step):
+                    some = tokens[start : start + _cpu.max_step]
+                    last = start + len(some) == len(tokens)
+                    rows = logits[start : start + len(some)] if all_logits else logits
+                    if not self._native.step(some, cache.native, wanted, rows.numpy() if last or all_logits else None):
+                        raise cannot_hold(cache.precision)
+            except BaseException as error:
+                cache.native.crop(before)
+                if isinstance(error, ValueError):
+                    raise OtaroError(str(error)) from error
+                raise
         return logits if all_logits else logits[0]
 
-    def _precisions(self) -> bytes:
-        """The mantissa bits of every module as they are now, their planes attached."""
-        bits = bytes([module.mantissa_bits for module in self._modules])
-        if bits != self.precisions:
-            for module, matrix, wanted in zip(self._modules, self._matrices, bits, strict=True):
-                while matrix.bits < wanted:
-                    matrix.attach(getattr(module.packed, f"plane{matrix.bits + 1}").numpy())
-            self.precisions = bits
-        return bits
+    def _attach(self, bits: bytes) -> None:
+        """Have the planes that so many mantissa bits of each module need."""
+        if all(map(ge, self._attached, bits)):
+            return
+        with self._nested.lock:
+            for number, (module, wanted) in enumerate(zip(self.modules, bits, strict=True)):
+                module.packed.reach(wanted)
+                for plane in range(self._attached[number] + 1, wanted + 1):
+                    self._native.attach(number, plane, getattr(module.packed, f"plane{plane}").numpy())
+                    self._attached[number] = plane
 
     def _know_positions(self, count: int) -> None:
         """Compute angles up to `count` positions, by the model's own rotary module."""
-        if count > self._native.positions:
-            start, half = self._native.positions, self._half
+        start, half = self._native.positions, self._half
+        if count > start:
             end = -(-count // _POSITIONS) * _POSITIONS
             with torch.no_grad():
                 cosines, sines = self._rotary(torch.empty(0), torch.arange(start, end).unsqueeze(0))
-            self._native.extend_positions(*(t[0, :, :half].contiguous().numpy() for t in (cosines, sines)))
-
-    def _matrix(self, packed: PackedWeight) -> Any:
-        """The native view of a packed weight, shared where weights are tied."""
-        if id(packed) not in self._native_matrices:
-            schema = packed.nested.schema
-            self._native_matrices[id(packed)] = _cpu.Matrix(
-                packed.base.numpy(),
-                packed.exponents.numpy(),
-                packed.shape[-1],
-                schema.group_size,
-                schema.reconstruction == "truncate",
-            )
-        return self._native_matrices[id(packed)]
+            self._native.extend_positions(start, *(t[0, :, :half].contiguous().numpy() for t in (cosines, sines)))
 
     def _build(self, model: Any) -> Any:
         config, first = model.config, model.model.layers[0].self_attn
         self._half = first.head_dim // 2
+        floats = {id(taken.tensor): taken.floats.numpy() for taken in self._taken}
+        matrices = {packed: _matrix(packed) for packed in {module.packed for module in self.modules}}  # tied ones share one
         layers = []
         for layer in model.model.layers:
             parts: dict[str, Any] = {}
             for name, path in LINEARS.items():
                 linear = layer.get_submodule(path)
-                parts[name] = self._matrix(linear.packed)
-                parts[name + "_bias"] = _array(linear.bias)
-            parts["input_norm"] = _array(layer.input_layernorm.weight)
-            parts["mlp_norm"] = _array(layer.post_attention_layernorm.weight)
+                parts[name] = matrices[linear.packed]
+                parts[name + "_bias"] = None if linear.bias is None else floats[id(linear.bias)]
+            parts["input_norm"] = floats[id(layer.input_layernorm.weight)]
+            parts["mlp_norm"] = floats[id(layer.post_attention_layernorm.weight)]
             for name in ("query_norm", "key_norm"):
                 norm = getattr(layer.self_attn, f"{name[0]}_norm", None)
-                parts[name] = None if norm is None else _array(norm.weight)
+                parts[name] = None if norm is None else floats[id(norm.weight)]
             parts["window"] = window_of(config, layer.self_attn)
             layers.append(parts)
         return _cpu.Decoder(
@@ -195,11 +214,44 @@ class Decoder:
             first.head_dim,
             model.model.norm.variance_epsilon,
             first.scaling,
-            self._matrix(model.model.embed_tokens.packed),
-            self._matrix(model.lm_head.packed),
-            _array(model.model.norm.weight),
+            matrices[model.model.embed_tokens.packed],
+            matrices[model.lm_head.packed],
+            floats[id(model.model.norm.weight)],
             layers,
         )
+
+
+class _Taken(NamedTuple):
+    """A norm or bias: where it was, and what the extension points into, the same memory where it is float32."""
+
+    tensor: torch.Tensor
+    address: int
+    floats: torch.Tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the extension computes with what this tensor is now."""
+        same = tensor is self.tensor and tensor.data_ptr() == self.address
+        return same and (self.floats.data_ptr() == self.address or torch.equal(tensor.detach().float(), self.floats))
+
+
+def cannot_hold(kv: Precision | None) -> OtaroError:
+    """What to say where a cache, in float16 or at a precision, cannot hold a key or value."""
+    instead = "past_key_values=DynamicCache(config=model.config), transformers' own, keeps them in the model's type"
+    if kv is None:
+        return OtaroError(
+            "a key or value is 65520 or more, or not finite: a cache in float16 cannot hold it; "
+            f"kv='E5M8' holds less than 65536, and {instead}"
+        )
+    return OtaroError(
+        f"a key or value is 65536 or more, or not finite: a cache at {kv} cannot hold it, nor can any other kv; {instead}"
+    )
+
+
+def _matrix(packed: PackedWeight) -> Any:
+    """The native view of a packed weight."""
+    schema = packed.nested.schema
+    truncate = schema.reconstruction == "truncate"
+    return _cpu.Matrix(packed.base.numpy(), packed.exponents.numpy(), packed.shape[-1], schema.group_size, truncate)
 
 
 def _choose() -> str:
@@ -246,7 +298,7 @@ def packed_modules(model: Any) -> list[Any]:
 
 
 def unpacked_tensors(model: Any) -> list[torch.Tensor]:
-    """Norms and biases, which the extension points into."""
+    """Norms and biases."""
     found = list(model.model.parameters())
     bias = getattr(model.lm_head, "bias", None)
     return found if bias is None else [*found, bias]
@@ -258,8 +310,10 @@ def _hooked(module: Any) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
-def _array(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach().numpy()
+def rotary_of(model: Any) -> Any:
+    """The model's rotary module; where `.half()` has rounded its frequencies, one like it from the model's config."""
+    rotary = model.model.rotary_emb
+    return rotary if rotary.inv_freq.dtype == torch.float32 else type(rotary)(config=model.config).to(rotary.inv_freq.device)
 
 
 def window_of(config: Any, attention: Any) -> int:

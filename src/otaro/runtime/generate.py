@@ -2,7 +2,8 @@
 
 transformers prepares inputs, generation options, logits processors, stopping criteria and streamers, then calls `_sample`
 once. `Generates`, mixed into the class of a nested model, answers that call with `decode_loop` where the decoder can serve,
-and passes it on where not; `model.generation` then tells which it was, why, and how long it took.
+and passes it on where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what
+keeps the decoder from serving is warned, once for each model and reason.
 
 On both ways the precision may change while tokens are produced:
 
@@ -12,31 +13,37 @@ On both ways the precision may change while tokens are produced:
     model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder of a GPU only)
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
 
-and so it may by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step begins. A
-model that was given phases runs afterwards as it did before.
+and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step
+begins; reading the prompt is one step. From its first phase on a generation minds only its own precisions, and it sets none
+on the model: threads that generate at different precisions with one model each get what one thread alone would get. (What a
+mapping leaves out stays as it was when the phase began.)
 
 On a GPU the likeliest token is chosen there. While no streamer, processor or stopping criterion of the caller's looks on, the
 next step begins before the last one's token is known to the host: phases begin where they should all the same, but what
-another thread sets takes effect one token later.
+another thread sets takes effect one token later. Through transformers every module asks when it is called, so that a switch
+by another thread takes effect in the midst of a step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from otaro.errors import OtaroError, PrecisionError
-from otaro.runtime.decode import DecoderCache
+from otaro.errors import OtaroError, PrecisionError, SlowWarning
+from otaro.kernels.ops import OVERRIDE
+from otaro.runtime.decode import DecoderCache, packed_modules
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.precision import PrecisionLike, at_precision, attachment, finest_of, keeping_precision, set_precision
+from otaro.runtime.modules import SefpModule, bits_of, own_bits
+from otaro.runtime.precision import Attachment, PrecisionLike, attachment, chosen_bits
 from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
 from otaro.runtime.serving import (
@@ -50,12 +57,15 @@ from otaro.runtime.serving import (
     unpadded,
     why_not,
 )
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import Precision, of_mantissa_bits
 
 
 @dataclass
 class Generation:
-    """How the last `generate` of a model went; kept as `model.generation`."""
+    """How a `generate` went. `model.generation` is that of the last one to begin, in any thread.
+
+    Who shares a model with other threads passes one of his own, to be filled in: `generate(..., report=Generation())`.
+    """
 
     served_by: str = "transformers"
     reason: str = ""
@@ -85,39 +95,78 @@ class Generation:
 
 
 class Phases:
-    """Precisions by the number of new tokens when a step begins: the step that reads the prompt is 0."""
+    """Precisions by the number of new tokens when a step begins: the step that reads the prompt is 0.
 
-    def __init__(
-        self,
-        prefill: PrecisionLike | None = None,
-        decode: PrecisionLike | None = None,
-        schedule: Mapping[int, PrecisionLike] | None = None,
-    ) -> None:
-        if schedule is not None and (prefill is not None or decode is not None):
-            raise PrecisionError("a schedule says all there is to say: give either schedule, or prefill and decode")
-        steps = dict(schedule or {})
+    They belong to one generation and are set on no model. Before the first of them a model runs as it is set.
+    """
+
+    def __init__(self, attached: Attachment, steps: Mapping[int, PrecisionLike]) -> None:
         if any(not isinstance(step, int) or step < 0 for step in steps):
             raise PrecisionError(f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}")
-        if prefill is not None:
-            steps[0] = prefill
-        if decode is not None:
-            steps[1] = decode
-        self.steps = {step: steps[step] for step in sorted(steps)}
+        self._attached = attached
+        self._steps = {step: chosen_bits(attached, precision) for step, precision in steps.items()}
+        self.own: Mapping[SefpModule, int] = {}
+        """Mantissa bits of every module, from the first phase on."""
+        finest = max((bits for phase in self._steps.values() for bits in phase.values()), default=None)
+        if finest is not None:
+            attached.nested.require(of_mantissa_bits(finest))  # refuse at once what the directory cannot do
 
-    def enter(self, model: Any, step: int) -> None:
-        """Switch if a phase begins with this step."""
-        if step in self.steps:
-            set_precision(model, self.steps[step])
+    def __bool__(self) -> bool:
+        return bool(self._steps)
 
-    @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        """Refuse at once what the directory cannot do; afterwards run as before."""
-        if not self.steps:
-            yield
-            return
-        attachment(model).nested.require(max(finest_of(precision) for precision in self.steps.values()))
-        with keeping_precision(model):
-            yield
+    def enter(self, step: int) -> bool:
+        """Whether a phase begins with this step."""
+        if step not in self._steps:
+            return False
+        modules = self._attached.modules.values()
+        before = self.own or dict(zip(modules, bits_of(modules, self._attached.nested), strict=True))
+        self.own = {**before, **self._steps[step]}
+        for module, bits in self.own.items():
+            module.packed.reach(bits)
+        return True
+
+    def bits(self, modules: Sequence[SefpModule]) -> bytes:
+        """Mantissa bits of some modules: its own, or else those that are set."""
+        return bytes([self.own[module] for module in modules]) if self.own else bits_of(modules, self._attached.nested)
+
+
+def _steps_and_rows(
+    prefill: PrecisionLike | None,
+    decode: PrecisionLike | None,
+    schedule: Mapping[int, PrecisionLike] | None,
+    precision: PrecisionLike | Sequence[PrecisionLike] | None,
+) -> tuple[dict[int, PrecisionLike], list[PrecisionLike] | None]:
+    """The precisions of steps, or those of rows, that the arguments of `generate` name."""
+    if schedule is not None and (prefill is not None or decode is not None):
+        raise PrecisionError("a schedule says all there is to say: give either schedule, or prefill and decode")
+    steps = dict(schedule or {})
+    if prefill is not None:
+        steps[0] = prefill
+    if decode is not None:
+        steps[1] = decode
+    if precision is None:
+        return steps, None
+    if steps:
+        raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
+    if isinstance(precision, str | Precision | Mapping):
+        return {0: precision}, None
+    if not isinstance(precision, Iterable):
+        raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
+    return {}, list(precision)
+
+
+class Obstacle(NamedTuple):
+    """What keeps the decoder from serving, in words."""
+
+    reason: str
+    advice: str | None = None
+    """What to do about it; None where it was asked for, so that nobody is surprised."""
+
+
+_ADVICE = {
+    "it has forward hooks": "remove them",
+    "it is in training mode and drops out": "call model.eval()",
+}
 
 
 @dataclass
@@ -126,10 +175,11 @@ class _Request:
 
     phases: Phases
     kv: Precision | None
-    obstacle: str
-    """What in the arguments keeps the decoder from serving, in words."""
-    rows: Sequence[PrecisionLike] | None = None
+    obstacle: Obstacle | None
+    """In the arguments."""
+    rows: Sequence[PrecisionLike] | None
     """A precision for each row."""
+    report: Generation
 
 
 _request: ContextVar[_Request | None] = ContextVar("request", default=None)
@@ -141,7 +191,7 @@ def serve_with_decoder(model: Any) -> None:
     kind = type(model)
     if kind not in _classes:
         about = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _classes[kind] = type(kind.__name__, (Generates, kind), about)
+        _classes.setdefault(kind, type(kind.__name__, (Generates, kind), about))
     model.__class__ = _classes[kind]
 
 
@@ -162,33 +212,26 @@ class Generates:
         schedule: Mapping[int, PrecisionLike] | None = None,
         precision: PrecisionLike | Sequence[PrecisionLike] | None = None,
         kv: str | Precision | None = None,
+        report: Generation | None = None,
         **kwargs: Any,
     ) -> Any:
         """As transformers' `generate`, with precisions by phase or by row; see the head of this module."""
-        phases, rows = Phases(prefill, decode, schedule), None
-        if precision is not None:
-            if phases.steps:
-                raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
-            if isinstance(precision, str | Precision | Mapping):
-                phases = Phases(schedule={0: precision})
-            elif isinstance(precision, Iterable):
-                rows = list(precision)
-            else:
-                raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
+        steps, rows = _steps_and_rows(prefill, decode, schedule, precision)
+        phases = Phases(attachment(self), steps)
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
             raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
-        request = _Request(phases, None if kv is None else Precision(kv), "", rows)
+        request = _Request(phases, None if kv is None else Precision(kv), None, rows, report or Generation())
         if cache is not None and not isinstance(cache, DecoderCache):
-            request.obstacle = f"the cache given is a {type(cache).__name__}"
+            request.obstacle = Obstacle(f"the cache given is a {type(cache).__name__}")
         elif kwargs.get("position_ids") is not None:
-            request.obstacle = "position_ids were given"
-        token = _request.set(request)
+            request.obstacle = Obstacle("position_ids were given")
+        token, outer = _request.set(request), own_bits.set({})
         try:
-            with phases.around(self):
-                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
             _request.reset(token)
+            own_bits.reset(outer)
 
     def _sample(
         self,
@@ -200,13 +243,15 @@ class Generates:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        request = _request.get() or _Request(Phases(), None, "another library called it")
+        request = _request.get() or self._no_request(Obstacle("another library called it"))
         options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-        reason = request.obstacle or _obstacle(input_ids, options, rows_at_once(self)) or why_not(self)
-        if reason:
-            return self._by_transformers("_sample", reason, input_ids, logits_processor, stopping_criteria, options)
+        obstacle = request.obstacle or _obstacle(input_ids, options, rows_at_once(self)) or _obstacle_of(self)
+        if obstacle:
+            return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
+        given = cache if isinstance(cache, DecoderCache) else None
         with (
+            given.claimed() if given else nullcontext(),
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # what a decoder keeps must stay writable when the caller's mode ends
@@ -217,31 +262,40 @@ class Generates:
                 stopping_criteria,
                 generation_config,
                 streamer,
-                cache if isinstance(cache, DecoderCache) else None,
+                given,
                 model_kwargs.get("attention_mask"),
                 request,
             )
+
+    def _no_request(self, obstacle: Obstacle | None = None) -> _Request:
+        return _Request(Phases(attachment(self), {}), None, obstacle, None, Generation())
 
     def _beam_search(
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
     ) -> Any:
         options["generation_config"] = generation_config
-        return self._by_transformers(
-            "_beam_search", "it searches with beams", input_ids, logits_processor, stopping_criteria, options
-        )
+        obstacle = Obstacle("it searches with beams", "leave out num_beams")
+        return self._by_transformers("_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        request = _request.get()
-        if request and (request.phases.steps or request.kv or request.rows):
+        request = _request.get() or self._no_request()
+        if request.phases or request.kv or request.rows:
             raise OtaroError("prefill, decode, schedule, precision and kv do not go together with assisted generation")
-        self.generation = Generation(reason="it is assisted by another model")
+        self.generation = request.report
+        request.report.reason = "it is assisted by another model"
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
     def _by_transformers(
-        self, method: str, reason: str, input_ids: torch.Tensor, processors: Any, criteria: Any, options: dict[str, Any]
+        self,
+        method: str,
+        obstacle: Obstacle,
+        input_ids: torch.Tensor,
+        processors: Any,
+        criteria: Any,
+        options: dict[str, Any],
     ) -> Any:
         """Pass the call on, watching it from a logits processor: that is called once after every step."""
-        request = _request.get() or _Request(Phases(), None, "")
+        request, reason = _request.get() or self._no_request(), obstacle.reason
         if request.kv:
             raise OtaroError(f"kv={request.kv} needs the decoder, which does not serve here: {reason}")
         if request.rows is not None:
@@ -249,11 +303,13 @@ class Generates:
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
         cache = options.get("past_key_values")
-        reused = 0 if cache is None else int(cache.get_seq_length())
-        report = Generation(reason=reason, prompt_tokens=input_ids.shape[1], reused_tokens=reused)
+        _warn(self, obstacle)
+        report = self.generation = request.report
+        report.reason, report.prompt_tokens = reason, input_ids.shape[1]
+        report.reused_tokens = 0 if cache is None else int(cache.get_seq_length())
         watch = _Watch(self, request.phases, report)
         result = getattr(super(), method)(input_ids, LogitsProcessorList([*processors, watch]), criteria, **options)
-        self.generation = watch.close(result if isinstance(result, torch.Tensor) else result.sequences)
+        watch.close(result if isinstance(result, torch.Tensor) else result.sequences)
         return result
 
 
@@ -273,41 +329,66 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
         return scores
 
     def _enter(self) -> None:
-        if self.steps in self.phases.steps or self.steps == 0:
-            self.phases.enter(self.model, self.steps)
-            self.report.precisions.append(
-                _described(module.mantissa_bits for module in attachment(self.model).modules.values())
-            )
+        if self.phases.enter(self.steps) or self.steps == 0:
+            own_bits.set(self.phases.own)  # until `generate` returns
+            self.report.precisions.append(_described(self.phases.bits(list(attachment(self.model).modules.values()))))
 
-    def close(self, sequences: torch.Tensor) -> Generation:
+    def close(self, sequences: torch.Tensor) -> None:
         self.report.new_tokens = sequences.shape[1] - self.report.prompt_tokens
         self.report.prefill_seconds = self.prefilled - self.started
         self.report.decode_seconds = time.perf_counter() - self.prefilled
-        return self.report
 
 
-def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any], rows: int) -> str:
-    """What in these options a decoder for so many rows does not do, in words."""
+def _warn(model: Any, obstacle: Obstacle) -> None:
+    """Say once why tokens are made more slowly than they could be; with a lock, as threads may come at once."""
+    attached = attachment(model)
+    with attached.nested.lock:
+        if obstacle.advice is None or (known := obstacle.advice or obstacle.reason) in attached.warned:
+            return
+        attached.warned.add(known)
+    advice = obstacle.advice and f"; {obstacle.advice}"
+    if model.device.type == "cpu" and model.dtype != torch.float32:
+        advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
+    warnings.warn(
+        f"this {type(model).__name__} generates through transformers, slower than the decoder: {obstacle.reason}{advice}",
+        SlowWarning,
+        stacklevel=2,
+    )
+
+
+def _obstacle_of(model: Any) -> Obstacle | None:
+    """What about this model no decoder does."""
+    reason = why_not(model)
+    if reason is None:
+        return None
+    return Obstacle(reason, None if reason.startswith(OVERRIDE) else _ADVICE.get(reason, ""))
+
+
+def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any], rows: int) -> Obstacle | None:
+    """What in these options a decoder for so many rows does not do."""
     config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
     if len(input_ids) > rows:
-        return f"the batch has {len(input_ids)} rows" + (f", and the decoder takes {rows}" if rows > 1 else "")
+        told = f"the batch has {len(input_ids)} rows, and the decoder takes {rows}"
+        return Obstacle(told, f"generate {rows} at a time" + ("" if rows > 1 else ", or on a GPU, whose decoder takes 16"))
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        return "attentions or hidden states are wanted"
+        return Obstacle("attentions or hidden states are wanted")
     if config.use_cache is False:
-        return "use_cache is False"
+        return Obstacle("use_cache is False")
     if config.cache_implementation not in (None, "dynamic"):
-        return f"cache_implementation is {config.cache_implementation}"
+        return Obstacle(f"cache_implementation is {config.cache_implementation}")
     if config.is_assistant:
-        return "it assists another model"
+        return Obstacle("it assists another model")
     mask = options.get("attention_mask")
     if mask is not None and not bool((mask == 1).all()):
         if rows == 1:
-            return "the prompt is padded"
+            return Obstacle(
+                "the prompt is padded", "leave the padding out; attention_mask=torch.ones_like(ids) says there is none"
+            )
         if not (mask.dim() == 2 and padded_on_the_left(mask)):
-            return "the prompt is padded, and not on its left"
+            return Obstacle("the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'")
     known |= {"attention_mask", "position_ids", "cache_position", "past_key_values"}
     unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
-    return f"{unknown[0]} was given" if unknown else ""
+    return Obstacle(f"{unknown[0]} was given", f"leave {unknown[0]} out") if unknown else None
 
 
 def decode_loop(
@@ -327,9 +408,9 @@ def decode_loop(
     sampler = Sampler(processors, bool(config.do_sample), exact_scores=wants_scores)
     stop = Stop(criteria, len(input_ids), config._pad_token_tensor)
     reader = _reader(model, input_ids, mask, given, request, stop.limit - input_ids.shape[1])
-    report = model.generation = Generation(
-        "decoder", prompt_tokens=input_ids.shape[1], reused_tokens=0 if given is None else given.length
-    )
+    report = model.generation = request.report
+    report.served_by, report.prompt_tokens = "decoder", input_ids.shape[1]
+    report.reused_tokens = 0 if given is None else given.length
     by_gpu = reader if isinstance(reader, BatchReader) and _device_chooses(sampler, stop, config) else None
     scores: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []
@@ -342,10 +423,9 @@ def decode_loop(
         while True:
             if by_gpu and chosen is not None:
                 ahead = int(streamer is None and tokens.length + 1 < stop.limit)
-                chosen = by_gpu.likeliest(chosen, tokens.new, ahead, lambda step: request.phases.enter(model, step))
+                chosen = by_gpu.likeliest(chosen, tokens.new, ahead)
             else:
-                request.phases.enter(model, tokens.new)
-                logits = reader.read(chosen)
+                logits = reader.read(chosen, tokens.new)
                 if tokens.new == 0:
                     now = time.perf_counter()
                     report.prefill_seconds, clock = now - clock, now
@@ -382,7 +462,12 @@ def _reader(
     model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: DecoderCache | None, request: _Request, most: float
 ) -> RowReader | BatchReader:
     """What reads these rows, which go on for `most` tokens at most."""
-    decoder, prompts = decoder_of(model), unpadded(ids, mask)
+    decoder, prompts, phases, modules = decoder_of(model), unpadded(ids, mask), request.phases, packed_modules(model)
+
+    def bits(step: int) -> bytes:
+        phases.enter(step)
+        return phases.bits(modules)
+
     if given is not None:
         for prompt, length in zip(prompts, getattr(given, "lengths", [given.length]), strict=False):
             if length >= len(prompt):
@@ -393,18 +478,15 @@ def _reader(
     if not isinstance(decoder, GpuDecoder):
         if request.rows is not None:
             raise OtaroError("a precision for each row needs the decoder of a GPU: give one precision for all")
-        return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0])
-    bits = None
-    if request.rows is not None and len(request.rows) != len(prompts):
-        raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
-    with decoder.lock:  # other threads' steps ask the model for its precision
-        if request.rows is not None:
-            bits = []
-            for precision in request.rows:
-                with at_precision(model, precision):  # which refuses what the directory cannot do
-                    bits.append(decoder.weights.precisions())
-        cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
-        return BatchReader(decoder, cache, prompts, bits, most)
+        return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0], bits)
+    rows = None
+    if request.rows is not None:
+        if len(request.rows) != len(prompts):
+            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
+        each = [Phases(attachment(model), {0: precision}) for precision in request.rows]
+        rows = [one.bits(modules) for one in each if one.enter(0)]
+    cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
+    return BatchReader(decoder, cache, prompts, bits, rows, most)
 
 
 def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:

@@ -11,9 +11,10 @@ in chunks, with decoded weights and the device's library. All of it reads and wr
     first, second = decoder.advance(), decoder.advance()
     tokens = decoder.chosen(first)                  # waits for the first step only
 
-Every step asks the weights for their precision, so that `otaro.set_precision` takes effect at the next token. What is launched
-depends on the number of tokens, the precisions and the cache, so there is a graph for each combination that occurs twice;
-`graph_bytes` counts their memory. The same code runs on the steps in torch (`kernels.steps`), without graphs, on any device.
+A step that is given no mantissa bits asks the weights for theirs, so that `otaro.set_precision` takes effect at the next token.
+Threads may share a decoder: every call has it for itself, and `lock` keeps it over several. What is launched depends on the
+number of tokens, the precisions and the cache, so there is a graph for each combination that occurs twice; `graph_bytes` counts
+their memory. The same code runs on the steps in torch (`kernels.steps`), without graphs, on any device.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import finalize
 
 import torch
@@ -41,6 +43,19 @@ from otaro.runtime.gpu_weights import MATRICES, Matrix, Weights, parts_of
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(method: Callable[Concatenate[GpuDecoder, P], R]) -> Callable[Concatenate[GpuDecoder, P], R]:
+    """With the decoder's lock, and without gradients."""
+
+    @wraps(method)
+    def locked(self: GpuDecoder, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock, torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class Span(NamedTuple):
@@ -67,7 +82,7 @@ class GpuDecoder:
         self.steps: Steps = steps or steps_for(weights.device)
         self.vocabulary = weights.logits.rows
         self.precisions = b""
-        """Mantissa bits of every matrix at the last step, of its first token."""
+        """Mantissa bits of every matrix at the last step, whoever made it, of its first token."""
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
@@ -118,22 +133,22 @@ class GpuDecoder:
             a is b and rest == known for (a, *rest), (b, *known) in zip(now, self._parts, strict=True)
         )
 
+    @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
         """An empty cache, in float16 or packed at a precision, for up to 16 sequences; room for `capacity` tokens of each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
-        with self.lock:  # another thread may be about to capture a graph
-            self._enter_stream()
-            # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
-            kind, found = (sequences, kv.mantissa_bits if kv else 0), None
-            while self._spare:
-                room = self._spare.pop()
-                if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
-                    found = room
-                else:
-                    self._forget(room)
-            cache = GpuCache(self.weights, kv, sequences, capacity, found)
-            finalize(cache, self._spare.extend, cache.holder)
+        self._enter_stream()
+        # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
+        kind, found = (sequences, kv.mantissa_bits if kv else 0), None
+        while self._spare:
+            room = self._spare.pop()
+            if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
+                found = room
+            else:
+                self._forget(room)
+        cache = GpuCache(self.weights, kv, sequences, capacity, found)
+        finalize(cache, self._spare.extend, cache.holder)
         return cache
 
     @property
@@ -141,15 +156,17 @@ class GpuDecoder:
         """Memory of the captured graphs."""
         return sum(one.nbytes for one in self._graphs.values())
 
-    @torch.no_grad()
+    @_alone
     def forward(
         self, ids: Sequence[int], cache: GpuCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
     ) -> torch.Tensor:
         """Read `ids` after what a sequence of the cache holds; float32 logits [vocabulary], or [ids, vocabulary] after each.
 
-        They are on the device. If anything is refused the cache is as before.
+        They are on the device. `bits` are the mantissa bits of its matrices, by default those that are set now. If anything is
+        refused the cache is as before.
         """
         tokens = self._checked(ids, cache, [sequence], bits)
+        now = self.weights.precisions() if bits is None else bits
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.weights.device)
@@ -160,7 +177,6 @@ class GpuDecoder:
                 some = tokens[start : start + (left if left <= MAX_TOKENS else CHUNK)]
                 start += len(some)
                 wanted = "all" if all_logits else "last" if start == len(tokens) else "none"
-                now = self.weights.precisions() if bits is None else bits
                 if left > MAX_TOKENS:
                     found = self._read(some, cache, sequence, now, wanted)
                 else:
@@ -176,7 +192,7 @@ class GpuDecoder:
             raise
         return logits if all_logits else logits[0]
 
-    @torch.no_grad()
+    @_alone
     def step(
         self,
         ids: Sequence[int],
@@ -192,12 +208,12 @@ class GpuDecoder:
         positions = [cache.lengths[sequence] for sequence in going.sequences]
         self._set(going.ids, positions, going.sequences)
         logits = self._run(len(going.ids), going.spans(self.weights), cache, "all")
+        cache.check()
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
-        cache.check()
         return logits[going.places]
 
-    @torch.no_grad()
+    @_alone
     def begin(
         self,
         ids: Sequence[int],
@@ -215,15 +231,18 @@ class GpuDecoder:
         """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
         return begun is not None and begun is self._going
 
-    @torch.no_grad()
-    def advance(self) -> int:
-        """Start a step; the number it returns is for `chosen`. At most `steps.RING` may be under way."""
+    @_alone
+    def advance(self, bits: bytes | None = None) -> int:
+        """Start a step; the number it returns is for `chosen`. At most `steps.RING` may be under way.
+
+        `bits` are the mantissa bits of this step, where tokens were not given theirs; by default those that are set now.
+        """
         going = self._going
         if going is None:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights), cache, "likeliest")
+        self._run(len(going.ids), going.spans(self.weights, bits), cache, "likeliest")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
@@ -231,6 +250,7 @@ class GpuDecoder:
             self._events[number % RING].record(self._stream)
         return number
 
+    @_alone
     def chosen(self, number: int) -> list[int]:
         """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
         if not max(0, self._step - RING) <= number < self._step:
@@ -275,6 +295,7 @@ class GpuDecoder:
                 raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `Weights.all_at` makes them")
         return tokens
 
+    @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
         """Make room for so many positions, and know their angles."""
         self._enter_stream()
@@ -442,10 +463,10 @@ class _Going:
     bits: list[bytes] | None
     cache: GpuCache
 
-    def spans(self, weights: Weights) -> list[Span]:
-        """Neighbours of one precision."""
+    def spans(self, weights: Weights, bits: bytes | None = None) -> list[Span]:
+        """Neighbours of one precision: their own, or else `bits`, or else as the weights are set."""
         if self.bits is None:
-            return [Span(slice(0, len(self.ids)), weights.precisions())]
+            return [Span(slice(0, len(self.ids)), bits or weights.precisions())]
         spans, start = [], 0
         for bits, same in groupby(self.bits):
             count = len(list(same))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from otaro.errors import OtaroError
 from otaro.kernels.keyvalues import KeyValues
-from otaro.runtime.decode import DecoderCache
+from otaro.runtime.decode import DecoderCache, cannot_hold
 from otaro.runtime.gpu_weights import Weights
 from otaro.sefp.precision import Precision
 
@@ -18,7 +17,8 @@ class GpuCache(DecoderCache):
     def __init__(
         self, weights: Weights, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
-        self.precision, self.lengths = precision, [0] * sequences
+        super().__init__(None, precision)
+        self.lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
         spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
@@ -69,9 +69,7 @@ class GpuCache(DecoderCache):
         self.lengths = [max(0, one + length) if length < 0 else min(one, length) for one in self.lengths]
 
     def check(self) -> None:
-        """Refuse, if a number was too large for a packed cache since the last time; waits for the GPU."""
-        if self.room.bits and int(self.room.refused):
+        """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""
+        if int(self.room.refused):
             self.room.refused.zero_()
-            raise OtaroError(
-                f"a key or value is 65536 or more, or not finite: a cache at {self.precision} cannot hold it; use float16"
-            )
+            raise cannot_hold(self.precision)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from otaro.kernels.packed import Packed
-from otaro.runtime.decode import LINEARS, packed_modules, unpacked_tensors, window_of
+from otaro.runtime.decode import LINEARS, packed_modules, rotary_of, unpacked_tensors, window_of
+from otaro.runtime.modules import bits_of
 from otaro.sefp.precision import COARSEST, Precision
 
 MATRICES = len(LINEARS)
@@ -113,7 +114,7 @@ class Weights:
     def of(model: Any) -> Weights:
         """The weights of a nested model that `why_not` has no objection to."""
         attention = model.model.layers[0].self_attn
-        rotary, half = model.model.rotary_emb, attention.head_dim // 2
+        rotary, half = rotary_of(model), attention.head_dim // 2
         device = model.model.norm.weight.device
 
         def angles(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +156,7 @@ class Weights:
     def precisions(self) -> bytes:
         """Mantissa bits of embedding, matrices and head as they are now."""
         if self.modules:
-            return bytes([module.mantissa_bits for module in self.modules])
+            return bits_of(self.modules, self.modules[0].packed.nested)
         return self.all_at(Precision("E5M8"))
 
     def all_at(self, precision: Precision) -> bytes:

@@ -33,7 +33,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
-from otaro.file.checkpoint import QUALITY_FILE
 from otaro.file.header import BASE, EXPONENTS, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
@@ -162,7 +161,8 @@ def save_pretrained(
     """Write the nested model again: the same planes, the same bytes, as far as the model's own directory has them.
 
     Replaces the method of that name on nested models. Tensors outside the planes that were changed since loading are written
-    as they are now, unchanged ones as they were stored. Other files of an existing directory, a tokenizer's say, stay.
+    as they are now, and give the model an identity of its own; unchanged ones as they were stored. A nested model in that
+    directory is replaced, other files in it, a tokenizer's say, stay, and one that holds other weights is refused.
     """
     if state_dict is not None or push_to_hub:
         raise OtaroError("a nested model is saved from its own planes: call save_pretrained(DIR) alone, then push_to_hub(...)")
@@ -171,13 +171,10 @@ def save_pretrained(
     nested = attachment(model).nested
     finest = nested.finest
     nested.require(finest)
-    tensors = {name: nested.base.tensor(name) for name in nested.unpacked}
-    for name, now in model.state_dict().items():
-        if not torch.equal(tensors[name].to(now.dtype), now.cpu()):
-            tensors[name] = now
+    tensors = _unpacked_now(model, nested)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    target, identity = Path(save_directory), nested.base.header.model
-    with NestedWriter.create(target, nested.schema, layout, finest=finest, model=identity, overwrite=True) as writer:
+    target, original = Path(save_directory), nested.base.header
+    with NestedWriter.create(target, nested.schema, layout, finest=finest, original=original, overwrite=True) as writer:
         for name in nested.schema.packed:
             writer.append_stored(BASE, name + EXPONENTS, nested.base.tensor(name + EXPONENTS))
             for plane in range(BASE, finest.mantissa_bits + 1):
@@ -185,7 +182,20 @@ def save_pretrained(
         for name, tensor in tensors.items():
             writer.append_stored(BASE, name, tensor)
         _save_configs(model, nested.path, writer.directory)
-        _keep_other_files(target, writer.directory)
+
+
+def _unpacked_now(model: Any, nested: NestedDirectory) -> dict[str, torch.Tensor]:
+    """The tensors outside the planes: as stored where they have not changed, else as they are."""
+    tensors = {name: nested.base.tensor(name) for name in nested.unpacked}
+    state = model.state_dict()
+    for name, now in state.items():
+        if name in tensors:
+            if not torch.equal(tensors[name].to(now.dtype), now.cpu()):
+                tensors[name] = now
+        elif (source := model.all_tied_weights_keys.get(name)) is None or not torch.equal(now, state[source]):
+            was = "is none of the nested model's" if source is None else f"is no longer tied to {source}"
+            raise OtaroError(f"{name} {was}; save_pretrained writes the tensors that the model was loaded with")
+    return tensors
 
 
 def tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -209,19 +219,6 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
             shutil.copyfile(stored, directory / stored.name)
         else:
             model.generation_config.save_pretrained(directory)
-
-
-def _keep_other_files(old: Path, new: Path) -> None:
-    """Carry over what is not ours; neither weights nor quality record of what was there before stay beside the new model."""
-    replaced = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", QUALITY_FILE)
-    for path in old.iterdir() if old.is_dir() else ():
-        kept = new / path.name
-        if kept.exists() or any(path.match(pattern) for pattern in replaced):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, kept)
-        else:
-            shutil.copy2(path, kept)
 
 
 def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str]) -> None:

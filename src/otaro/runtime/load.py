@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from otaro.errors import CheckpointError, FormatError, OtaroError, brief
+from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning, brief
 from otaro.file.checkpoint import BUILTIN, resolve_nested
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
@@ -104,7 +104,7 @@ def _warn_of_slowness(device: torch.device) -> None:
     if device.type == "cuda" and ops.OVERRIDE not in os.environ:
         name, reason = ops.backend(device)
         if name == "reference":
-            warnings.warn(f"{device} has no kernels and will be slow: {reason}", stacklevel=3)
+            warnings.warn(f"{device} has no kernels and will be slow: {reason}", SlowWarning, stacklevel=3)
 
 
 def _read_config(path: Path) -> Any:

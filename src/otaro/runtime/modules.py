@@ -3,12 +3,17 @@
 A `PackedWeight` is one tensor of the nested file, mapped and not copied. The stand-ins are thin: each knows a packed weight and
 its own mantissa bits, decodes what a call needs, and forgets it. A tied head and embedding share one packed weight and
 may still run at different precisions.
+
+Threads may share a model. What grows or switches does so under the lock of its directory, `NestedDirectory.lock`; what was
+once attached stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from math import prod
+from types import MappingProxyType
 from typing import Self, cast
 
 import torch
@@ -19,7 +24,10 @@ from otaro.file.io import NestedDirectory
 from otaro.file.planes import exponent_words
 from otaro.kernels import ops
 from otaro.kernels.packed import Packed
-from otaro.sefp.precision import Precision, of_mantissa_bits
+from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
+
+own_bits: ContextVar[Mapping[SefpModule, int]] = ContextVar("own_bits", default=MappingProxyType({}))
+"""Mantissa bits that a generation brought along. They count in its own thread alone, before what is set on a module."""
 
 
 class PackedWeight(nn.Module):
@@ -36,8 +44,8 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.nested, self.name, self.shape = nested, name, nested.schema.packed[name]
         self.bits = BASE  # mantissa bits that the planes attached so far make up
-        self.register_buffer("exponents", None, persistent=False)
-        self.register_buffer("base", None, persistent=False)
+        for part in ("exponents", "base", *(f"plane{plane}" for plane in range(BASE + 1, FINEST + 1))):
+            self.register_buffer(part, None, persistent=False)
 
     def attach(self, device: torch.device | str) -> None:
         """Map exponents and base nibbles."""
@@ -46,9 +54,10 @@ class PackedWeight(nn.Module):
         self._suit_device()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.base is not None:
-            self._suit_device()
+        with self.nested.lock:
+            applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            if self.base is not None:
+                self._suit_device()
         return cast(Self, applied)
 
     def _suit_device(self) -> None:
@@ -61,10 +70,13 @@ class PackedWeight(nn.Module):
 
     def reach(self, mantissa_bits: int) -> None:
         """Map the planes that are still missing for this many mantissa bits."""
-        while self.bits < mantissa_bits:
-            plane = self._rows(self.nested.plane(self.bits + 1).tensor(self.name)).to(self.base.device)
-            self.register_buffer(f"plane{self.bits + 1}", plane, persistent=False)
-            self.bits += 1
+        if self.bits >= mantissa_bits:
+            return
+        with self.nested.lock:
+            for number in range(self.bits + 1, mantissa_bits + 1):
+                plane = self._rows(self.nested.plane(number).tensor(self.name)).to(self.base.device)
+                setattr(self, f"plane{number}", plane)
+                self.bits = number  # last: whoever sees it without the lock finds the plane
 
     def decode(self, mantissa_bits: int, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
         """Values of all rows, or of some, leading dimensions flattened."""
@@ -113,21 +125,20 @@ class SefpModule(nn.Module):
         # An empty buffer follows .to(dtype) as parameters do; its type is the one to decode to.
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
-    def switch(self, mantissa_bits: int) -> None:
-        """Run at this many mantissa bits from the next call on, attaching planes that are still missing."""
-        self.packed.reach(mantissa_bits)
-        # Past nn.Module's own __setattr__, which looks for parameters and modules and takes most of the time of a switch.
-        object.__setattr__(self, "mantissa_bits", mantissa_bits)
+    @property
+    def bits_now(self) -> int:
+        """Mantissa bits of a call: those of the generation that makes it, or else those that are set."""
+        return own_bits.get().get(self, self.mantissa_bits)
 
     @property
     def precision(self) -> Precision:
-        """The precision this module runs at; `otaro.set_precision` changes it."""
+        """The precision this module is set to; `otaro.set_precision` changes it."""
         return of_mantissa_bits(self.mantissa_bits)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight at the current precision, decoded afresh each time."""
-        return self.packed.decode(self.mantissa_bits, self._like.dtype).reshape(self.packed.shape)
+        return self.packed.decode(self.bits_now, self._like.dtype).reshape(self.packed.shape)
 
     def extra_repr(self) -> str:
         """Shape and precision, as `print(model)` shows them."""
@@ -145,8 +156,8 @@ class SefpLinear(SefpModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight, straight from its planes."""
         if x.requires_grad and torch.is_grad_enabled():
-            return nn.functional.linear(x, self.packed.decode(self.mantissa_bits, x.dtype), self.bias)
-        product = self.packed.linear(x.reshape(-1, self.in_features), self.mantissa_bits, self.bias)
+            return nn.functional.linear(x, self.packed.decode(self.bits_now, x.dtype), self.bias)
+        product = self.packed.linear(x.reshape(-1, self.in_features), self.bits_now, self.bias)
         return product.view(*x.shape[:-1], self.out_features)
 
 
@@ -159,7 +170,7 @@ class SefpEmbedding(SefpModule):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the given ids."""
-        rows = self.packed.embedding(ids.flatten(), self.mantissa_bits, self._like.dtype)
+        rows = self.packed.embedding(ids.flatten(), self.bits_now, self._like.dtype)
         return rows.reshape(*ids.shape, self.embedding_dim)
 
 
@@ -170,4 +181,10 @@ class SefpExperts(SefpModule):
         rows = prod(self.packed.shape[1:-1])
         start = int(expert) * rows
         some = slice(start, start + rows)
-        return self.packed.decode(self.mantissa_bits, self._like.dtype, some).reshape(self.packed.shape[1:])
+        return self.packed.decode(self.bits_now, self._like.dtype, some).reshape(self.packed.shape[1:])
+
+
+def bits_of(modules: Iterable[SefpModule], nested: NestedDirectory) -> bytes:
+    """The mantissa bits that modules of a model are set to, all at one moment: no switch is seen half done."""
+    with nested.lock:
+        return bytes([module.mantissa_bits for module in modules])

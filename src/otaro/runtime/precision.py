@@ -1,7 +1,13 @@
-"""Switching precision. A module's precision is one integer on it: switching writes integers and moves no weights."""
+"""Switching precision. A module's precision is one integer on it: switching writes integers and moves no weights.
+
+What is set here is set for the model, whichever thread runs it: from its next call on, or its decoder's next step. A switch is
+made under the lock of the model's directory, so that of several at once one is the last, for all modules. A generation that
+was given precisions of its own (`generate`) neither sets nor minds what is set.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +21,7 @@ from otaro.errors import PrecisionError
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
-from otaro.runtime.modules import PackedWeight, SefpModule
+from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 PrecisionLike = str | Precision | Mapping[str, str | Precision]
@@ -30,15 +36,21 @@ class Attachment:
     """Every packed module by its name in the model."""
     reached: int = field(default=BASE, init=False, repr=False, compare=False)
     """Mantissa bits for which the planes of all modules are known to be attached."""
+    decoder: Any = field(default=None, init=False, repr=False, compare=False)
+    """What `serving.decoder_of` made."""
+    warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """What the user was told about this model, so as not to say it again."""
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
         """What the modules' attributes are kept in: a switch between two tokens writes one integer into each."""
         return [module.__dict__ for module in self.modules.values()]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has modules of its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "states"}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """A copy of the model has modules and a decoder of its own, from the same files."""
+        copied = Attachment(self.nested, copy.deepcopy(self.modules, memo))
+        copied.reached = self.reached
+        return copied
 
 
 def attachment(model: Any) -> Attachment:
@@ -65,18 +77,18 @@ def set_precision(model: Any, precision: PrecisionLike) -> None:
     """
     attached = attachment(model)
     if isinstance(precision, Mapping):
-        _apply(attached.nested, _matched(attached.modules, precision))
+        _apply(attached.nested, chosen_bits(attached, precision))
         return
     chosen = Precision(precision)
     attached.nested.require(chosen)  # refuse before anything changes
     bits = chosen.mantissa_bits
-    if bits <= attached.reached:
+    with attached.nested.lock:
+        if bits > attached.reached:
+            for module in attached.modules.values():
+                module.packed.reach(bits)
+            attached.reached = bits
         for state in attached.states:
             state["mantissa_bits"] = bits
-        return
-    for module in attached.modules.values():
-        module.switch(bits)
-    attached.reached = bits
 
 
 @contextmanager
@@ -91,7 +103,8 @@ def at_precision(model: Any, precision: PrecisionLike) -> Iterator[None]:
 def keeping_precision(model: Any) -> Iterator[None]:
     """Whatever is set inside the block, run `model` as before after it."""
     attached = attachment(model)
-    before = {module: module.mantissa_bits for module in attached.modules.values()}
+    modules = attached.modules.values()
+    before = dict(zip(modules, bits_of(modules, attached.nested), strict=True))
     try:
         yield
     finally:
@@ -100,7 +113,9 @@ def keeping_precision(model: Any) -> Iterator[None]:
 
 def precisions_of(model: Any) -> dict[str, Precision]:
     """The precision of every packed module, by module name."""
-    return {name: module.precision for name, module in attachment(model).modules.items()}
+    attached = attachment(model)
+    bits = bits_of(attached.modules.values(), attached.nested)
+    return {name: of_mantissa_bits(m) for name, m in zip(attached.modules, bits, strict=True)}
 
 
 def trim(model: Any) -> int:
@@ -137,24 +152,22 @@ def _mapped_ranges(directory: Path) -> list[tuple[int, int]]:
     return found
 
 
-def finest_of(precision: PrecisionLike) -> Precision:
-    """The precision itself, or the finest one of a mapping."""
-    if isinstance(precision, Mapping):
-        return max(Precision(one) for one in precision.values())
-    return Precision(precision)
-
-
-def _matched(modules: Mapping[str, SefpModule], patterns: Mapping[str, str | Precision]) -> dict[SefpModule, int]:
-    bits: dict[SefpModule, int] = {}
-    for pattern, precision in patterns.items():
+def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModule, int]:
+    """The mantissa bits that a precision, or a mapping as `set_precision` takes it, gives to some modules or to all."""
+    patterns = precision if isinstance(precision, Mapping) else {"*": precision}
+    modules, bits = attached.modules, dict[SefpModule, int]()
+    for pattern, one in patterns.items():
         matched = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         if not matched:
             raise PrecisionError(f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}")
-        bits |= dict.fromkeys(matched, Precision(precision).mantissa_bits)
+        bits |= dict.fromkeys(matched, Precision(one).mantissa_bits)
     return bits
 
 
 def _apply(nested: NestedDirectory, bits: Mapping[SefpModule, int]) -> None:
     nested.require(of_mantissa_bits(max(bits.values(), default=COARSEST)))  # refuse before anything changes
-    for module, wanted in bits.items():
-        module.switch(wanted)
+    with nested.lock:
+        for module, wanted in bits.items():
+            module.packed.reach(wanted)
+        for module, wanted in bits.items():
+            module.__dict__["mantissa_bits"] = wanted  # past nn.Module's __setattr__, which would take most of the time

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,8 +18,8 @@ from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.decode import Decoder, DecoderCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.gpu_cache import GpuCache
+from otaro.runtime.precision import attachment
 
-_decoders: WeakKeyDictionary[Any, Decoder | GpuDecoder] = WeakKeyDictionary()
 _ROOM = 1024  # new tokens for which there is room from the start: a cache that grows has its graphs captured again
 
 
@@ -47,56 +46,62 @@ def rows_at_once(model: Any) -> int:
 @torch.inference_mode(False)
 def decoder_of(model: Any) -> Decoder | GpuDecoder:
     """The decoder of a model, made when it is first needed, and anew when the model was changed."""
-    decoder, kind = _decoders.get(model), kind_of(model)
-    if not isinstance(decoder, kind) or not decoder.serves(model):
-        decoder = _decoders[model] = GpuDecoder.of(model) if kind is GpuDecoder else Decoder(model)
+    attached, kind = attachment(model), kind_of(model)
+    with attached.nested.lock:
+        if not isinstance(attached.decoder, kind) or not attached.decoder.serves(model):
+            attached.decoder = GpuDecoder.of(model) if kind is GpuDecoder else Decoder(model)
+        decoder: Decoder | GpuDecoder = attached.decoder
     return decoder
 
 
 def forget(model: Any) -> None:
     """Let go of a model's decoder: it points into tensors that are about to move, and would keep them."""
-    _decoders.pop(model, None)
+    attached = attachment(model)
+    with attached.nested.lock:
+        attached.decoder = None
 
 
 class RowReader:
-    """One row on a CPU."""
+    """One row on a CPU. `bits(step)` gives the mantissa bits of a step."""
 
-    def __init__(self, decoder: Decoder, cache: DecoderCache, prompt: list[int]) -> None:
+    def __init__(self, decoder: Decoder, cache: DecoderCache, prompt: list[int], bits: Callable[[int], bytes]) -> None:
         if isinstance(cache, GpuCache):
             raise OtaroError("this cache was made by the decoder of another model")
-        self._decoder, self.cache, self._unread = decoder, cache, prompt[cache.length :]
-
-    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Logits [1, vocabulary] after this token; after the prompt, if there is none."""
-        return self._decoder.forward(self._unread if tokens is None else tokens, self.cache).unsqueeze(0)
-
-    @property
-    def ran_at(self) -> Sequence[bytes]:
+        self._decoder, self.cache, self._unread, self._bits = decoder, cache, prompt[cache.length :], bits
+        self.ran_at: Sequence[bytes] = ()
         """Mantissa bits of the last step."""
-        return [self._decoder.precisions]
+
+    def read(self, tokens: Sequence[int] | None, step: int) -> torch.Tensor:
+        """Logits [1, vocabulary] after this token; after the prompt, if there is none."""
+        bits = self._bits(step)
+        logits = self._decoder.forward(self._unread if tokens is None else tokens, self.cache, bits=bits)
+        self.ran_at = [bits]
+        return logits.unsqueeze(0)
 
 
 class BatchReader:
-    """Some rows on a GPU. `bits` are the precisions of each row, where they were given."""
+    """Some rows on a GPU. `bits(step)` gives the mantissa bits of a step, `rows` those of each row, where they were given."""
 
     def __init__(
-        self, decoder: GpuDecoder, cache: DecoderCache, prompts: list[list[int]], bits: list[bytes] | None, most: float
+        self,
+        decoder: GpuDecoder,
+        cache: DecoderCache,
+        prompts: list[list[int]],
+        bits: Callable[[int], bytes],
+        rows: list[bytes] | None,
+        most: float,
     ) -> None:
         if not isinstance(cache, GpuCache) or len(cache.lengths) != len(prompts):
             raise OtaroError("this cache was made by the decoder of another model, or for another number of rows")
-        self._decoder, self.cache, self._bits = decoder, cache, bits
+        self._decoder, self.cache, self._bits, self._rows = decoder, cache, bits, rows
         self._unread = [prompt[length:] for prompt, length in zip(prompts, cache.lengths, strict=True)]
         self._before = list(cache.lengths)
         self._lengths = [len(prompt) for prompt in prompts]
         decoder.reserve(cache, room_for(prompts, most))
         self._going: object = None
         self._under_way: deque[tuple[int, bytes]] = deque()
-        self._ran_at = b""
-
-    @property
-    def ran_at(self) -> Sequence[bytes]:
-        """Mantissa bits of the last step that was waited for."""
-        return [self._ran_at] if self._bits is None else self._bits
+        self.ran_at: Sequence[bytes] = rows or ()
+        """Mantissa bits of the last step that was waited for; of each row, where they have their own."""
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -108,34 +113,35 @@ class BatchReader:
                 self.cache.lengths = list(self._before)
                 raise
 
-    def read(self, tokens: Sequence[int] | None) -> torch.Tensor:
+    def read(self, tokens: Sequence[int] | None, step: int) -> torch.Tensor:
         """Logits [rows, vocabulary] on the device, after these tokens, one of each row; if none, after the prompts."""
         with self.refusing():
+            rows = self._rows or [self._bits(step)] * len(self._unread)
             if tokens is None:
-                logits = torch.stack([self._read_prompt(row) for row in range(len(self._unread))])
+                prompts = enumerate(zip(self._unread, rows, strict=True))
+                logits = torch.stack(
+                    [self._decoder.forward(ids, self.cache, sequence=row, bits=bits) for row, (ids, bits) in prompts]
+                )
                 if logits.is_cuda:
                     torch.cuda.current_stream(logits.device).synchronize()  # its time is the prompt's
             else:
-                logits = self._decoder.step(tokens, self.cache, bits=self._bits)
-            self._ran_at = self._decoder.precisions
+                logits = self._decoder.step(tokens, self.cache, bits=rows)
+            self.ran_at = self._rows or rows[:1]
         return logits
 
-    def _read_prompt(self, row: int) -> torch.Tensor:
-        bits = None if self._bits is None else self._bits[row]
-        return self._decoder.forward(self._unread[row], self.cache, sequence=row, bits=bits)
-
-    def likeliest(self, tokens: list[int], step: int, ahead: int, enter: Callable[[int], None]) -> list[int]:
-        """What follows these tokens, the ones of the step before; `enter` is told of every step before it starts.
+    def likeliest(self, tokens: list[int], step: int, ahead: int) -> list[int]:
+        """What follows these tokens, the ones of the step before.
 
         Up to `ahead` more steps are started before this one is waited for.
         """
         with self.refusing():
             if not self._under_way and not self._decoder.goes_on(self._going):
-                self._going = self._decoder.begin(tokens, self.cache, bits=self._bits)
+                self._going = self._decoder.begin(tokens, self.cache, bits=self._rows)
             while len(self._under_way) <= ahead:
-                enter(step + len(self._under_way))
-                self._under_way.append((self._decoder.advance(), self._decoder.precisions))
-            number, self._ran_at = self._under_way.popleft()
+                bits = self._bits(step + len(self._under_way))
+                self._under_way.append((self._decoder.advance(bits), bits))
+            number, bits = self._under_way.popleft()
+            self.ran_at = self._rows or [bits]
             chosen = self._decoder.chosen(number)
             if not ahead:
                 self.cache.check()

@@ -135,6 +135,10 @@ class Training:
     batch_size: int = 8
     grad_accum: int = 1
     sequence_length: int = 512
+    no_bos: bool = False
+    """Blocks of text do not begin with the beginning-of-text token, though the tokenizer writes one before a text."""
+    chat_template: str | None = None
+    """A built-in template by name, or a Jinja file; None keeps the tokenizer's own."""
     lora: int | None = None
     """Rank; None tunes all weights."""
     bf16: bool = False

@@ -103,10 +103,13 @@ Packed Cache::packed(std::byte* part) const {
   return rows;
 }
 
-void Decoder::extend_positions(const float* cosines, const float* sines, int64_t positions) {
-  const int64_t count = positions * (shape.head / 2);
-  cosines_.insert(cosines_.end(), cosines, cosines + count);
-  sines_.insert(sines_.end(), sines, sines + count);
+void Decoder::extend_positions(int64_t start, int64_t end, const float* cosines, const float* sines) {
+  const int64_t known = positions(), half = shape.head / 2;
+  if (end <= known) return;
+  const int64_t skip = (known - start) * half, count = (end - start) * half;
+  cosines_.insert(cosines_.end(), cosines + skip, cosines + count);
+  sines_.insert(sines_.end(), sines + skip, sines + count);
+  positions_.store(end);
 }
 
 // One step in progress.
@@ -192,8 +195,9 @@ struct Decoder::Run {
         if (!encode(key, cache.packed(key_part), at) || !encode(value, cache.packed(value_part), at))
           held.store(false, std::memory_order_relaxed);
       } else {
-        floats.store_key(key, head, reinterpret_cast<uint16_t*>(key_part), at);
-        floats.store_value(value, head, reinterpret_cast<uint16_t*>(value_part) + at * padded(head));
+        const bool key_held = floats.store_key(key, head, reinterpret_cast<uint16_t*>(key_part), at);
+        if (!floats.store_value(value, head, reinterpret_cast<uint16_t*>(value_part) + at * padded(head)) || !key_held)
+          held.store(false, std::memory_order_relaxed);
       }
     }
   }

@@ -4,6 +4,7 @@
 // instruction set or on the threads, so a prompt gives the same bits at once, in pieces and token by token.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -42,6 +43,7 @@ struct Layer {
 
 // Keys and values, in segments of kSegment positions that are added as they are needed. In a segment every layer and kv head has its
 // keys, then its values: in float16 (floats.h says how they lie), or as packed rows of `head` weights, in `midpoint`.
+// Whoever uses what may change (all but `fits`) holds the mutex.
 class Cache {
  public:
   Cache(int64_t layers, const Shape& shape, int bits);  // bits: 0 is float16
@@ -73,18 +75,21 @@ class Cache {
   std::vector<std::unique_ptr<std::byte, Free>> segments_;
 };
 
+// Whoever uses what may change (all but `shape` and `positions`) holds the mutex: threads may share a decoder.
 class Decoder {
  public:
   Decoder(const Shape& shape, std::vector<Layer> layers, const Packed& embedding, const Linear& head, const float* norm)
     : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {}
 
   // Reads `count` tokens, at most kMaxStep, after those in the cache. Logits of the last one, or of all, go to `logits`, unless
-  // it is null. False where the cache cannot hold a key or value; the cache is then as long as before.
+  // it is null. False where the cache cannot hold a key or value, in float16 or packed; it is then as long as before.
   bool step(const int64_t* ids, int64_t count, Cache& cache, float* logits, bool all);
 
-  // Cosines and sines [positions, head / 2] of positions that follow those known.
-  void extend_positions(const float* cosines, const float* sines, int64_t positions);
-  int64_t positions() const { return static_cast<int64_t>(cosines_.size()) / (shape.head / 2); }
+  // Cosines and sines [end - start, head / 2] of the positions from `start`, at most `positions()`, to `end`. Those that are
+  // known already stay, so that it does not matter how many threads bring the same ones.
+  void extend_positions(int64_t start, int64_t end, const float* cosines, const float* sines);
+  // How many positions are known, from 0 on. They never become fewer.
+  int64_t positions() const { return positions_.load(); }
 
   const Shape shape;
   std::vector<Layer> layers;
@@ -95,6 +100,7 @@ class Decoder {
 
  private:
   struct Run;
+  std::atomic<int64_t> positions_{0};
   std::vector<float> cosines_, sines_;
   std::vector<float> x_, delta_, normed_, queries_, keys_, values_, gate_, up_, states_;
   Scratch activations_, query_activations_;

@@ -27,12 +27,11 @@ namespace {
 
 using Vector = Array<const float, 1>;
 
-// A packed matrix of the mapped file; planes are attached when a precision first needs them.
+// A packed matrix of the mapped file at its coarsest. It never changes: further planes are a decoder's, under its mutex.
 struct Matrix {
   Packed packed;
   Bytes base;
   Array<const int8_t, 2> exponents;
-  std::vector<Bytes> planes;
 
   Matrix(Bytes base_, Array<const int8_t, 2> exponents_, int64_t length, int group_size, bool truncate)
     : base(std::move(base_)), exponents(std::move(exponents_)) {
@@ -41,29 +40,21 @@ struct Matrix {
     packed.length = length;
     packed.group_size = group_size;
     packed.truncate = truncate;
-    check(has_columns(base, packed.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
-    check(has_columns(exponents, packed.groups()), "exponents must be [rows, groups]");
+    check(has_columns(base, packed, packed.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
+    check(has_columns(exponents, packed, packed.groups()), "exponents must be [rows, groups]");
     packed.base = base.data();
     packed.exponents = exponents.data();
     check_exponents(packed);
   }
 
   template <class Columns>
-  bool has_columns(const Columns& array, int64_t columns) const {
+  static bool has_columns(const Columns& array, const Packed& packed, int64_t columns) {
     return static_cast<int64_t>(array.shape(0)) == packed.rows && static_cast<int64_t>(array.shape(1)) == columns;
-  }
-
-  int bits() const { return kCoarsest + static_cast<int>(planes.size()); }
-
-  void attach(Bytes plane) {
-    check(planes.size() < kPlanes, "there are at most five planes");
-    check(has_columns(plane, packed.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
-    packed.planes[planes.size()] = plane.data();
-    planes.push_back(std::move(plane));
   }
 };
 
-// A decoder and what it points into.
+// A decoder and what it points into. Python's threads may call anything at any time: whatever changes is behind the decoder's mutex,
+// for which nobody waits with the GIL.
 class Owner {
  public:
   Owner(int64_t heads, int64_t kv_heads, int64_t head, float eps, float scale, const nb::object& embedding, const nb::object& head_matrix,
@@ -105,19 +96,32 @@ class Owner {
     }
     decoder_ = std::make_unique<Decoder>(shape, std::move(all), rows, output, vector(norm, shape.hidden));
     // In the order in which `step` gets their precisions.
-    slots_.push_back({&decoder_->embedding, &matrix(embedding)});
+    slots_.emplace_back(decoder_->embedding);
     for (size_t i = 0; i < decoder_->layers.size(); ++i) {
-      const auto parts = nb::cast<nb::dict>(layers[i]);
       Layer& layer = decoder_->layers[i];
-      const std::pair<const char*, Linear*> linears[] = {
-        {"query", &layer.query}, {"key", &layer.key}, {"value", &layer.value}, {"output", &layer.output},
-        {"gate", &layer.gate},   {"up", &layer.up},   {"down", &layer.down}};
-      for (const auto& [name, linear] : linears) slots_.push_back({&linear->weight, &matrix(parts[name])});
+      for (Linear* linear : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
+        slots_.emplace_back(linear->weight);
     }
-    slots_.push_back({&decoder_->head.weight, &matrix(head_matrix)});
+    slots_.emplace_back(decoder_->head.weight);
   }
 
-  void step(const Array<const int64_t, 1>& ids, Cache& cache, const nb::bytes& bits, const std::optional<Array<float, 2>>& logits) {
+  // The plane that brings a matrix to `bits` mantissa bits; nothing where it has that many.
+  void attach(size_t matrix, int bits, Bytes plane) {
+    check(matrix < slots_.size(), "there is no such matrix");
+    check(bits > kCoarsest && bits <= kFinest, "there are at most five planes");
+    Slot& slot = slots_[matrix];
+    check(Matrix::has_columns(plane, slot.known, slot.known.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
+    nb::gil_scoped_release released;
+    std::lock_guard lock(decoder_->mutex);
+    if (bits <= slot.known.bits) return;
+    check(bits == slot.known.bits + 1, "planes are attached in ascending order");
+    slot.known.planes[slot.planes.size()] = plane.data();
+    slot.planes.push_back(std::move(plane));
+    slot.known.bits = bits;
+  }
+
+  // False where the cache cannot hold a key or value.
+  bool step(const Array<const int64_t, 1>& ids, Cache& cache, const nb::bytes& bits, const std::optional<Array<float, 2>>& logits) {
     const std::string wanted(static_cast<const char*>(bits.data()), bits.size());
     const auto count = static_cast<int64_t>(ids.shape(0));
     const auto rows = logits ? static_cast<int64_t>(logits->shape(0)) : 0;
@@ -134,17 +138,17 @@ class Owner {
     set_precisions(wanted);
     check(cache.length() + count <= decoder_->positions(), "position " + std::to_string(cache.length() + count - 1) +
                                                              " is beyond those known, " + std::to_string(decoder_->positions()));
-    check(decoder_->step(ids.data(), count, cache, logits ? logits->data() : nullptr, rows > 1),
-          "a key or value is 65536 or more, or not finite, and SEFP cannot hold it; use a cache in float16");
+    return decoder_->step(ids.data(), count, cache, logits ? logits->data() : nullptr, rows > 1);
   }
 
-  void extend_positions(const Array<const float, 2>& cosines, const Array<const float, 2>& sines) {
+  void extend_positions(int64_t start, const Array<const float, 2>& cosines, const Array<const float, 2>& sines) {
     const auto half = static_cast<size_t>(decoder_->shape.head / 2);
     check(cosines.shape(1) == half && sines.shape(1) == half && cosines.shape(0) == sines.shape(0),
           "cosines and sines must be [positions, head / 2]");
     nb::gil_scoped_release released;
     std::lock_guard lock(decoder_->mutex);
-    decoder_->extend_positions(cosines.data(), sines.data(), static_cast<int64_t>(cosines.shape(0)));
+    check(start >= 0 && start <= decoder_->positions(), "positions must follow those known");
+    decoder_->extend_positions(start, start + static_cast<int64_t>(cosines.shape(0)), cosines.data(), sines.data());
   }
 
   int64_t positions() const { return decoder_->positions(); }
@@ -156,8 +160,10 @@ class Owner {
 
  private:
   struct Slot {
-    Packed* packed;
-    const Matrix* matrix;
+    explicit Slot(Packed& packed) : in_use(&packed), known(packed) {}
+    Packed* in_use;  // what steps read
+    Packed known;    // with all planes that were attached
+    std::vector<Bytes> planes;
   };
 
   const Matrix& matrix(nb::handle object) {
@@ -183,10 +189,10 @@ class Owner {
     if (wanted == set_) return;
     check(wanted.size() == slots_.size(), "there must be one precision for each matrix");
     for (size_t i = 0; i < slots_.size(); ++i)
-      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].matrix->bits(), "a matrix lacks the planes of its precision");
+      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].known.bits, "a matrix lacks the planes of its precision");
     for (size_t i = 0; i < slots_.size(); ++i) {
-      *slots_[i].packed = slots_[i].matrix->packed;
-      slots_[i].packed->bits = wanted[i];
+      *slots_[i].in_use = slots_[i].known;
+      slots_[i].in_use->bits = wanted[i];
     }
     set_ = wanted;
   }
@@ -204,22 +210,36 @@ void crop(Cache& cache, int64_t length) {
   cache.crop(length);
 }
 
+int64_t length(Cache& cache) {
+  nb::gil_scoped_release released;
+  std::lock_guard lock(cache.mutex);
+  return cache.length();
+}
+
+size_t bytes_of(Cache& cache) {
+  nb::gil_scoped_release released;
+  std::lock_guard lock(cache.mutex);
+  return cache.bytes();
+}
+
 void exponential(const Vector& x, const Array<float, 1>& out) {
   check(x.shape(0) == out.shape(0), "out must be as long as x");
   floats_of(kernels()).exponential(x.data(), out.data(), static_cast<int64_t>(x.shape(0)));
 }
 
-// Through float16 and back, as keys and values go.
-void through_halves(const Vector& x, const Array<float, 1>& out) {
+// Through float16 and back, as keys and values go; whether a cache holds them all.
+bool through_halves(const Vector& x, const Array<float, 1>& out) {
   check(x.shape(0) == out.shape(0), "out must be as long as x");
   const float one[kSegment] = {1.0f};
+  bool held = true;
   for (size_t i = 0; i < x.shape(0); ++i) {
     uint16_t row[kTile] = {};
     float state[2 * kTile] = {};
-    floats_of(kernels()).store_value(x.data() + i, 1, row);
+    held &= floats_of(kernels()).store_value(x.data() + i, 1, row);
     floats_of(kernels()).gather_halves(one, 1, 0, 1, row, state, 1);
     out.data()[i] = state[kTile];
   }
+  return held;
 }
 
 // Rows encoded as a cache encodes them.
@@ -259,18 +279,17 @@ void define_decoder(nb::module_& m) {
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   nb::class_<Matrix>(m, "Matrix")
     .def(nb::init<Bytes, Array<const int8_t, 2>, int64_t, int, bool>(), plain("base"), plain("exponents"), "length"_a,
-         "group_size"_a, "truncate"_a)
-    .def("attach", &Matrix::attach, plain("plane"))
-    .def_prop_ro("bits", &Matrix::bits);
+         "group_size"_a, "truncate"_a);
   nb::class_<Cache>(m, "Cache")
-    .def_prop_ro("length", &Cache::length)
-    .def_prop_ro("nbytes", &Cache::bytes)
+    .def_prop_ro("length", length)
+    .def_prop_ro("nbytes", bytes_of)
     .def("crop", crop, "length"_a);
   nb::class_<Owner>(m, "Decoder")
     .def(nb::init<int64_t, int64_t, int64_t, float, float, nb::object, nb::object, nb::object, nb::list>(), "heads"_a, "kv_heads"_a,
          "head"_a, "eps"_a, "scale"_a, "embedding"_a, "head_matrix"_a, "norm"_a, "layers"_a)
     .def("step", &Owner::step, plain("ids"), "cache"_a, "bits"_a, plain("logits").none())
-    .def("extend_positions", &Owner::extend_positions, plain("cosines"), plain("sines"))
+    .def("attach", &Owner::attach, "matrix"_a, "bits"_a, plain("plane"))
+    .def("extend_positions", &Owner::extend_positions, "start"_a, plain("cosines"), plain("sines"))
     .def_prop_ro("positions", &Owner::positions)
     .def("new_cache", &Owner::new_cache, "bits"_a, nb::rv_policy::take_ownership);
   m.attr("max_step") = kMaxStep;

@@ -31,9 +31,9 @@ struct Floats {
   void (*exponential)(const float* x, float* out, int64_t count);
 
   // Float16, rounded to nearest even: the key of one position of a segment [tiles of 16 positions][head][16], and
-  // its value in a row of padded(head).
-  void (*store_key)(const float* key, int64_t head, uint16_t* segment, int64_t at);
-  void (*store_value)(const float* value, int64_t head, uint16_t* row);
+  // its value in a row of padded(head). False where a number is not finite then.
+  bool (*store_key)(const float* key, int64_t head, uint16_t* segment, int64_t at);
+  bool (*store_value)(const float* value, int64_t head, uint16_t* row);
 
   // One row as `midpoint` codes at `bits` mantissa bits, in the bytes of FORMAT.md; false where it cannot be encoded.
   bool (*encode)(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents);
@@ -212,14 +212,22 @@ OTARO_INLINE Eight from_halves(const uint16_t* from) {
 }
 #endif
 
-static void store_key(const float* key, int64_t head, uint16_t* segment, int64_t at) {
-  uint16_t* tile = segment + at / kTile * kTile * head + at % kTile;
-  for (int64_t i = 0; i < head; ++i) tile[i * kTile] = to_half(key[i]);
+// Numbers as float16, `step` apart; false where one is not finite then.
+OTARO_INLINE bool store_halves(const float* from, int64_t count, uint16_t* to, int64_t step) {
+  uint16_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t half = to_half(from[i]), magnitude = half & 0x7fff;
+    largest = magnitude > largest ? magnitude : largest;
+    to[i * step] = half;
+  }
+  return largest < 0x7c00;
 }
 
-static void store_value(const float* value, int64_t head, uint16_t* row) {
-  for (int64_t i = 0; i < head; ++i) row[i] = to_half(value[i]);
+static bool store_key(const float* key, int64_t head, uint16_t* segment, int64_t at) {
+  return store_halves(key, head, segment + at / kTile * kTile * head + at % kTile, kTile);
 }
+
+static bool store_value(const float* value, int64_t head, uint16_t* row) { return store_halves(value, head, row, 1); }
 
 static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents) {
   constexpr int kGroup = 64, kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;

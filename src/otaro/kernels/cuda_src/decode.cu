@@ -188,7 +188,7 @@ struct Place {
   const int* sequences;
   float* queries;            // [tokens, heads, HEAD], scaled
   Rows rows[2];              // keys, values [sequences, kv heads, capacity]
-  int* refused;              // set where a packed cache cannot hold a number
+  int* refused;              // set where the cache cannot hold a number
   int64_t capacity;
   float eps, scale;
   int heads, kv_heads;
@@ -309,7 +309,10 @@ extern "C" __global__ void __launch_bounds__(kPlaceWarps * kWarp) place(const __
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = lane + kWarp * k;
-      if (i < kHalf) to[i] = to_half(first[k]), to[kHalf + i] = to_half(second[k]);
+      if (i >= kHalf) continue;
+      const uint16_t a = to_half(first[k]), b = to_half(second[k]);
+      if ((a & 0x7c00) == 0x7c00 || (b & 0x7c00) == 0x7c00) *p.refused = 1;  // infinite, or not a number
+      to[i] = a, to[kHalf + i] = b;
     }
   }
 }

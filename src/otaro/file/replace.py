@@ -1,0 +1,60 @@
+"""Writing a model where one is: an older nested model gives way, other weights are in the way, everything else stays.
+
+Two models in one folder would leave it to chance which one is opened, and replacing an ordinary checkpoint would lose it:
+a folder that holds one is refused. A quality record stays with the model it is about; that of another is put aside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+
+from otaro.errors import TargetError
+from otaro.file.header import BASE, is_digest, shard_name
+from otaro.sefp.precision import FINEST
+
+QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
+SHARDS = [shard_name(plane) for plane in range(BASE, FINEST + 1)]
+_OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuse a folder with a model that is not a nested one, or with other weights beside it."""
+    names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    other = [name for name in names if name not in SHARDS and any(Path(name).match(p) for p in _OTHER_WEIGHTS)]
+    if not other and SHARDS[0] not in names:
+        other = [name for name in names if name == "config.json"]
+    if other:
+        raise TargetError(f"{target} holds another model ({other[0]}), which stays as it is; choose another folder")
+
+
+def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> None:
+    """Copy what is not of the older nested model into the folder that takes its place.
+
+    `replaced` are patterns of files that belong to the older model beside its shards; `model` is the newer one's identity.
+    """
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        kept = new / path.name if path.name != QUALITY_FILE else _place_of_record(path, new, model)
+        of_old_model = path.name in SHARDS or (path.is_file() and any(path.match(pattern) for pattern in replaced))
+        if kept.exists() or of_old_model:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, kept, symlinks=True)
+        else:
+            shutil.copy2(path, kept, follow_symlinks=False)
+
+
+def _place_of_record(path: Path, new: Path, model: str) -> Path:
+    """Where a quality record goes: it keeps its name if it is about `model`, else it gets a free one, after its own model."""
+    try:
+        about = json.loads(path.read_text())["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        about = None
+    if about == model:
+        return new / path.name
+    stem = f"quality-{about[:12]}" if is_digest(about) else "quality-damaged"
+    names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
+    return new / next(name for name in names if not path.with_name(name).exists())
