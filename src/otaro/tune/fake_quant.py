@@ -279,7 +279,7 @@ def merged_weight(weight: torch.Tensor, factors: Sequence[torch.Tensor], scales:
     merged = weight.detach().float()
     with torch.autocast(weight.device.type, enabled=False):
         for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True):
-            merged = merged + (b.detach().float() @ a.detach().float()) * scale
+            merged = (b.detach().float() @ a.detach().float()).mul_(scale).add_(merged)  # two matrices at any time
     return merged
 
 
