@@ -37,6 +37,7 @@ DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/confi
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
+OPTIMIZER_HELP = "adamw, sgd, or adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
 
 
 def _option(help_text: str, *names: str) -> Any:
@@ -67,7 +68,7 @@ def tune(
     rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
-    optimizer: Annotated[Literal["adamw", "sgd"] | None, _option("adamw or sgd.")] = None,
+    optimizer: Annotated[Literal["adamw", "adamw8bit", "sgd"] | None, _option(OPTIMIZER_HELP)] = None,
     lr: Annotated[float | None, _option("Peak learning rate.")] = None,
     schedule: Annotated[Literal["cosine", "linear", "constant"] | None, _option("cosine, linear or constant.")] = None,
     clip: Annotated[float | None, _option("Largest gradient norm; 0 for none.")] = None,
@@ -179,7 +180,7 @@ class TuningRun:
 
         import otaro
         from otaro.file.pack import pack
-        from otaro.tune.fake_quant import restore
+        from otaro.tune.fake_quant import merge_lora, restore
         from otaro.tune.trainer import forget_steps_after, last_complete_checkpoint
 
         console.quiet_transformers()
@@ -192,6 +193,7 @@ class TuningRun:
         (self.out / "config.json").write_text(json_module.dumps(stated, indent=2) + "\n")
         checkpoint = last_complete_checkpoint(self.out / "checkpoints") if self.resume else None
         forget_steps_after(self.out / "log.jsonl", int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0)
+        self._tell_memory(model)
         trainer = self._trainer(model, tokenizer, training)
         before = self._perplexities(trainer, held_out, "before") if checkpoint is None else self._stored("before")
         measured: dict[str, Any] = {
@@ -204,7 +206,7 @@ class TuningRun:
         seconds = time.perf_counter() - started
         after = self._perplexities(trainer, held_out, "after")
         restore(trainer.model)
-        tuned = trainer.model.merge_and_unload() if self.training.lora else trainer.model
+        tuned = merge_lora(trainer.model) if self.training.lora else trainer.model
         with console.err.status("saving and packing ..."):
             _save(tuned, tokenizer, self.options, self.out / "model")
             kind = self.options.reconstruction
@@ -222,26 +224,13 @@ class TuningRun:
         return result
 
     def _load_model(self) -> tuple[Any, Any]:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        from otaro.errors import OtaroError, install
-        from otaro.file.checkpoint import Checkpoint, resolve_model
+        from otaro.cli.tune_model import load_model
+        from otaro.file.checkpoint import resolve_model
 
         path = resolve_model(self.source, hub=self.hub)
-        Checkpoint(path)  # refuses what cannot be packed afterwards, before hours of tuning
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        if self.training.lora:
-            try:
-                from peft import LoraConfig, get_peft_model
-            except ImportError:
-                raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
-            rank = self.training.lora
-            torch.manual_seed(self.training.seed)  # of the adapters
-            model = get_peft_model(
-                model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
-            )
-        return model, AutoTokenizer.from_pretrained(path)
+        return load_model(path, self.training), AutoTokenizer.from_pretrained(path)
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset]:
         from otaro.tune.chat_templates import use_template
@@ -261,10 +250,24 @@ class TuningRun:
         console.remark(*dataset.remarks)
         return split(dataset, 0.05, self.training.seed)
 
+    def _tell_memory(self, model: Any) -> None:
+        """Before the weights go to their device: what the run will take there, or that it cannot work."""
+        import torch
+
+        from otaro.tune.memory import Batch, Run
+
+        t = self.training
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        batch = Batch(t.batch_size, t.sequence_length, t.bf16, t.gradient_checkpointing)
+        plan = Run(model, self.options, t.optimizer, batch).plan(device)
+        plan.check()
+        console.remark(str(plan))
+
     def _trainer(self, model: Any, tokenizer: Any, dataset: TokenDataset) -> Any:
         import torch
         from transformers import PrinterCallback, TrainingArguments
 
+        from otaro.cli.tune_model import OPTIMIZERS
         from otaro.tune.data import collate, padding_id
         from otaro.tune.trainer import OtaroTrainer
 
@@ -277,7 +280,7 @@ class TuningRun:
             max_steps=t.steps or -1,
             learning_rate=t.lr,
             lr_scheduler_type=t.schedule,
-            optim="sgd" if t.optimizer == "sgd" else "adamw_torch_fused",
+            optim=OPTIMIZERS[t.optimizer],
             max_grad_norm=t.clip,
             bf16=t.bf16,
             gradient_checkpointing=t.gradient_checkpointing,
