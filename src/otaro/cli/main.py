@@ -48,10 +48,10 @@ def options(
     ] = False,
 ) -> None:
     """Options before the command."""
+    context.with_resource(console.warnings_in_a_line())
     if processes.size() > 1 and context.invoked_subcommand != "tune":
         command = f"otaro {context.invoked_subcommand}"
         raise otaro.OtaroError(f"`{command}` is one process's work; start it without torchrun or accelerate launch")
-    context.with_resource(console.warnings_in_a_line())
 
 
 def wait_asleep() -> None:

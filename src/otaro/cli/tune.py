@@ -47,6 +47,7 @@ DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/confi
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
+OPTIMIZER_HELP = "adamw, sgd, or adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
 OUT_HELP = (
     "The run folder: model/, nested/, config.json, log.jsonl, checkpoints/. What a run left in it that failed before its first "
     "checkpoint is replaced."
@@ -97,7 +98,7 @@ def tune(
     rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
-    optimizer: Annotated[Literal["adamw", "sgd"] | None, _option("adamw or sgd.")] = None,
+    optimizer: Annotated[Literal["adamw", "adamw8bit", "sgd"] | None, _option(OPTIMIZER_HELP)] = None,
     lr: Annotated[float | None, _option("Peak learning rate.")] = None,
     schedule: Annotated[Literal["cosine", "linear", "constant"] | None, _option("cosine, linear or constant.")] = None,
     clip: Annotated[float | None, _option("Largest gradient norm; 0 for none.")] = None,
@@ -252,8 +253,9 @@ class TuningRun:
         from otaro.tune.trainer import forget_steps_after, last_good_checkpoint
 
         with console.err.status("loading model and data ..."):
-            model, tokenizer, dtype, training, held_out = self._load()
-            arguments = self._arguments()  # refuses before a folder is made
+            model, tokenizer, training, held_out = self._load()
+            arguments = self._arguments()  # refuses before a folder is made, and so does
+            self._tell_memory(model)
         with self._begun():
             found = processes.from_first(lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None)
             if processes.is_first():
@@ -265,7 +267,7 @@ class TuningRun:
         with console.err.status("saving and packing ..."):
             tuned = self._tuned(trainer)
             if processes.is_first():
-                _save(tuned, tokenizer, dtype, self.options, self.out / "model")
+                _save(tuned, tokenizer, self.options, self.out / "model")
                 kind, size = self.options.reconstruction, self.options.group_size
                 pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
         processes.wait()
@@ -295,17 +297,16 @@ class TuningRun:
                 self.folder.clear()
             raise
 
-    def _load(self) -> tuple[Any, Any, Any, TokenDataset, TokenDataset | None]:
-        """Model, tokenizer, type of the weights, the data to train on and to measure on; the same as before, if resumed."""
+    def _load(self) -> tuple[Any, Any, TokenDataset, TokenDataset | None]:
+        """Model, tokenizer, the data to train on and to measure on; the same as before, if resumed."""
         from otaro.cli.tune_folder import digest_of_examples, digest_of_model, refuse_other_content
         from otaro.file.checkpoint import resolve_model
 
-        path = processes.from_first(
-            lambda: str(resolve_model(self.source, hub=self.hub))
-        )  # downloads it, where that is to be done
+        # The first downloads it, where that is to be done.
+        path = processes.from_first(lambda: str(resolve_model(self.source, hub=self.hub)))
         with ThreadPoolExecutor(1) as beside:  # the digest, while the weights are loaded
             digest = beside.submit(digest_of_model, Path(path)) if processes.is_first() else None
-            model, tokenizer, dtype = self._load_model()
+            model, tokenizer = self._load_model()
             training, held_out = processes.from_first(lambda: self._load_data(model, tokenizer))
             if digest is not None:
                 sums = {"data": digest_of_examples(training), "held_out": digest_of_examples(held_out)}
@@ -314,29 +315,16 @@ class TuningRun:
                 if self.before is not None:
                     refuse_other_content(self.out, self.before, self.stated)
         processes.wait()
-        return model, tokenizer, dtype, training, held_out
+        return model, tokenizer, training, held_out
 
-    def _load_model(self) -> tuple[Any, Any, Any]:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def _load_model(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer
 
-        from otaro.errors import install
-        from otaro.file.checkpoint import Checkpoint, resolve_model
+        from otaro.cli.tune_model import load_model
+        from otaro.file.checkpoint import resolve_model
 
         path = resolve_model(self.source, hub=self.hub)
-        dtype = Checkpoint(path).dtype  # refuses what cannot be packed afterwards, before hours of tuning
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        if self.training.lora:
-            try:
-                from peft import LoraConfig, get_peft_model
-            except ImportError:
-                raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
-            rank = self.training.lora
-            torch.manual_seed(self.training.seed)  # of the adapters
-            model = get_peft_model(
-                model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
-            )
-        return model, AutoTokenizer.from_pretrained(path), dtype
+        return load_model(path, self.training), AutoTokenizer.from_pretrained(path)
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
         from otaro.tune.chat_templates import use_template
@@ -345,6 +333,8 @@ class TuningRun:
         if self.training.chat_template is not None:
             console.remark(*use_template(self.training.chat_template, tokenizer, model.generation_config))
         length, bos = self._sequence_length(model), not self.training.no_bos
+        if length < (asked := self.training.sequence_length):
+            console.remark(f"--sequence-length {asked} is shortened to the {length} positions of this model")
         read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows, bos=bos)
         dataset = read(self.data)
         console.remark(*dataset.remarks)
@@ -354,17 +344,30 @@ class TuningRun:
             return dataset, None
         return split(dataset, self.hold_out, self.training.seed)
 
+    def _tell_memory(self, model: Any) -> None:
+        """Before the weights go to their device: what the run will take there, or that it cannot work."""
+        import torch
+
+        from otaro.tune.memory import Batch, Run
+
+        t = self.training
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        batch = Batch(t.batch_size, self._sequence_length(model), t.bf16, t.gradient_checkpointing)
+        shards = processes.size() if t.fsdp else 1
+        plan = Run(model, self.options, t.optimizer, batch, shards).plan(device)
+        plan.check()
+        console.remark(str(plan))
+
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
         asked, positions = self.training.sequence_length, getattr(model.config, "max_position_embeddings", None)
-        if positions is None or asked <= positions:
-            return asked
-        console.remark(f"--sequence-length {asked} is shortened to the {positions} positions of this model")
-        return int(positions)
+        return asked if positions is None else min(asked, int(positions))
 
     def _arguments(self) -> Any:
         import torch
         from transformers import TrainingArguments
+
+        from otaro.cli.tune_model import OPTIMIZERS
 
         t = self.training
         settings: dict[str, Any] = {}
@@ -384,7 +387,7 @@ class TuningRun:
                 max_steps=t.steps or -1,
                 learning_rate=t.lr,
                 lr_scheduler_type=t.schedule,
-                optim="sgd" if t.optimizer == "sgd" else "adamw_torch_fused",
+                optim=OPTIMIZERS[t.optimizer],
                 max_grad_norm=t.clip,
                 bf16=t.bf16,
                 gradient_checkpointing=t.gradient_checkpointing,
@@ -433,18 +436,18 @@ class TuningRun:
 
     def _tuned(self, trainer: Any) -> Any:
         """The tuned model as it is to be saved, adapters merged; in the first process."""
-        from otaro.tune.fake_quant import restore
+        from otaro.tune.fake_quant import merge_lora, restore
 
         model = trainer.model
         if trainer.is_fsdp_enabled:
             weights = _gathered(model)  # by all of them
             if not processes.is_first():
                 return None
-            model, _, _ = self._load_model()  # one that is not sharded
+            model, _ = self._load_model()  # one that is not sharded
             model.load_state_dict(weights)
             model.generation_config = trainer.model.generation_config
         restore(model)
-        return model.merge_and_unload() if self.training.lora else model
+        return merge_lora(model) if self.training.lora else model
 
     def _measured_before(self, checkpoint: Path | None) -> dict[str, Any]:
         """What a resumed run has measured already."""
@@ -595,8 +598,8 @@ def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
     return Watcher()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
+def _save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
 
@@ -605,7 +608,8 @@ def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        types = {tensor.dtype for tensor in model.parameters()}
+        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json_module.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -139,7 +139,7 @@ class Options:
 class Training:
     """The ordinary settings of a fine-tuning run."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     lr: float = 5e-5
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     clip: float = 1.0
@@ -166,8 +166,8 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if self.optimizer not in ("adamw", "sgd"):
-            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, sgd")
+        if self.optimizer not in ("adamw", "adamw8bit", "sgd"):
+            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, adamw8bit, sgd")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ConfigError(f"--schedule {self.schedule}: choose from cosine, linear, constant")
         for flag, value in (("--lr", self.lr), ("--epochs", self.epochs)):

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
+from otaro.tune.memory import Batch, Plan, Run
 from otaro.tune.sliced import Distillation, SlicedHead, SliceLoss, slice_loss
 from otaro.tune.steady import Anchor, WeightAverage, local, rates_by_size, split_groups
 
@@ -63,6 +65,8 @@ class OtaroMixin:
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:  # type: ignore[attr-defined]
             raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
+        if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":  # type: ignore[attr-defined]
+            raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
         if self.otaro.average and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
             warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
@@ -87,6 +91,7 @@ class OtaroMixin:
         self._planned_steps = 0
         self._divergence = _divergence
         self._slice_loss: SliceLoss = slice_loss
+        self._compiled = False
         self._outputs: Any = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
         if self._of_trl:
@@ -130,6 +135,7 @@ class OtaroMixin:
         model.loss_function = torch.compile(model.loss_function, backend=backend)
         self._divergence = torch.compile(_divergence, backend=backend)
         self._slice_loss = torch.compile(slice_loss, backend=backend)
+        self._compiled = True
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -284,7 +290,24 @@ class OtaroMixin:
         """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
         if self.otaro.pull and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
-            self.anchor = Anchor(tuned, self.otaro.pull)
+            self.anchor = Anchor(tuned, self.otaro.pull, self._plan().copies_on_host)
+
+    def _plan(self: Any) -> Plan:
+        """What the run takes of its device, and what therefore is kept elsewhere."""
+        args = self.args
+        batch = Batch(args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing)
+        shards = self.accelerator.num_processes if self.is_fsdp_enabled else 1
+        run = Run(self.accelerator.unwrap_model(self.model), self.otaro, self._optimizer_kind(), batch, shards)
+        return run.plan(args.device)
+
+    def _optimizer_kind(self: Any) -> str:
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        return "sgd" if name == "sgd" else "adamw8bit" if "8bit" in name else "adamw"
+
+    def _sequence_length(self: Any) -> int:
+        """Of the first example, where the data has one to look at; else a usual one."""
+        first = self.train_dataset[0] if hasattr(self.train_dataset, "__getitem__") else None
+        return len(first["input_ids"]) if isinstance(first, Mapping) and "input_ids" in first else 1024
 
     def _rates(self: Any, tuned: dict[str, torch.nn.Parameter]) -> dict[str, float]:
         """Of the first process: with FSDP it may be the only one that holds weights already."""
@@ -317,7 +340,9 @@ class OtaroMixin:
 
         Where weights are averaged, the mean then takes their place.
         """
-        self.average = WeightAverage(self.otaro.average) if self.otaro.average else None
+        plan = self._plan()
+        self.precisely.hold = plan.hold or self._compiled  # made inside a graph, they would need one for each precision
+        self.average = WeightAverage(self.otaro.average, plan.copies_on_host) if self.otaro.average else None
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
