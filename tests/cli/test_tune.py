@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
+from otaro.cli.tune import _explained
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer
@@ -298,8 +300,9 @@ def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way
     assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(
+    ("number", "status", "step"), [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, 3)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, monkeypatch, number, status, step):
     run = tmp_path / "run"
     fail_at(monkeypatch, step, lambda: os.kill(os.getpid(), number))
@@ -314,24 +317,22 @@ def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, m
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
-    ],
-    ids=["device", "Python", "host"],
-)
-def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try(text, tmp_path, monkeypatch, error):
+def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try_and_what_is_kept(text, tmp_path, monkeypatch):
     def fail():
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     fail_at(monkeypatch, 6, fail)
     stopped = tune(text, tmp_path / "run", "--hold-out", 0).exception
     assert isinstance(stopped, otaro.OtaroError)
     tries = ("--batch-size", "--grad-accum", "--gradient-checkpointing", "--optimizer adamw8bit", "--lora", "--fsdp")
     assert all(part in str(stopped) for part in ("out of memory", *tries, "checkpoint-4; go on with"))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+def test_so_does_one_without_memory_on_the_host(error):
+    run = SimpleNamespace(kept=lambda: "this is kept")
+    with pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"), _explained(run):
+        raise error
 
 
 def test_two_runs_in_one_folder_are_refused(text, tmp_path):

@@ -504,8 +504,10 @@ class TuningRun:
         """What a run that ended early leaves behind, and how to go on."""
         from otaro.tune.trainer import last_good_checkpoint
 
+        count = processes.size()
+        command = "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"
         if last := last_good_checkpoint(self.folder.checkpoints):
-            return f"kept is {last}; go on with: otaro tune --resume --out {self.out}"
+            return f"kept is {last}; go on with: {command} tune --resume --out {self.out}"
         return f"nothing is kept, as the first checkpoint comes after {self.save_every} steps (--save-every)"
 
 
