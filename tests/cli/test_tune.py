@@ -1,12 +1,17 @@
 """`otaro tune` as a user meets it, on the built-in model."""
 
 import json
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import otaro
 from otaro.cli.main import app
+from otaro.evaluate.subject import Subject
 
 SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
 
@@ -43,6 +48,25 @@ def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everyt
     model = otaro.load(tmp_path / "run" / "nested", "E5M3")
     packed_again = otaro.pack(tmp_path / "run" / "model", tmp_path / "again")
     assert packed_again.base.header.model == model.sefp.nested.base.header.model
+
+
+def test_what_was_tuned_is_what_is_opened_and_measured(text, tmp_path):
+    """A bfloat16 model is tuned in float32: a config that still said bfloat16 would have every reader round the weights."""
+    from otaro.builtin import MODEL_DIR
+
+    source = shutil.copytree(MODEL_DIR, tmp_path / "source")
+    AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).save_pretrained(source)
+    tuned = CliRunner().invoke(app, ["tune", str(source), "--data", str(text), "--out", str(tmp_path / "run"), *SMALL])
+    assert tuned.exit_code == 0, tuned.output + repr(tuned.exception)
+    stored = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in stored.values())
+    subject = Subject(str(tmp_path / "run" / "model"))
+    assert subject.config.dtype == torch.float32
+    for model in (AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model"), subject.at("fp")):
+        found = model.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    norm = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "nested").model.norm.weight
+    assert torch.equal(norm, stored["model.norm.weight"])
 
 
 def test_tuning_for_all_precisions_helps_the_coarsest_most(text, tmp_path):

@@ -185,7 +185,7 @@ class TuningRun:
 
         console.quiet_transformers()
         with console.err.status("loading model and data ..."):
-            model, tokenizer, dtype = self._load_model()
+            model, tokenizer = self._load_model()
             training, held_out = self._load_data(model, tokenizer)
         self.out.mkdir(parents=True, exist_ok=True)
         versions = {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -208,7 +208,7 @@ class TuningRun:
         restore(trainer.model)
         tuned = merge_lora(trainer.model) if self.training.lora else trainer.model
         with console.err.status("saving and packing ..."):
-            _save(tuned, tokenizer, dtype, self.options, self.out / "model")
+            _save(tuned, tokenizer, self.options, self.out / "model")
             kind = self.options.reconstruction
             pack(
                 self.out / "model", self.out / "nested", group_size=self.options.group_size, reconstruction=kind, overwrite=True
@@ -223,15 +223,14 @@ class TuningRun:
         (self.out / "perplexity.json").write_text(json_module.dumps({**measured, "after": after}) + "\n")
         return result
 
-    def _load_model(self) -> tuple[Any, Any, Any]:
+    def _load_model(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer
 
         from otaro.cli.tune_model import load_model
         from otaro.file.checkpoint import resolve_model
 
         path = resolve_model(self.source, hub=self.hub)
-        model, dtype = load_model(path, self.training)
-        return model, AutoTokenizer.from_pretrained(path), dtype
+        return load_model(path, self.training), AutoTokenizer.from_pretrained(path)
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset]:
         from otaro.tune.chat_templates import use_template
@@ -361,8 +360,8 @@ def _progress_callback(trainer: Any) -> Any:
     return Bar()
 
 
-def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights in float32, as tuned; config.json names the type that the model came in."""
+def _save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
 
@@ -371,7 +370,8 @@ def _save(model: Any, tokenizer: Any, dtype: Any, options: Options, target: Path
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         config = json_module.loads((directory / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        types = {tensor.dtype for tensor in model.parameters()}
+        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json_module.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

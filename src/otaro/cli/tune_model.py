@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}  # as Trainer calls them
 
 
-def load_model(path: Path, training: Training) -> tuple[Any, torch.dtype]:
-    """The model and the type that most of its checkpoint is stored in."""
+def load_model(path: Path, training: Training) -> Any:
+    """The model, with adapters where the run is to tune these."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ def load_model(path: Path, training: Training) -> tuple[Any, torch.dtype]:
     checkpoint = Checkpoint(path)  # refuses what cannot be packed afterwards, before hours of tuning
     _check_optimizer(training)
     if not training.lora:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), checkpoint.dtype
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -40,7 +40,7 @@ def load_model(path: Path, training: Training) -> tuple[Any, torch.dtype]:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[n for n in linears if n != head], lora_dropout=0.0)
     model = get_peft_model(model, config)
     narrow_frozen(model, own)
-    return model, checkpoint.dtype
+    return model
 
 
 def _frozen(path: Path, checkpoint: Any) -> tuple[Any, torch.dtype]:
