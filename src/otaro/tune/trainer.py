@@ -65,7 +65,7 @@ class OtaroMixin:
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:  # type: ignore[attr-defined]
             raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
-        if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":
             raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
         if self.otaro.average and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
             warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
