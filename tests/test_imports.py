@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "tune": {"sefp", "builtin", "readable", "tokens"},
     "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "tokens", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
+    "__main__": {"cli"},
 }
 
 

@@ -64,13 +64,13 @@ def test_a_checkpoint_is_loaded_in_its_type_only_where_nothing_is_rounded(half, 
         return load(path, dtype=dtype)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    model, _ = tune_model.load_model(half, Training(lora=4))
+    model = tune_model.load_model(half, Training(lora=4))
     assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
     mixed = load(half, dtype=torch.bfloat16)
     mixed.model.norm.float()
     mixed.model.norm.weight.data += 2.0**-20
     mixed.save_pretrained(tmp_path)
-    model, _ = tune_model.load_model(tmp_path, Training(lora=4))
+    model = tune_model.load_model(tmp_path, Training(lora=4))
     assert torch.equal(model.get_base_model().model.norm.weight, mixed.model.norm.weight)
     assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
     assert kinds == [torch.bfloat16, torch.float32]

@@ -55,8 +55,8 @@ class _Place(Structure):
     _fields_ = (
         ("source", c_void_p * 3), ("strides", c_int64 * 3), ("norms", c_void_p * 2), ("offsets", c_void_p),
         ("cosines", c_void_p), ("sines", c_void_p), ("positions", c_void_p), ("sequences", c_void_p),
-        ("queries", c_void_p), ("rows", _Rows * 2), ("refused", c_void_p), ("capacity", c_int64), ("eps", c_float), ("scale", c_float),
-        ("heads", c_int), ("kv_heads", c_int),
+        ("queries", c_void_p), ("rows", _Rows * 2), ("refused", c_void_p), ("capacity", c_int64),
+        ("eps", c_float), ("scale", c_float), ("heads", c_int), ("kv_heads", c_int),
     )  # fmt: skip
 
 
