@@ -460,6 +460,8 @@ class TuningRun:
 
     def _measure(self, trainer: Any, held_out: TokenDataset | None, measured: dict[str, Any], when: str) -> None:
         """Perplexity at every precision, put into `measured` and perplexity.json; each process takes a part of the data."""
+        import torch
+
         from otaro.file.atomic import write_text
         from otaro.sefp.precision import PRECISIONS
         from otaro.tune.trainer import losses_by_precision, reshard
@@ -475,11 +477,12 @@ class TuningRun:
             ours.append({**batches[0], "labels": batches[0]["labels"].new_full(batches[0]["labels"].shape, -100)})
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
         wanted: list[Precision | None] = [None, *PRECISIONS]
+        dtype = torch.bfloat16 if self.training.bf16 else None
         perplexities = {}
         with console.progress_bar(f"perplexity {when} (precisions)") as progress:
             for number, precision in enumerate(wanted):
                 progress(str(precision or "full precision"), number, len(wanted))
-                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours)[0]
+                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, dtype)[0]
                 parts = processes.together((loss * counted, counted))
                 mean = sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1)
                 perplexities[str(precision) if precision else "fp"] = exp(mean)
