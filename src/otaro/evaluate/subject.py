@@ -48,9 +48,11 @@ def parse_precisions(text: str) -> list[str] | None:
     names = [name.strip() for name in text.split(",")]
     if names == [ALL]:
         return None
-    if odd := [name for name in names if name not in PRECISION_NAMES]:
+    known = {name.upper(): name for name in PRECISION_NAMES}
+    if odd := [name for name in names if name.upper() not in known]:
         raise PrecisionError(f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}")
-    return [name for name in PRECISION_NAMES if name in names]
+    chosen = {known[name.upper()] for name in names}
+    return [name for name in PRECISION_NAMES if name in chosen]
 
 
 class Subject:

@@ -70,7 +70,7 @@ class Checkpoint:
         self.directory = directory
         self.config = _read_config(directory)
         self._file_of = {key: file for file in _open_all(directory) for key in file.entries}
-        self.shapes, self.packed, self.tied = _describe_model(self.config)
+        self.shapes, self.packed, self.tied, self.buffers = _describe_model(self.config)
         self._parts = {name: self._find_parts(name, shape) for name, shape in self.shapes.items()}
         for name in self.packed:
             if (dtype := self.stored_dtype(name)) not in (torch.float16, torch.bfloat16, torch.float32):
@@ -94,7 +94,8 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
-        return torch.cat([self._read(key) for key in self._parts[name]]).reshape(self.shapes[name])
+        parts = [self._read(key) for key in self._parts[name]]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(self.shapes[name])
 
     def rows(self, name: str, count: int) -> Iterator[torch.Tensor]:
         """The tensor as a matrix, leading dimensions flattened, `count` rows at a time."""
@@ -247,8 +248,13 @@ def _open_all(directory: Path) -> list[_TensorFile]:
     return [_TensorFile(file) for file in files]
 
 
-def _describe_model(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Of the model class: all tensors with their shapes, those to pack, and {tied tensor: the one that is stored}."""
+def _describe_model(
+    config: Any,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str], set[str]]:
+    """Of the model class: all tensors with their shapes, those to pack, {tied tensor: the one that is stored}, buffers.
+
+    Refused if load could not open it or nothing could be generated with it.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -256,6 +262,14 @@ def _describe_model(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, 
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # as above
         raise CheckpointError(f"transformers cannot build a causal {config.model_type!r} model: {brief(error)}") from error
+    kind = f"{type(model).__name__} ({config.model_type})"
+    if not model.can_generate():
+        raise CheckpointError(f"{kind} is not a model that generates text, and there is nothing else to run it for here")
+    if getattr(model.config, "is_decoder", True) is False:
+        raise CheckpointError(
+            f"{kind} is an encoder by its config.json (is_decoder is false): its tokens see those behind them, so that it "
+            "cannot generate text"
+        )
     tied = dict(model.all_tied_weights_keys)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
     # Exactly these classes: a subclass may do more in its forward (Gemma's embedding scales), which a stand-in would lose.
@@ -268,4 +282,5 @@ def _describe_model(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, 
                 if getattr(module, "is_transposed", False):
                     raise CheckpointError(f"{name}: expert weights stored as [in, out] ({config.model_type}) are not supported")
                 packable.add(f"{name}.{stack}")
-    return shapes, {name: shape for name, shape in shapes.items() if name in packable}, tied
+    buffers = {name for name, _ in model.named_buffers()}
+    return shapes, {name: shape for name, shape in shapes.items() if name in packable}, tied, buffers

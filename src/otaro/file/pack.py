@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
 from otaro.file.coding import choose_coding
@@ -72,7 +74,9 @@ def pack(
                 if done // _TRIM_EVERY > (done - rows.numel()) // _TRIM_EVERY:
                     _return_freed_memory()
         for name in kept:
-            writer.append_stored(BASE, name, checkpoint.read(name))
+            tensor = checkpoint.read(name)
+            _check_finite(name, tensor, name in checkpoint.buffers)
+            writer.append_stored(BASE, name, tensor)
         _write_sidecars(checkpoint, schema, writer.directory)
         progress("flushing to disk", done, total)
     return NestedDirectory(target)
@@ -84,6 +88,15 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / shard_name(BASE)).is_file():
         raise TargetError(f"{target} is not empty and holds no nested model; it is not overwritten, choose another place")
+
+
+def _check_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+    """Refuse NaN, and infinity in a parameter; a buffer may hold it on purpose, as a mask does."""
+    if tensor.is_floating_point():
+        bad = tensor.isnan() if is_buffer else ~tensor.isfinite()
+        if bad.any():
+            index = bad.nonzero()[0].tolist()
+            raise WeightError(f"{name}{index} is {tensor[tuple(index)]:g}, with which no model runs; repair the checkpoint")
 
 
 def _rows_per_chunk(row_length: int) -> int:

@@ -138,6 +138,10 @@ class SefpModule(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight at the current precision, decoded afresh each time."""
+        if self.packed.base is None:  # not attached yet: transformers asks so that it may fill in random values
+            nothing = torch.empty(self.packed.shape, dtype=self._like.dtype, device="meta")
+            nothing._is_hf_initialized = True  # its own mark for what it has to leave alone
+            return nothing
         return self.packed.decode(self.bits_now, self._like.dtype).reshape(self.packed.shape)
 
     def extra_repr(self) -> str:
