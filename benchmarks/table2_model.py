@@ -48,10 +48,10 @@ class PackedModel:
         self._packed: list[Packed] = []
         self.weights = _weights(self._matrix, fused=False)
         # What a nested model has in their place, so that a switch costs what it costs there.
-        numbers = range(2 + 7 * SHAPE.layers)
-        modules = {f"module{number}": SefpModule(_AllThere(), torch.float16) for number in numbers}  # type: ignore[arg-type]
-        self.weights.modules = list(modules.values())
         nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
+        weight: Any = _AllThere(nested)
+        modules = {f"module{number}": SefpModule(weight, torch.float16) for number in range(2 + 7 * SHAPE.layers)}
+        self.weights.modules = list(modules.values())
         self._model = SimpleNamespace(sefp=Attachment(nested, modules))
 
     def add_plane(self) -> None:
@@ -70,6 +70,9 @@ class PackedModel:
 
 class _AllThere:
     """A packed weight whose planes are attached."""
+
+    def __init__(self, nested: Any) -> None:
+        self.nested = nested
 
     def reach(self, mantissa_bits: int) -> None:
         """There is nothing to fetch."""

@@ -272,6 +272,22 @@ def test_precision_by_phase(model, generate):
     assert set(map(str, otaro.precisions_of(model).values())) == {"E5M6"}
 
 
+def test_a_compiled_model_is_one_graph_and_runs_as_it_is_set(make_nested):
+    model = otaro.load(make_nested("mixtral"), "E5M5")
+    model.lm_head.compile(backend="eager", fullgraph=True)
+    with otaro.at_precision(model, "E5M3"):
+        expected = model.generate(IDS, **OPTIONS)
+    otaro.set_precision(model, "E5M3")
+    assert torch.equal(model.generate(IDS, **OPTIONS), expected)
+    with pytest.raises(OtaroError, match=r"a compiled model runs as it is set: use otaro.set_precision"):
+        model.generate(IDS, precision="E5M8", **OPTIONS)
+    model.lm_head._compiled_call_impl = None
+    model.lm_head.forward = torch.compile(model.lm_head.forward, backend="eager", fullgraph=True)
+    assert torch.equal(model.generate(IDS, **OPTIONS), expected)
+    with pytest.raises(OtaroError, match="a compiled model"):
+        model.generate(IDS, precision="E5M8", **OPTIONS)
+
+
 def test_beams_have_phases_too(model):
     model.generate(IDS, num_beams=2, prefill="E5M8", decode="E5M3", **OPTIONS)
     assert model.generation.precisions == ["E5M8", "E5M3"]

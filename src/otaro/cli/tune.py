@@ -43,7 +43,7 @@ RECIPE_HELP = (
     "--schedule constant --clip 0."
 )
 PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
-DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/config][:split] on the Hub, or `builtin`."
+DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name (/config, :split) on the Hub, or `builtin`."
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
@@ -131,8 +131,10 @@ def tune(
     Prints perplexity on held-out data at every precision, before and after. Several GPUs:
     torchrun --nproc_per_node 8 -m otaro tune ..., or accelerate launch; with --fsdp for models too large for one.
 
-    Rows of --data have `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`, or `instruction` (perhaps
-    `input`) and `output`, or `question` and `answer`, or `text`. Answers alone are learnt; of texts, all. See docs/data.md.
+    Rows of --data have `messages`, or `conversations` as ShareGPT, or `prompt` and `completion`,
+    or `instruction`, perhaps `input`, and `output`, or `question` and `answer`, or `text`.
+
+    Only answers are learnt, and all of a text. docs/data.md shows a row of each.
     """
     from otaro.cli.tune_folder import RunFolder
     from otaro.file.hub import Hub

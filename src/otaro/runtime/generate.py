@@ -328,6 +328,10 @@ class Generates:
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
         cache = options.get("past_key_values")
+        if request.phases:
+            if any(map(_compiled, self.modules())):  # type: ignore[attr-defined]
+                raise OtaroError("a compiled model runs as it is set: use otaro.set_precision, or generate without compiling")
+            options["generation_config"].disable_compile = True
         _warn(self, obstacle)
         report = self.generation = request.report
         report.reason, report.prompt_tokens = reason, input_ids.shape[1]
@@ -376,6 +380,10 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
         self.report.new_tokens = sequences.shape[1] - self.report.prompt_tokens
         self.report.prefill_seconds = self.prefilled - self.started
         self.report.decode_seconds = time.perf_counter() - self.prefilled
+
+
+def _compiled(module: Any) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def positions_of(model: Any) -> int | None:

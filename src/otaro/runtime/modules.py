@@ -128,6 +128,8 @@ class SefpModule(nn.Module):
     @property
     def bits_now(self) -> int:
         """Mantissa bits of a call: those of the generation that makes it, or else those that are set."""
+        if torch.compiler.is_compiling():  # cannot follow the thread; `generate` refuses to need it
+            return self.mantissa_bits
         return own_bits.get().get(self, self.mantissa_bits)
 
     @property
