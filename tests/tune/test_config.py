@@ -202,7 +202,7 @@ def test_a_pull_that_would_undo_every_step_is_refused():
         ({"sequence_length": 1}, "--sequence-length 1: must be at least 2"),
         ({"seed": -1}, "--seed -1"),
         ({"compile": True, "lora": 4}, "--compile cannot be combined with --lora"),
-        ({"optimizer": "lion"}, "--optimizer lion: choose from adamw, sgd"),
+        ({"optimizer": "lion"}, "--optimizer lion: choose from adamw, adamw8bit, sgd"),
         ({"schedule": "step"}, "--schedule step: choose from cosine, linear, constant"),
     ],
 )
