@@ -49,9 +49,10 @@ class PackedModel:
         self.weights = _weights(self._matrix, fused=False)
         # What a nested model has in their place, so that a switch costs what it costs there.
         numbers = range(2 + 7 * SHAPE.layers)
-        modules = {f"module{number}": SefpModule(_AllThere(), torch.float16) for number in numbers}  # type: ignore[arg-type]
-        self.weights.modules = list(modules.values())
         nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
+        packed: Any = SimpleNamespace(nested=nested, reach=lambda mantissa_bits: None)  # all planes are there
+        modules = {f"module{number}": SefpModule(packed, torch.float16) for number in numbers}
+        self.weights.modules = list(modules.values())
         self._model = SimpleNamespace(sefp=Attachment(nested, modules))
 
     def add_plane(self) -> None:
@@ -66,13 +67,6 @@ class PackedModel:
     def _matrix(self, rows: int, length: int) -> Matrix:
         self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0)[0])
         return Matrix(self._packed[-1])
-
-
-class _AllThere:
-    """A packed weight whose planes are attached."""
-
-    def reach(self, mantissa_bits: int) -> None:
-        """There is nothing to fetch."""
 
 
 def half_weights() -> Weights:
