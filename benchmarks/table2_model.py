@@ -48,10 +48,9 @@ class PackedModel:
         self._packed: list[Packed] = []
         self.weights = _weights(self._matrix, fused=False)
         # What a nested model has in their place, so that a switch costs what it costs there.
-        numbers = range(2 + 7 * SHAPE.layers)
         nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
-        packed: Any = SimpleNamespace(nested=nested, reach=lambda mantissa_bits: None)  # all planes are there
-        modules = {f"module{number}": SefpModule(packed, torch.float16) for number in numbers}
+        weight: Any = _AllThere(nested)
+        modules = {f"module{number}": SefpModule(weight, torch.float16) for number in range(2 + 7 * SHAPE.layers)}
         self.weights.modules = list(modules.values())
         self._model = SimpleNamespace(sefp=Attachment(nested, modules))
 
@@ -67,6 +66,16 @@ class PackedModel:
     def _matrix(self, rows: int, length: int) -> Matrix:
         self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0)[0])
         return Matrix(self._packed[-1])
+
+
+class _AllThere:
+    """A packed weight whose planes are attached."""
+
+    def __init__(self, nested: Any) -> None:
+        self.nested = nested
+
+    def reach(self, mantissa_bits: int) -> None:
+        """There is nothing to fetch."""
 
 
 def half_weights() -> Weights:

@@ -322,6 +322,10 @@ def test_the_command_of_a_run_names_every_option(tmp_path):
     options = "--method bps --lambda 5.0 --precisions E5M8,E5M7,E5M6,E5M5,E5M4,E5M3"
     training = f"--steps {STEPS} --sequence-length 128 --seed 0"
     assert run.command == f"otaro tune builtin --data builtin --out '{tmp_path}/a run' {options} {training}"
+    stated = json.loads((run.path / "config.json").read_text())
+    (run.path / "config.json").write_text(json.dumps({**stated, "processes": 2}))
+    (shared,) = read_runs([run.path])
+    assert shared.command == f"torchrun --nproc_per_node 2 -m {run.command}"
 
 
 def test_runs_on_the_same_data_share_their_baseline_and_others_do_not(tmp_path):

@@ -169,3 +169,38 @@ def test_the_bars():
     assert [(bar.value, bar.holds) for bar in bars] == [(0.9, False), (1.5, True), (0.8, True), (4.0, False), (1.2, True)]
     level = [row(name, decode) for name, decode in zip(names, [1, 2, 2, 4, 5, 6], strict=True)]
     assert not list(speed._bars(level, []))[-1].holds, "strictly faster with every bit"
+
+
+def test_what_would_take_too_long_is_cut_rounds_first_then_tokens():
+    asked = Settings(prompt_tokens=500, tokens=64, context=256, rounds=5)
+    turn = asked.seconds(0.01, 0.1)
+    assert turn == pytest.approx(500 * 0.01 + 64 * 0.1)
+    assert asked.within(6 * 6 * turn, 0.01, 0.1, 6) == asked
+    fewer = asked.within(4.5 * 6 * turn, 0.01, 0.1, 6)
+    assert (fewer.rounds, fewer.tokens, fewer.prompt_tokens) == (3, 64, 500)
+    short = asked.within(6 * turn, 0.01, 0.1, 6)
+    assert (short.rounds, short.tokens, short.context, short.prompt_tokens) == (1, 32, 128, 250)
+    assert 2 * 6 * short.seconds(0.01, 0.1) <= 6 * turn
+    least = asked.within(1e-3, 1.0, 10.0, 6)
+    assert (least.rounds, least.tokens, least.context, least.prompt_tokens) == (1, 1, 0, 1)
+
+
+def test_a_model_outside_the_decode_path_ends_in_time_and_says_what_was_left_out(make_nested, small_read, monkeypatch):
+    from otaro.cli import bench as command
+    from otaro.cli import console
+
+    monkeypatch.setattr(speed, "BUDGET", 1e-3)
+    asked = Settings(prompt_tokens=8, tokens=3, context=4, rounds=2)
+    result = bench(str(make_nested("mixtral")), asked, [otaro.Precision("E5M3")])
+    assert (result.cut_from, result.settings.rounds, result.settings.tokens) == (asked, 1, 1)
+    assert json.loads(json.dumps(result.to_dict()))["cut_from"]["rounds"] == 2
+    with console.out.capture() as shown:
+        command.show(result)
+    assert "cut to end within minutes: asked for were 8 tokens of prefill, decode of 3 after 4, 2 rounds" in shown.get()
+    monkeypatch.setattr(speed, "BUDGET", 1e6)
+    assert bench(str(make_nested("mixtral")), asked, [otaro.Precision("E5M3")]).cut_from is None
+
+
+def test_what_the_decode_path_serves_is_never_cut(tiny, small_read, monkeypatch):
+    monkeypatch.setattr(speed, "BUDGET", 1e-9)
+    assert bench(str(tiny), QUICK, [otaro.Precision("E5M3")]).cut_from is None

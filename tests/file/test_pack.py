@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import otaro
 from otaro.errors import CheckpointError, FormatError, TargetError, WeightError
@@ -275,7 +275,8 @@ def test_a_missing_tensor_is_named(checkpoint_dir, tmp_path):
 )
 def test_a_missing_or_misshapen_part_of_an_expert_stack_is_refused(make_checkpoint, tmp_path, name, part):
     source = edited_copy(make_checkpoint(name), tmp_path, **{part: None})
-    with pytest.raises(CheckpointError, match=f"lacks the tensor {part}, a part of model.layers.1.mlp.experts.gate_up_proj"):
+    named = part.replace("block_sparse_moe", "mlp")  # as transformers calls it
+    with pytest.raises(CheckpointError, match=f"lacks the tensor {named}, a part of model.layers.1.mlp.experts.gate_up_proj"):
         otaro.pack(source, tmp_path / "out")
     shutil.rmtree(source)
     source = edited_copy(make_checkpoint(name), tmp_path, **{part: torch.zeros(8, 96)})
@@ -428,6 +429,28 @@ def test_two_models_that_differ_in_a_norm_differ_in_identity(checkpoint_dir, nes
     shutil.copy(nested_dir / shard_name(8), tmp_path / "out")
     with pytest.raises(FormatError, match="belongs to another model"):
         NestedDirectory(tmp_path / "out").plane(8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_a_norm_with_which_nothing_runs_is_named_with_its_index(checkpoint_dir, tmp_path, value):
+    norm = load_file(checkpoint_dir / "model.safetensors")["model.norm.weight"].clone()
+    norm[5] = value
+    source = edited_copy(checkpoint_dir, tmp_path, **{"model.norm.weight": norm})
+    with pytest.raises(WeightError, match=rf"model.norm.weight\[5\] is {value}, with which no model runs; repair"):
+        otaro.pack(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_buffer_may_hold_infinity_but_not_nan():
+    pack_module._check_finite("mask", torch.tensor([0.0, -torch.inf]), is_buffer=True)
+    with pytest.raises(WeightError, match=r"mask\[1\] is nan"):
+        pack_module._check_finite("mask", torch.tensor([0.0, torch.nan]), is_buffer=True)
+
+
+def test_a_model_that_does_not_generate_is_refused(checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "can_generate", classmethod(lambda cls: False))
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM \(llama\) is not a model that generates text"):
+        otaro.pack(checkpoint_dir, tmp_path / "out")
 
 
 def test_packing_into_the_checkpoint_itself_loses_nothing(checkpoint_dir, tmp_path):

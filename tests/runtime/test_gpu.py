@@ -381,8 +381,8 @@ def test_on_the_gpu_a_switch_costs_little(on_gpu):
             otaro.set_precision(on_gpu, "E5M3" if i % 4 else "E5M7")
         decoder.advance()
         times["same" if i % 2 else "switched"].append(time.perf_counter() - start)
-    median = {name: sorted(found[8:])[len(found[8:]) // 2] for name, found in times.items()}
-    assert median["switched"] - median["same"] < 50e-6
+    least = {name: min(found[8:]) for name, found in times.items()}  # what a busy machine adds is not the switch's
+    assert least["switched"] - least["same"] < 50e-6
 
 
 @ON_GPU

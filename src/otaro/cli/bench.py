@@ -109,6 +109,11 @@ def _head(result: Bench) -> Iterator[str]:
     yield f"{console.escape(result.machine)}{threads}; kernels {kernels}"
     yield ", ".join(f"{name} {version}" for name, version in console.versions().items())
     yield f"{console.escape(result.path)}, keys and values in {result.kv_type}"
+    if (asked := result.cut_from) is not None:
+        yield (
+            f"[yellow]cut to end within minutes[/]: asked for were {_many(asked.prompt_tokens, 'token')} of prefill, decode of "
+            f"{asked.tokens} after {asked.context}, {_many(asked.rounds, 'round')}; fewer precisions (-p) leave time for more"
+        )
     yield (
         f"prefill of {_many(settings.prompt_tokens, 'token')}; decode of {settings.tokens} after {settings.context}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns"

@@ -43,7 +43,7 @@ RECIPE_HELP = (
     "--schedule constant --clip 0."
 )
 PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
-DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name[/config][:split] on the Hub, or `builtin`."
+DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name (/config, :split) on the Hub, or `builtin`."
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
@@ -131,8 +131,10 @@ def tune(
     Prints perplexity on held-out data at every precision, before and after. Several GPUs:
     torchrun --nproc_per_node 8 -m otaro tune ..., or accelerate launch; with --fsdp for models too large for one.
 
-    Rows of --data have `messages`, or ShareGPT's `conversations`, or `prompt` and `completion`, or `instruction` (perhaps
-    `input`) and `output`, or `question` and `answer`, or `text`. Answers alone are learnt; of texts, all. See docs/data.md.
+    Rows of --data have `messages`, or `conversations` as ShareGPT, or `prompt` and `completion`,
+    or `instruction`, perhaps `input`, and `output`, or `question` and `answer`, or `text`.
+
+    Only answers are learnt, and all of a text. docs/data.md shows a row of each.
     """
     from otaro.cli.tune_folder import RunFolder
     from otaro.file.hub import Hub
@@ -458,6 +460,8 @@ class TuningRun:
 
     def _measure(self, trainer: Any, held_out: TokenDataset | None, measured: dict[str, Any], when: str) -> None:
         """Perplexity at every precision, put into `measured` and perplexity.json; each process takes a part of the data."""
+        import torch
+
         from otaro.file.atomic import write_text
         from otaro.sefp.precision import PRECISIONS
         from otaro.tune.trainer import losses_by_precision, reshard
@@ -473,11 +477,12 @@ class TuningRun:
             ours.append({**batches[0], "labels": batches[0]["labels"].new_full(batches[0]["labels"].shape, -100)})
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
         wanted: list[Precision | None] = [None, *PRECISIONS]
+        dtype = torch.bfloat16 if self.training.bf16 else None
         perplexities = {}
         with console.progress_bar(f"perplexity {when} (precisions)") as progress:
             for number, precision in enumerate(wanted):
                 progress(str(precision or "full precision"), number, len(wanted))
-                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours)[0]
+                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, dtype)[0]
                 parts = processes.together((loss * counted, counted))
                 mean = sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1)
                 perplexities[str(precision) if precision else "fp"] = exp(mean)

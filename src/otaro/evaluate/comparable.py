@@ -57,7 +57,9 @@ def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
             told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
             for stage, values in run.held_out.items():
                 series = Series(run.name, stage, values, [run.command])
-                found.setdefault(f"data held out of {run.tuning['data']} ({told})", []).append(series)
+                other = training.get("eval_data")
+                text = f"{other or 'data held out of ' + run.tuning['data']} ({told})"
+                found.setdefault(text, []).append(series)
     for text, several in found.items():
         baselines = [one for one in several if one.stage == "before"]
         if baselines and all(one.values == baselines[0].values for one in baselines):

@@ -45,7 +45,8 @@ class Divergence:
         q = logits.float().log_softmax(-1)
         p = self._reference.logits(window.position + first, len(logits), logits.device).float().log_softmax(-1)
         self._agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        self._kl += float((p.exp() * p.sub(q)).sum(dtype=torch.float64))
+        probabilities = p.exp()
+        self._kl += float(p.sub_(q).mul_(probabilities).sum(dtype=torch.float64))
         self.tokens += len(logits)
 
     @property

@@ -28,8 +28,8 @@ from torch import nn
 from otaro.runtime.modules import SefpLinear
 from otaro.sefp.precision import Precision
 
-SLICE = 1 << 23  # logits made at once, 32 MB in float32: a comparison takes six times that
-_TRIED = 16  # tokens that show whether the head can be run apart
+SLICE = 1 << 24  # logits made at once, 64 MB in float32: a comparison takes five times that
+_TRIED = 4  # tokens that show whether the head can be run apart
 _ROWS = 1 << 21  # weights of a frozen head in float32 at a time
 
 

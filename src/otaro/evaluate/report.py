@@ -200,7 +200,10 @@ class _Report:
         for place, measured in by_text(self.runs, "perplexity", device=True).items():
             points = _points(measured, "tokens_per_second")
             chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
-            note = "Tokens read per second while perplexity was measured."
+            note = (
+                "Tokens read per second while perplexity was measured, with weights decoded beforehand: "
+                "all precisions are as fast. `otaro bench` times packed weights."
+            )
             headings, rows = self._by_run(measured, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
             commands = _commands(measured)
             parts.append(self.page.figure(f"Speed on {place}", note, commands, chart))

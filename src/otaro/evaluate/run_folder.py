@@ -79,7 +79,9 @@ class Run:
     def command(self) -> str:
         """The `otaro tune` that made this run, with every option as it was resolved."""
         assert self.tuning is not None
-        words = ["otaro", "tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
+        count = self.tuning.get("processes", 1)
+        words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
+        words += ["tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
         for name, value in said.items():
             if value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):

@@ -11,6 +11,9 @@ values of the tokens before. An embedding counts where it is also the head; a si
 The yardstick is a plain read of a buffer larger than caches are, on as many threads, which takes its turn in every round; on a
 GPU it is a copy by a kernel, bytes read and written counted.
 
+A model outside the decode path may take seconds for a token. Its turn is estimated from a few tokens first; where all turns
+would take more than `BUDGET`, rounds are cut, then tokens, and the result says so (`cut_from`).
+
 Memory is what the process has grown by since before the model was opened; on a GPU, what tensors there have. The warm-up goes
 from the coarsest precision to the finest, each mapping one more shard, so that every figure is that of a process which never
 ran at a finer one. A GPU is waited for before a clock is looked at.
@@ -22,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -50,6 +53,8 @@ TRANSFORMERS = "transformers"
 DECODE_PATH = "decode path"
 READ_BYTES = 1 << 28
 SWITCHES = 200
+BUDGET = 180.0  # seconds for a model outside the decode path
+_TRIED = 16  # tokens of a prompt by which its time is estimated
 _PAUSE = 0.02  # seconds between turns: threads of the last contender that still wait for work go to sleep
 
 
@@ -71,6 +76,27 @@ class Settings:
     def positions(self) -> int:
         """The longest sequence it takes."""
         return max(self.prompt_tokens, self.context + self.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "kv": self.kv and str(self.kv)}
+
+    def seconds(self, prompt_token: float, token: float) -> float:
+        """What a turn takes, if a token of a prompt and one that is decoded take so long."""
+        return max(self.prompt_tokens, self.context) * prompt_token + self.tokens * token
+
+    def within(self, budget: float, prompt_token: float, token: float, contenders: int) -> Settings:
+        """These settings, or fewer rounds and then fewer tokens, so that all turns together take no longer than `budget`."""
+        turns = contenders * self.seconds(prompt_token, token)
+        rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
+        share = min(1.0, budget / (turns * (1 + rounds)))
+        return replace(
+            self,
+            rounds=rounds,
+            prompt_tokens=max(1, int(self.prompt_tokens * share)),
+            context=int(self.context * share),
+            tokens=max(1, int(self.tokens * share)),
+        )
 
 
 @dataclass
@@ -162,11 +188,13 @@ class Bench:
     others: list[Contender]
     ratios: list[Ratio]
     bars: list[Bar]
+    cut_from: Settings | None = None
+    """What was asked for, where it would have taken too long."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        kv = self.settings.kv
-        return {**asdict(self), "settings": {**asdict(self.settings), "kv": kv and str(kv)}}
+        told = {name: one and one.to_dict() for name, one in (("settings", self.settings), ("cut_from", self.cut_from))}
+        return {**asdict(self), **told}
 
 
 def bench(
@@ -193,7 +221,8 @@ def bench(
     chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
     nested.require(chosen[0])
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
-    turns = (1 + settings.rounds) * (len(chosen) + with_transformers + len(kinds))
+    contenders = len(chosen) + with_transformers + len(kinds)
+    asked = settings
     with ExitStack() as stack:
         threads = stack.enter_context(_threads(settings.threads))
         kernels, reason = ops.backend(place.device)
@@ -202,7 +231,9 @@ def bench(
         model = load(nested.path, chosen[-1], device=place.device)
         ids = _random_ids(model.config.vocab_size, settings.positions)
         ours, why_not = engine_for(model, settings.kv, settings.positions, on_gpu)
-        timer = _Timer(place, ids, settings, turns, progress)
+        if why_not:
+            settings = settings.within(BUDGET, *_token_seconds(place, ours, ids), contenders)
+        timer = _Timer(place, ids, settings, (1 + settings.rounds) * contenders, progress)
 
         grown: dict[str, int | None] = {}
         for precision in reversed(chosen):
@@ -263,7 +294,20 @@ def bench(
             others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
             ratios=ratios,
             bars=list(_bars(rows, ratios, on_gpu)) if others else [],
+            cut_from=asked if settings != asked else None,
         )
+
+
+def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
+    """About how long a token of a prompt takes, and one that is decoded."""
+    few = ids[:_TRIED]
+    engine.keep(0)
+    engine.feed(few)  # weights are read in
+    engine.keep(0)
+    prompt = place.seconds(lambda: engine.feed(few)) / len(few)
+    token = place.seconds(lambda: engine.feed(few[:1]))
+    engine.keep(0)
+    return prompt, token
 
 
 def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:

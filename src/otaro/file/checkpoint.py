@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,13 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = _read_config(directory)
-        self._file_of = {key: file for file in _open_all(directory) for key in file.entries}
-        self.shapes, self.packed, self.tied, self.buffers = _describe_model(self.config)
+        files = _open_all(directory)
+        described = _describe_model(self.config)
+        self.shapes, self.packed = described.shapes, described.packed
+        self.tied, self.buffers = described.tied, described.buffers
+        for file in files:
+            file.rename(described.rename)
+        self._file_of = {key: file for file in files for key in file.entries}
         self._parts = {name: self._find_parts(name, shape) for name, shape in self.shapes.items()}
         for name in self.packed:
             if (dtype := self.stored_dtype(name)) not in (torch.float16, torch.bfloat16, torch.float32):
@@ -120,18 +126,19 @@ class Checkpoint:
 
     def _find_parts(self, name: str, shape: Sequence[int]) -> list[str]:
         """The checkpoint's tensors that make up a model tensor, in order of rows."""
-        for candidate in (name, name.replace(".mlp.", ".block_sparse_moe.")):
-            if candidate in self._file_of:
-                if self._shape(candidate) != tuple(shape):
-                    found = list(self._shape(candidate))
-                    raise CheckpointError(f"{candidate} has shape {found}, config.json implies {list(shape)}")
-                return [candidate]
-            stem, _, last = candidate.rpartition(".")
-            for convention in _EXPERT_PARTS.get(last, ()):
-                parts = [f"{stem}.{expert}.{part}.weight" for expert in range(shape[0]) for part in convention]
-                if parts[0] in self._file_of:
-                    return self._check_parts(name, parts, shape)
-        raise CheckpointError(f"{self.directory} lacks the tensor {name}, which {self.config.model_type} models need")
+        if name in self._file_of:
+            if self._shape(name) != tuple(shape):
+                raise CheckpointError(f"{name} has shape {list(self._shape(name))}, config.json implies {list(shape)}")
+            return [name]
+        stem, _, last = name.rpartition(".")
+        for convention in _EXPERT_PARTS.get(last, ()):
+            parts = [f"{stem}.{expert}.{part}.weight" for expert in range(shape[0]) for part in convention]
+            if parts[0] in self._file_of:
+                return self._check_parts(name, parts, shape)
+        raise CheckpointError(
+            f"{self.directory} lacks the tensor {name}, which {self.config.model_type} models need, "
+            "or has it under a name that is not known here"
+        )
 
     def _check_parts(self, name: str, parts: list[str], shape: Sequence[int]) -> list[str]:
         if missing := [part for part in parts if part not in self._file_of]:
@@ -172,6 +179,11 @@ class _TensorFile:
         self.entries: dict[str, Any] = json.loads(self._file.read(length))
         self.entries.pop("__metadata__", None)
         self._start = 8 + length
+
+    def rename(self, to: Callable[[str], str]) -> None:
+        """Call tensors by other names from now on, where these are free."""
+        renamed = {key: to(key) for key in self.entries}
+        self.entries = {n if (n := renamed[key]) not in self.entries else key: e for key, e in self.entries.items()}
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.entries[key]["shape"])
@@ -248,13 +260,22 @@ def _open_all(directory: Path) -> list[_TensorFile]:
     return [_TensorFile(file) for file in files]
 
 
-def _describe_model(
-    config: Any,
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, str], set[str]]:
-    """Of the model class: all tensors with their shapes, those to pack, {tied tensor: the one that is stored}, buffers.
+@dataclass(frozen=True)
+class _Description:
+    """What a model class says of its tensors."""
 
-    Refused if load could not open it or nothing could be generated with it.
-    """
+    shapes: dict[str, tuple[int, ...]]
+    packed: dict[str, tuple[int, ...]]
+    """Those of them to pack."""
+    tied: dict[str, str]
+    """{tied tensor: the one that is stored}"""
+    buffers: set[str]
+    rename: Callable[[str], str]
+    """From the name that a checkpoint may have for a tensor to the class's own."""
+
+
+def _describe_model(config: Any) -> _Description:
+    """Ask the model class; refused if load could not open such a model, or nothing could be generated with it."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -265,10 +286,9 @@ def _describe_model(
     kind = f"{type(model).__name__} ({config.model_type})"
     if not model.can_generate():
         raise CheckpointError(f"{kind} is not a model that generates text, and there is nothing else to run it for here")
-    if getattr(model.config, "is_decoder", True) is False:
+    if _is_encoder(model):
         raise CheckpointError(
-            f"{kind} is an encoder by its config.json (is_decoder is false): its tokens see those behind them, so that it "
-            "cannot generate text"
+            f"{kind} is an encoder as config.json sets it up: its tokens see those behind them, so it cannot generate text"
         )
     tied = dict(model.all_tied_weights_keys)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
@@ -279,8 +299,38 @@ def _describe_model(
     for name, module in model.named_modules():
         for stack in _EXPERT_PARTS:
             if isinstance(getattr(module, stack, None), torch.nn.Parameter):
-                if getattr(module, "is_transposed", False):
-                    raise CheckpointError(f"{name}: expert weights stored as [in, out] ({config.model_type}) are not supported")
+                # Set by transformers for experts whose plain forward takes one after the other, as packed ones are run.
+                transposed = getattr(module, "is_transposed", None)
+                if transposed is not False:
+                    kept = "kept in a form of its own" if transposed is None else "stored as [in, out]"
+                    raise CheckpointError(f"{name}: expert weights {kept} ({config.model_type}) are not supported")
                 packable.add(f"{name}.{stack}")
     buffers = {name for name, _ in model.named_buffers()}
-    return shapes, {name: shape for name, shape in shapes.items() if name in packable}, tied, buffers
+    packed = {name: shape for name, shape in shapes.items() if name in packable}
+    return _Description(shapes, packed, tied, buffers, _renaming(model))
+
+
+def _renaming(model: Any) -> Callable[[str], str]:
+    """How transformers itself names what it finds in checkpoints of this class, older and upstream ones among them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    steps = get_model_conversion_mapping(model)
+    names = [step for step in steps if isinstance(step, WeightRenaming)]
+    values = [step for step in steps if not isinstance(step, WeightRenaming)]
+    known = model.state_dict()
+
+    def rename(key: str) -> str:
+        name: str = rename_source_key(key, names, [], model.base_model_prefix, known)[0]
+        becomes, changed = rename_source_key(key, names, values, model.base_model_prefix, known)
+        if changed is not None and becomes in known and becomes.rpartition(".")[2] not in _EXPERT_PARTS:
+            raise CheckpointError(f"{key} is stored in another form than {becomes}, which it becomes; that is not supported")
+        return name
+
+    return rename
+
+
+def _is_encoder(model: Any) -> bool:
+    """Whether attention looks ahead: modules that can be of an encoder say that they are not of a decoder, nor causal."""
+    said = {getattr(module, name, None) for module in model.modules() for name in ("is_decoder", "is_causal")}
+    return False in said and True not in said

@@ -130,7 +130,10 @@ class SefpQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        devices = getattr(model, "hf_device_map", None) or {"": model.device}
+        devices = getattr(model, "hf_device_map", None)
+        if not any(True for _ in model.parameters()):
+            model.add_module("_anchor", _Anchor(model.config.dtype, _device_of("", devices or {})))
+        devices = devices or {"": model.device}
         for name, module in self._modules.items():
             if module.packed.base is None:
                 module.packed.attach(_device_of(name, devices))
@@ -156,6 +159,17 @@ class SefpQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Packed weights are for running; tune the checkpoint they came from."""
         return False
+
+
+class _Anchor(nn.Module):
+    """Tells device and type of a model that has no parameter left to tell them by: all of an OLMo's weights are packed."""
+
+    def __init__(self, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Nothing: it is no part of the model."""
 
 
 def save_pretrained(

@@ -410,19 +410,19 @@ def narrow_frozen(model: Any, dtype: torch.dtype) -> None:
     For a model with adapters, before it is prepared: only prepared modules multiply weights of one type with inputs of
     another. Embeddings of a kind of their own, as Gemma's, compute in the type of their weight, and stay in float32.
     """
-    embeddings = _embeddings(model)
-    matrices = {id(module.weight) for module in (*model.modules(), *embeddings) if type(module) in (nn.Linear, nn.Embedding)}
+    tables = embeddings(model)
+    matrices = {id(module.weight) for module in (*model.modules(), *tables) if type(module) is nn.Linear or module in tables}
     matrices |= {id(getattr(module, name)) for module in model.modules() if _is_experts(module) for name in EXPERT_STACKS}
-    matrices -= {id(embedding.weight) for embedding in embeddings if type(embedding) is not nn.Embedding}
+    matrices -= {id(table.weight) for table in tables if type(table) is not nn.Embedding}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             narrow = id(tensor) in matrices and not tensor.requires_grad
             tensor.data = tensor.data.to(dtype if narrow else torch.float32)
-    for embedding in embeddings:
-        object.__setattr__(embedding, "activations", torch.float32)
+    for table in tables:
+        object.__setattr__(table, "activations", torch.float32)
 
 
-def _embeddings(model: Any) -> list[nn.Embedding]:
+def embeddings(model: Any) -> list[nn.Embedding]:
     """The token embedding; with peft's `modules_to_save` also the copies of it that are tuned."""
     found = getattr(model, "get_input_embeddings", lambda: None)()
     return [module for module in found.modules() if isinstance(module, nn.Embedding)] if found is not None else []
@@ -436,7 +436,7 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     """Swap the classes of all modules that will be packed; returns their names."""
     restore(model)  # in case some of it was prepared before
     prepared = []
-    embeddings = {id(embedding) for embedding in _embeddings(model)}
+    tables = {id(table) for table in embeddings(model)}
     inside_lora: dict[str, bool] = {}  # whether it is the base layer
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
@@ -453,7 +453,7 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             swapped = BaseLinear
         elif type(module) is nn.Linear:
             swapped = TuneLinear
-        elif id(module) in embeddings:
+        elif id(module) in tables:
             swapped = TuneEmbedding if type(module) is nn.Embedding else _mixed(type(module), TuneEmbedding)
         elif _is_experts(module):
             object.__setattr__(module, "_untuned_experts", module.config._experts_implementation)

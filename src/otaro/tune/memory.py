@@ -25,7 +25,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.readable import size
 from otaro.tune.config import Options
-from otaro.tune.fake_quant import EXPERT_STACKS
+from otaro.tune.fake_quant import EXPERT_STACKS, embeddings
 from otaro.tune.sliced import SLICE_BYTES
 from otaro.tune.steady import goes_back
 
@@ -115,7 +115,8 @@ class Run:
         parameters = dict(self.model.named_parameters())
         tuned = {name: p for name, p in parameters.items() if p.requires_grad}
         count, gradients = sum(p.numel() for p in tuned.values()), sum(p.nbytes for p in tuned.values()) // self.shards
-        matrices = sum(p.numel() for name, p in tuned.items() if p.dim() > 1 and "lora_" not in name)
+        rows = {id(table.weight) for table in embeddings(self.model)} - {id(head_weight(self.model))}  # looked up, never held
+        held = sum(p.numel() for name, p in tuned.items() if p.dim() > 1 and "lora_" not in name and id(p) not in rows)
         states = STATE_BYTES[self.optimizer] * count
         if self.optimizer == "adamw8bit":  # bitsandbytes leaves embeddings in float32
             states += 6 * sum(p.numel() for name, p in tuned.items() if "embed" in name)
@@ -124,7 +125,7 @@ class Run:
             weights=sum(p.nbytes for p in parameters.values()) // self.shards,
             gradients=gradients,
             optimizer=states // self.shards,
-            quantised=self.batch.width * matrices if options.method != "fp" and self.shards == 1 else 0,
+            quantised=self.batch.width * held if options.method != "fp" and self.shards == 1 else 0,
             pull=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards if options.pull else 0,
             average=4 * count // self.shards if options.average else 0,
             delayed=gradients if options.method == "otaro" and options.accumulator == "device" else 0,
@@ -161,12 +162,16 @@ def activation_bytes(model: Any, batch: Batch) -> int:
 
 def _loss_bytes(model: Any, batch: Batch) -> int:
     """Half a dozen tensors of a slice's size, the head's quantised weight, and its gradient."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight: torch.Tensor | None = getattr(head, "weight", None)
-    if weight is None:
+    if (weight := head_weight(model)) is None:
         return 0
     slices = 6 * min(SLICE_BYTES, 4 * batch.tokens * len(weight))
     return slices + weight.numel() * (batch.width + (4 if weight.requires_grad else 0))
+
+
+def head_weight(model: Any) -> torch.Tensor | None:
+    """What hidden states are multiplied with to give logits."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return getattr(head, "weight", None)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class OtaroMixin:
         """Trainer's, with FSDP2 as it was asked for.
 
         On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights gathered in that
-        type: they are to be quantised as they are, and autocast makes the products bfloat16 all the same.
+        type, while they are to be quantised as they are: autocast makes the products bfloat16 instead.
         """
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         state = self.accelerator.state
@@ -112,6 +112,12 @@ class OtaroMixin:
             self.is_fsdp_enabled = True
         if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 2:
             state.fsdp_plugin.mixed_precision_policy = None
+
+    def autocast_smart_context_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, which leaves autocast to accelerate, which leaves it to FSDP, which must not have it: see above."""
+        if self.is_fsdp_enabled:
+            return self.accelerator.autocast()
+        return super().autocast_smart_context_manager(*args, **kwargs)  # type: ignore[misc]
 
     def compile_steps(self: Any, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
