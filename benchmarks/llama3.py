@@ -1,7 +1,7 @@
 """LLaMA-3-8B in numbers: the shapes of its weights, what they and the cache take in memory, and random ones of that form.
 
 >>> round(weight_bytes(Precision("E5M4")) / GIB, 3), round(cache_bytes(2000, Precision("E5M4")) / GIB, 3)
-(4.747, 0.078)
+(4.747, 0.08)
 >>> round((weight_bytes(None) + cache_bytes(2000, None)) / GIB, 2)
 15.2
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks, exponent_bytes, exponent_words
+from otaro.kernels.keyvalues import GROUP
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
 
@@ -72,7 +73,7 @@ def product_bytes(precision: Precision | None) -> int:
 def cache_bytes(tokens: int, precision: Precision | None) -> int:
     """Of the keys and values of so many tokens; the exponents of a packed cache are written one by one, as bytes."""
     values = 2 * LAYERS * tokens * KEY_HEADS * HEAD_SIZE
-    return 2 * values if precision is None else values * (1 + precision.mantissa_bits) // 8 + values // GROUP_SIZE
+    return 2 * values if precision is None else values * (1 + precision.mantissa_bits) // 8 + values // GROUP
 
 
 def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class PackedModel:
         numbers = range(2 + 7 * SHAPE.layers)
         modules = {f"module{number}": SefpModule(_AllThere(), torch.float16) for number in numbers}  # type: ignore[arg-type]
         self.weights.modules = list(modules.values())
-        nested: Any = SimpleNamespace(require=lambda precision: None)
+        nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
         self._model = SimpleNamespace(sefp=Attachment(nested, modules))
 
     def add_plane(self) -> None:

@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels"},
     "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens"},
-    "tune": {"sefp", "builtin", "tokens"},
+    "tune": {"sefp", "builtin", "readable", "tokens"},
     "cli": {"sefp", "file", "kernels", "runtime", "evaluate", "tune", "builtin", "readable", "tokens", "(top)"},
     "__init__": {"sefp", "file", "runtime", "_plugin"},
+    "__main__": {"cli"},
 }
 
 

@@ -43,8 +43,16 @@ class KernelError(OtaroError, ValueError):
     """Arguments that do not fit a packed weight, or kernels asked for that this machine cannot run."""
 
 
-class SlowWarning(UserWarning):
-    """Not a refusal: what was asked for is done, but slowly. Says why, and what to do about it where something can be done."""
+class OtaroWarning(UserWarning):
+    """Not a refusal: what was asked for is done, but a user should know. The command line prints the message alone."""
+
+
+class SlowWarning(OtaroWarning):
+    """It is done slowly. Says why, and what to do about it where something can be done."""
+
+
+class PositionsWarning(OtaroWarning):
+    """Text has come to the end of the positions that a model has, or was made for."""
 
 
 def install(extra: str) -> str:

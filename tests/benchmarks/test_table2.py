@@ -72,7 +72,7 @@ def test_accounting_is_the_papers(modules):
     _, _, llama3, _ = modules
     e5m4 = Precision("E5M4")
     assert llama3.weight_bytes(e5m4) / llama3.GIB == pytest.approx(4.747, abs=5e-4)
-    assert llama3.cache_bytes(2000, e5m4) / llama3.GIB == pytest.approx(0.078, abs=5e-4)
+    assert llama3.cache_bytes(2000, e5m4) / llama3.GIB == pytest.approx(0.080, abs=5e-4)
     assert (llama3.weight_bytes(None) + llama3.cache_bytes(2000, None)) / llama3.GIB == pytest.approx(15.20, abs=5e-3)
 
 

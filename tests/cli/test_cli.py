@@ -3,17 +3,20 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.console import parse_precision
 from otaro.cli.main import app
+from otaro.evaluate.subject import parse_precisions
 from otaro.readable import size
 
 SHARDS = [f"model-m{plane}.safetensors" for plane in range(3, 9)]
@@ -165,6 +168,79 @@ def test_generate_takes_precisions_by_phase(packed):
     assert (report["served_by"], report["reason"]) == ("decoder", "")
     assert report["cache_bytes"] > 0
     assert report["decode_tokens_per_second"] > 0
+
+
+def test_precisions_may_be_written_small(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 3, "--json")
+    assert json.loads(run(*words, "-p", "e5m4").stdout)["precision"] == "E5M4"
+    said = json.loads(run(*words, "--prefill", "e5m8", "--decode", "e5m3", "--kv", "e5m7").stdout)
+    assert said["precision"] == "E5M8, then E5M3"
+    assert parse_precisions("e5m3, E5m8,FP") == ["fp", "E5M8", "E5M3"]  # of otaro eval
+
+
+def test_generate_samples_from_the_likeliest_and_penalises_repetition(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 24, "--json")
+    likeliest = json.loads(run(*words).stdout)["text"]
+    assert json.loads(run(*words, "--temperature", 1.5, "--top-k", 1).stdout)["text"] == likeliest
+    assert json.loads(run(*words, "--temperature", 1.5, "--top-k", 40).stdout)["text"] != likeliest
+    assert json.loads(run(*words, "--repetition-penalty", 5.0).stdout)["text"] != likeliest
+    for option, value in (("--top-k", 5), ("--top-p", 0.5)):
+        said = refused(*words, option, value).stderr
+        assert option in said
+        assert "to sample, give --temperature too" in said
+
+
+@pytest.fixture
+def with_template(packed, tmp_path):
+    """The built-in model with a chat template that puts roles before contents."""
+    copied = shutil.copytree(packed, tmp_path / "chatty")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    settings = json.loads((copied / "tokenizer_config.json").read_text())
+    (copied / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return copied
+
+
+def test_a_system_message_goes_through_the_chat_template(packed, with_template):
+    words = ("--prompt", "The list", "--max-new-tokens", 6, "--json")
+    plain = json.loads(run("generate", with_template, "--prompt", "system: Be brief\nuser: The list\n", *words[2:]).stdout)
+    said = json.loads(run("generate", with_template, *words, "--system", "Be brief").stdout)
+    assert (said["text"], said["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
+    turns = ("--max-new-tokens", 6, "--system", "Be brief")
+    assert run("chat", with_template, *turns, text="The list\n").stdout.strip() == plain["text"].strip()
+    for command in (("generate", packed, *words), ("chat", packed)):
+        result = refused(*command, "--system", "Be brief")
+        assert "a system message needs a chat template, and this model has none" in str(result.exception)
+
+
+def test_a_prompt_that_is_not_text_is_refused(packed):
+    for command in (("generate", packed, "--prompt", "-"), ("chat", packed)):
+        result = CliRunner().invoke(app, [str(word) for word in command], input=b"The caf\xe9 module\n")
+        assert isinstance(result.exception, otaro.OtaroError)
+        assert "standard input is not UTF-8 (byte 0xe9)" in str(result.exception)
+    words = ("generate", packed, "--prompt", "-", "--max-new-tokens", 2, "--json")
+    assert json.loads(run(*words, text="The café module").stdout)["prompt"] == "The café module"
+
+
+def test_past_its_positions_a_model_is_told_of_in_one_line(packed, tmp_path):
+    """The built-in model was made for so many; a GPT-2 has no more, and stops."""
+    config = json.loads((packed / "config.json").read_text())
+    few = {**config, "max_position_embeddings": 16}
+    copied = shutil.copytree(packed, tmp_path / "few")
+    (copied / "config.json").write_text(json.dumps(few))
+    said = run("generate", copied, "--prompt", "The statement", "--max-new-tokens", 30)
+    assert said.stderr.count("note: this text goes past the 16 positions that the model was made for") == 1
+    assert "Warning" not in said.stderr
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    run("pack", tmp_path / "gpt2", tmp_path / "nested")
+    said = run("generate", tmp_path / "nested", "--prompt", "The statement", "--max-new-tokens", 600)
+    assert "note: stopped after" in said.stderr
+    assert "this model has positions for 24 tokens" in said.stderr
+    assert said.stderr.count("generates through transformers, slower than the decoder: its architecture is gpt2") == 1
+    assert "Warning" not in said.stderr
 
 
 def test_generate_stops_at_a_text(packed):

@@ -149,7 +149,7 @@ def test_a_damaged_record_does_not_hide_the_model(model):
 def test_an_interruption_says_what_is_kept(model, text, monkeypatch):
     from otaro.evaluate import run as evaluation
 
-    measure, done = evaluation.perplexity, []
+    measure, done = evaluation.read, []
 
     def once(*arguments, **options):
         if done:
@@ -159,7 +159,7 @@ def test_an_interruption_says_what_is_kept(model, text, monkeypatch):
 
     words = ("eval", model, "--text", text, "--window", 64, "--precision", "E5M8,E5M3")
     with monkeypatch.context() as patched:
-        patched.setattr(evaluation, "perplexity", once)
+        patched.setattr(evaluation, "read", once)
         stopped = invoke(*words)
     assert stopped.exit_code == 130
     assert "interrupted; what was finished is kept in" in stopped.stderr

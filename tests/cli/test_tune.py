@@ -1,17 +1,24 @@
 """`otaro tune` as a user meets it, on the built-in model."""
 
 import json
+import math
+import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import otaro
+from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
 from otaro.evaluate.subject import Subject
+from otaro.file.atomic import alone
+from otaro.tune.trainer import OtaroTrainer
 
 SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
 
@@ -29,8 +36,18 @@ def otaro_text() -> str:
     return topics_training_text()[:20000]
 
 
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
 def tune(text, out, *more):
-    return CliRunner().invoke(app, ["tune", "builtin", "--data", str(text), "--out", str(out), *SMALL, *map(str, more)])
+    return invoke("tune", "builtin", "--data", text, "--out", out, *SMALL, *more)
+
+
+def steps_of(run):
+    """The log, without the only field that time changes."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
 def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everything(text, tmp_path):
@@ -111,15 +128,215 @@ def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "4"], ["--method", "otaro"]], ids=" ".join)
-def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_path, flags):
+def test_resuming_needs_no_other_option_and_ends_in_the_same_weights(text, tmp_path, flags):
     if "--lora" in flags:
         pytest.importorskip("peft", reason="peft is not installed")
-    whole = json.loads(tune(text, tmp_path / "whole", *flags, "--json").stdout)
-    again = tune(text, tmp_path / "whole", *flags, "--resume", "--json")  # from its last checkpoint, at step 4
+    run = tmp_path / "run"
+    whole = json.loads(tune(text, run, *flags, "--json").stdout)
+    weights = load_file(run / "model" / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-6")
+    log = steps_of(run)
+    again = invoke("tune", "--resume", "--out", run, "--json")  # from its checkpoint at step 4
     assert again.exit_code == 0, again.output + repr(again.exception)
     assert json.loads(again.stdout)["after"] == whole["after"]
-    other = tune(text, tmp_path / "whole", *flags, "--resume", "--distill", 0.1)
-    assert "--resume: options differ" in str(other.exception)
+    assert steps_of(run) == log
+    resumed = load_file(run / "model" / "model.safetensors")
+    assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
+
+
+@pytest.fixture(scope="module")
+def done(text, tmp_path_factory):
+    """A finished run of six steps; do not write into it."""
+    run = tmp_path_factory.mktemp("done") / "run"
+    result = tune(text, run)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--distill", "0.1", "--lr", "1e-5"], "--distill is 0.1, the run has 0.5; --lr is 1e-05, the run has 0.001."),
+        (["--recipe", "paper"], "--recipe is paper, the run has best."),
+        (["--method", "bps"], "--method is bps, the run has uniform."),
+        (["--lambda", "2"], "--lambda is 2.0, the run has 5.0."),
+        (["--weights", "1,1,1,1,1,2"], "--weights is 1.0,1.0,1.0,1.0,1.0,2.0, the run has 1.0,1.0,1.0,1.0,1.25,2.6."),
+        (["--bf16"], "--bf16 is on, the run has off."),
+        (["--lora", "4"], "--lora is 4, the run has not given."),
+        (["--hold-out", "0.2"], "--hold-out is 0.2, the run has 0.05."),
+        (["--steps", "5"], "--steps is 5, the run has 6: it may be raised, not lowered."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_differ_from_those_of_a_run_are_named_with_both_values(done, more, words):
+    result = invoke("tune", "--resume", "--out", done, *more)
+    assert isinstance(result.exception, otaro.OtaroError)
+    assert f"--resume: {words}" in str(result.exception)
+    assert str(done) in str(result.exception)
+
+
+def test_the_number_of_processes_belongs_to_a_run(done, copy_of):
+    run = copy_of(done)
+    stated = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(stated | {"processes": 2}))
+    words = "has 2 process(es), this is 1; go on with torchrun --nproc_per_node 2"
+    assert words in str(invoke("tune", "--resume", "--out", run).exception)
+
+
+def test_resuming_notices_other_data_and_another_model_by_their_content(text, done, copy_of, tmp_path):
+    model = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    edited = tmp_path / "edited.txt"
+    edited.write_text(text.read_text().replace("the", "teh", 1))
+    other = invoke("tune", "--resume", "--out", done, "--data", edited)
+    assert f"--resume: the examples made of {edited} (SHA-256 " in str(other.exception)
+    assert "changed since the run in" in str(other.exception)
+
+    moved = Path(shutil.copy(text, tmp_path / "moved.txt"))
+    same = invoke("tune", model, "--resume", "--out", copy_of(done), "--data", moved)  # other names, the same content
+    assert same.exit_code == 0, same.output + repr(same.exception)
+
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.5
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert (model / "model.safetensors").stat().st_size == (MODEL_DIR / "model.safetensors").stat().st_size
+    other = invoke("tune", model, "--resume", "--out", done)
+    assert f"--resume: the weights or the config of {model} (SHA-256 " in str(other.exception)
+
+
+def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
+    """At the rates that a run of so many steps has by then."""
+    run = copy_of(done)
+    longer = invoke("tune", "--resume", "--out", run, "--steps", 10, "--json")
+    assert longer.exit_code == 0, longer.output + repr(longer.exception)
+    assert json.loads(longer.stdout)["steps"] == 10
+    rates = [record["lr"] for record in steps_of(run)]
+    assert rates[6:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(6, 10)])
+    assert json.loads((run / "config.json").read_text())["training"]["steps"] == 10
+    state = json.loads((run / "checkpoints" / "checkpoint-10" / "otaro_state.json").read_text())
+    assert state["averaged"] == 4  # of the steps since: those before lie partly outside of the last seven
+    again = invoke("tune", "--resume", "--out", run, "--json")
+    assert json.loads(again.stdout)["after"] == json.loads(longer.stdout)["after"]
+
+
+def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
+    (tmp_path / "other.txt").write_text(text.read_text()[:3000])
+    quick = ["--steps", 2, "--json"]
+    none = tune(text, tmp_path / "none", "--hold-out", 0, *quick)
+    assert none.exit_code == 0, none.output + repr(none.exception)
+    assert (json.loads(none.stdout)["before"], json.loads(none.stdout)["after"]) == ({}, {})
+    assert not (tmp_path / "none" / "perplexity.json").exists()
+    other = json.loads(tune(text, tmp_path / "run", "--eval-data", tmp_path / "other.txt", *quick).stdout)
+    assert list(other["after"]) == ["fp", *map(str, otaro.PRECISIONS)]
+    sums = [json.loads((tmp_path / run / "config.json").read_text())["sha256"] for run in ("none", "run")]
+    assert sums[0]["data"] == sums[1]["data"]  # nothing is held out of either
+    shown = tune(text, tmp_path / "shown", "--hold-out", 0, "--steps", 1)
+    assert "Perplexity" not in shown.stdout
+    assert "tuned checkpoint" in shown.stdout
+
+
+def test_a_sequence_longer_than_the_model_has_positions_is_shortened_and_that_is_said(text, tmp_path):
+    result = tune(text, tmp_path / "run", "--sequence-length", 4096, "--steps", 1, "--hold-out", 0)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert "--sequence-length 4096 is shortened to the 512 positions of this model" in " ".join(result.stderr.split())
+
+
+def test_bfloat16_needs_no_gpu(text, tmp_path):
+    result = tune(text, tmp_path / "run", "--bf16", "--steps", 2, "--hold-out", 0)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert load_file(tmp_path / "run" / "model" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("place", ["transformers.TrainingArguments", "otaro.tune.trainer.OtaroTrainer.__init__"])
+def test_what_another_library_refuses_is_one_line_and_leaves_no_folder(text, tmp_path, monkeypatch, place):
+    def refuse(*_, **__):
+        raise ValueError("your setup\ncannot do that")
+
+    monkeypatch.setattr(place, refuse)
+    result = tune(text, tmp_path / "run")
+    assert isinstance(result.exception, otaro.OtaroError)
+    assert str(result.exception) == "this run cannot be set up: your setup"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "accelerate was told to compute in fp16; leave that to --bf16"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed is not supported"),
+    ],
+)
+def test_settings_of_a_launcher_that_do_not_fit_are_refused(text, tmp_path, monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    assert words in str(tune(text, tmp_path / "run").exception)
+    assert not (tmp_path / "run").exists()
+
+
+def fail_at(monkeypatch, step, fail):
+    """Call `fail` at the beginning of a step."""
+    usual = OtaroTrainer.training_step
+
+    def training_step(trainer, *args, **kwargs):
+        if trainer.state.global_step + 1 == step:
+            fail()
+        return usual(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(OtaroTrainer, "training_step", training_step)
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way(text, tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as once:
+        fail_at(once, 3, fail)
+        assert str(tune(text, tmp_path / "run").exception) == "no more"
+    assert (tmp_path / "run" / "log.jsonl").is_file()  # kept, to see what it did
+    assert tune(text, tmp_path / "run").exit_code == 0
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == list(range(1, 7))
+    taken = tune(text, tmp_path / "run")
+    assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("step", [3, 6])
+def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, monkeypatch, number, status, step):
+    run = tmp_path / "run"
+    fail_at(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+    result = tune(text, run, "--hold-out", 0)
+    assert result.exit_code == status
+    said = " ".join(result.stderr.split())
+    if step > 4:
+        assert f"interrupted: kept is {run}/checkpoints/checkpoint-4; go on with: otaro tune --resume --out {run}" in said
+    else:
+        assert "interrupted: nothing is kept, as the first checkpoint comes after 4 steps" in said
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["device", "Python", "host"],
+)
+def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try(text, tmp_path, monkeypatch, error):
+    def fail():
+        raise error
+
+    fail_at(monkeypatch, 6, fail)
+    stopped = tune(text, tmp_path / "run", "--hold-out", 0).exception
+    assert isinstance(stopped, otaro.OtaroError)
+    words = ("out of memory; try a smaller --batch-size", "--gradient-checkpointing", "--lora", "--fsdp", "checkpoint-4; go on")
+    assert all(part in str(stopped) for part in words)
+
+
+def test_two_runs_in_one_folder_are_refused(text, tmp_path):
+    with alone(tmp_path / "run"):
+        assert "another process is writing" in str(tune(text, tmp_path / "run").exception)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +350,8 @@ def test_resuming_needs_the_same_options_and_ends_in_the_same_weights(text, tmp_
         (["--pull", "-1"], "--pull -1.0: must be a number, and not negative"),
         (["--average", "70"], "--average 70.0: must be between 0 and 1"),
         (["--epochs", "1"], "--epochs and --steps contradict"),
-        (["--sequence-length", "4096"], "--sequence-length 4096 is more than the 512 positions"),
+        (["--hold-out", "1"], "--hold-out 1.0: must be 0 or more, and less than 1"),
+        (["--fsdp"], "--fsdp shares weights out over several processes; start them with torchrun"),
         (["--resume"], "holds no run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -144,6 +362,11 @@ def test_what_makes_no_sense_is_refused_in_the_flags_own_spelling(text, tmp_path
     assert isinstance(result.exception, otaro.OtaroError)
     assert words in str(result.exception)
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_only_a_resumed_run_needs_no_model_and_no_data(tmp_path):
+    assert "MODEL is missing; only --resume" in str(invoke("tune", "--out", tmp_path / "run").exception)
+    assert "--data is missing" in str(invoke("tune", "builtin", "--out", tmp_path / "run").exception)
 
 
 def test_a_folder_with_something_in_it_is_not_touched(text, tmp_path):

@@ -1,4 +1,5 @@
-"""What `otaro tune` makes of its data, as a user meets it: what is said, what is recorded, what `otaro chat` speaks."""
+"""What `otaro tune` makes of its data, as a user meets it: what is said, what is recorded, what `otaro chat`
+speaks."""
 
 import json
 import shutil
@@ -60,7 +61,7 @@ def test_a_base_model_tuned_on_chats_speaks_the_template_it_was_given(model, tmp
     empty = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": ""}]}
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [CHAT] * 3 + [empty])))
     refused = tune(model, tmp_path / "chats.jsonl", tmp_path / "run")
-    assert "this model has no chat template; give it one with --chat-template" in str(refused.exception)
+    assert "this model has no chat template; give it one, such as --chat-template alpaca" in str(refused.exception)
     result = tune(model, tmp_path / "chats.jsonl", tmp_path / "run", "--chat-template", "alpaca")
     assert result.exit_code == 0, result.output + repr(result.exception)
     assert "1 of 4 rows left out: empty answer" in result.stderr.splitlines()
@@ -77,5 +78,5 @@ def test_a_base_model_tuned_on_chats_speaks_the_template_it_was_given(model, tmp
 def test_a_template_that_does_not_exist_is_refused_before_anything_is_written(text, tmp_path):
     result = tune("builtin", text, tmp_path / "run", "--chat-template", "chatm")
     assert isinstance(result.exception, otaro.OtaroError)
-    assert "--chat-template chatm is no Jinja file that can be read, and alpaca, chatml, vicuna are" in str(result.exception)
+    assert "--chat-template chatm is not built in (alpaca, chatml, vicuna) and cannot be read" in str(result.exception)
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,8 @@
 
 import gzip
 import hashlib
+import io
+import json
 import sys
 import types
 
@@ -22,6 +24,50 @@ def test_a_file_goes_by_its_name_and_its_digest(tmp_path):
 def test_a_compressed_file_is_the_text_in_it(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"hello"))
     assert read_text(str(tmp_path / "a.txt.gz")).content == "hello"
+
+
+def write_rows(path, rows):
+    """Rows in a file of the kind that its name says."""
+    if ".parquet" in path.name:
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        buffer = io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist(rows), buffer)
+        raw = buffer.getvalue()
+    elif ".jsonl" in path.name:
+        raw = "".join(json.dumps(row) + "\n\n" for row in rows).encode()  # blank lines are no rows
+    else:
+        raw = json.dumps(rows).encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz", "a.json.gz", "a.parquet.gz", "A.JSONL"])
+def test_rows_with_a_text_are_joined_by_blank_lines_and_others_refused_by_their_fields(tmp_path, name):
+    rows = [{"text": "one", "id": 1}, {"text": "", "id": 2}, {"text": "two", "id": 3}]
+    assert read_text(str(write_rows(tmp_path / name.lower(), rows).rename(tmp_path / name))).content == "one\n\n\n\ntwo"
+    rows = [{"text": "one", "id": 1}, {"instruction": "Add.", "output": "3"}] if "parquet" not in name else [{"output": "3"}]
+    write_rows(tmp_path / name.lower(), rows).rename(tmp_path / name)
+    with pytest.raises(TextError, match=f"row {len(rows)} has no `text`, but .*`output`; write what is to be measured"):
+        read_text(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text"', "is no JSONL: "),
+        ("a.json", b"[" * 100_000, "is no JSON: "),
+        ("a.json", b'["one", "two"]', "row 1 is no object with a `text`"),
+        ("a.json", b'{"text": 7}', "row 1 has no `text`, but `text`"),
+        ("a.json", b'[{"\\u001b[2J": 7}]', r"but .*x1b"),
+        ("a.json", b"[]", "holds no text"),
+        ("a.parquet", b"PAR1", "cannot be read"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=words) as refusal:
+        read_text(str(tmp_path / name))
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(

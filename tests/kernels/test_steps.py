@@ -178,9 +178,10 @@ def test_small_place(both, device, head, bits, dtype):
     vectors[2][0, 0], vectors[2][0, 1] = 30000.0, -1e-7
     state = state_of(device, [0, 70, 69], [0, 1, 2])
     for norms in ([None, None], [1 + random(1, head, seed=seed, device=device)[0] for seed in (7, 8)]):
+        offsets = None if norms[0] is not None else random(2, kv_heads * head, seed=9, device=device)
         results = []
         for steps in both:
-            cache = KeyValues(2, 3, kv_heads, 128, head, bits, device)
+            cache = KeyValues(2, 3, kv_heads, 128, head, bits, device, offsets)
             queries = torch.zeros(tokens, heads * head, device=device)
             steps.place(vectors, norms, rotation(head, device), state, queries, cache, 1)
             results.append((queries, cache))

@@ -13,16 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from otaro.builtin import MODEL_DIR
 from otaro.evaluate.harness import evaluate_tasks
 from otaro.sefp.precision import PRECISIONS
+from otaro.tokens import begins_with_bos
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import quantize
 from runs import convert_llama2c
 from runs.study import plan, report, work, zeroshot
 from runs.study.__main__ import main
+from runs.study.observe import observe
 from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
 from runs.study.results import Results, append, chosen_rate, finished, is_done, read
 from runs.study.work import Places
@@ -275,6 +278,28 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
     page = (tmp_path / "results.md").read_text()
     assert f"{tuned['perplexity']['E5M3']:.3f}" in page
     assert (tmp_path / "figures" / "others.svg").stat().st_size > 1000
+
+
+def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeypatch):
+    """Without a beginning-of-text token in front of each, though stories15M's tokenizer writes one before a text."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    beginning = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    assert begins_with_bos(tokenizer) == tokenizer.bos_token_id
+    material = work.Worker(places(tmp_path))._material(plan.BENCHES["small"], tokenizer)
+    starts = [block["input_ids"][0] for block in material.training]
+    starts += torch.cat([batch["input_ids"][:, 0] for batch in (*material.heldout, *material.test)]).tolist()
+    assert starts.count(tokenizer.bos_token_id) == 2  # where the two texts begin
+
+    def refuse(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, int("gradients" in command), stderr="enough")
+
+    commands = []
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(RuntimeError, match="enough"):
+        observe(plan.Observation("stories15M", "midpoint"), tmp_path, None, "cpu")
+    assert "--no-bos" in commands[-1]
 
 
 def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path):

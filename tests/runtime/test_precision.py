@@ -56,7 +56,7 @@ def test_patterns_set_what_they_match_later_ones_win_and_the_rest_stays(model):
     [
         ("E5M2", "unknown precision 'E5M2'; the precisions are E5M8, E5M7, E5M6, E5M5, E5M4, E5M3"),
         (4, "unknown precision 4"),
-        ({"*": "E5M3", "lm_head": "e5m4"}, "unknown precision 'e5m4'"),
+        ({"*": "E5M3", "lm_head": "e5m2"}, "unknown precision 'e5m2'"),
         ({"*": "E5M3", "*.query": "E5M4"}, r"no packed module matches '\*.query'; names look like 'model.embed_tokens'"),
         ({"lm_head.weight": "E5M4"}, "no packed module matches 'lm_head.weight'"),
         ({"LM_HEAD": "E5M4"}, "no packed module matches 'LM_HEAD'"),

@@ -1,6 +1,8 @@
 """A config.json that does not go with the shards is refused; transformers without the plug-in refuses the whole directory."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -123,3 +125,52 @@ def test_transformers_alone_stops_instead_of_running_random_weights(make_nested,
     assert child.returncode == 1
     assert "mismatch" in child.stderr.lower()
     assert "model.embed_tokens.weight" in child.stderr
+
+
+def test_a_nested_model_is_not_pickled_and_says_what_to_do(make_nested, tmp_path):
+    model = otaro.load(make_nested("llama"), "E5M4")
+    for attempt in (
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, tmp_path / "model.pt"),
+        lambda: torch.save({"model": model}, tmp_path / "model.pt"),
+    ):
+        with pytest.raises(OtaroError, match=r"model.save_pretrained\(DIR\).*otaro.load\(DIR\)"):
+            attempt()
+    for part in (model.sefp, model.lm_head, model.model.layers[0]):
+        with pytest.raises(OtaroError, match="is not pickled: it is files"):
+            pickle.dumps(part)
+
+
+def test_a_copy_generates_on_its_own(make_nested):
+    ids = torch.tensor([[5, 17, 99, 3]])
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model = otaro.load(make_nested("llama"), "E5M4")
+    expected = model.generate(ids, **options)  # there is a decoder now, which must not be shared
+    twin = copy.deepcopy(model)
+    assert twin.sefp.decoder is None
+    assert twin.sefp.modules["lm_head"] is twin.lm_head
+    assert twin.lm_head is not model.lm_head
+    otaro.set_precision(twin, "E5M8")
+    finer = otaro.load(make_nested("llama"), "E5M8")
+    assert torch.equal(twin.generate(ids, **options), finer.generate(ids, **options))
+    assert torch.equal(model.generate(ids, **options), expected)
+    twin.model.norm.weight.data.zero_()
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_packed_weights_take_no_lora(make_nested):
+    peft = pytest.importorskip("peft")
+    model = otaro.load(make_nested("llama"), "E5M4")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    with pytest.raises(OtaroError, match="take no LoRA: tune the checkpoint they were packed from, with otaro tune --lora"):
+        peft.get_peft_model(model, config)
+    with pytest.raises(OtaroError, match="take no LoRA"):
+        otaro.load(make_nested("llama"), "E5M4").add_adapter(config)
+
+
+def test_a_packed_embedding_cannot_be_resized(make_nested):
+    model = otaro.load(make_nested("llama"), "E5M4")
+    for arguments in ({"new_num_tokens": 121}, {"new_num_tokens": 120, "pad_to_multiple_of": 64}, {"new_num_tokens": 3}):
+        with pytest.raises(OtaroError, match=r"cannot be resized: resize the checkpoint .* and pack that again"):
+            model.resize_token_embeddings(**arguments)
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(120) is model.model.embed_tokens

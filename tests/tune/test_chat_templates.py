@@ -116,7 +116,7 @@ LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         ("one\n{% for", ", line 2 cannot be rendered: "),
         ("{{ messages[0].content + 1 }}", " cannot be rendered: "),
         ("{{ raise_exception('never') }}", " cannot be rendered: never"),
-        ("{{ messages[0].content }}", " leaves out what the user or the assistant says"),
+        ("{{ messages[0].content }}", " leaves out what user or assistant say"),
         ("", " leaves out what"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, template, wo
 def test_what_cannot_be_read_is_refused(tokenizer, tmp_path, content):
     if content:
         (tmp_path / "mine").write_bytes(content)
-    with pytest.raises(TemplateError, match="is no Jinja file that can be read, and alpaca, chatml, vicuna are built in"):
+    with pytest.raises(TemplateError, match=r"is not built in \(alpaca, chatml, vicuna\) and cannot be read as a file"):
         use_template(str(tmp_path / "mine"), tokenizer, generation())
 
 
@@ -140,8 +140,8 @@ def test_a_file_is_taken_as_it_is_and_what_it_lacks_is_told(begun, tmp_path):
     path.write_text(LOOP)
     assert use_template(str(path), begun, config) == [
         f"--chat-template {path}: the vocabulary of this model lacks <|user|>, <|assistant|>, to be read as plain text",
-        f"--chat-template {path}: this model expects <s> first; begin with {{{{ bos_token }}}}",
-        f"--chat-template {path}: no special token ends an answer, so chats will not know; add {{{{ eos_token }}}}",
+        f"--chat-template {path}: this model expects <s> first: {{{{ bos_token }}}}",
+        f"--chat-template {path}: no token tells where an answer ends; write {{{{ eos_token }}}} there",
     ]
     assert (begun.chat_template, config.eos_token_id) == (LOOP, 1)
     path.write_text("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")

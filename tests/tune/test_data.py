@@ -398,9 +398,9 @@ def test_rows_with_an_empty_answer_are_left_out_counted_and_told(tokenizer, writ
         ),
         ({"prompt": "a", "answer": "b"}, "has `prompt`, `answer`; a row needs"),
         ({"question": "a", "context": "b", "answers": {}}, "has `question`, `context`, `answers`; a row needs"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is preference data, which is not learnt from; keep the"),
-        ({"chosen": [], "rejected": []}, "is preference data, which is not learnt from; keep the `chosen` answer alone: a row"),
-        ({"prompt": "a", "completion": "b", "label": False}, "is preference data, whose `label` judges the completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is preference data, which is not read; keep the `chosen`"),
+        ({"chosen": [], "rejected": []}, "is preference data, which is not read; keep the `chosen` answers: a row"),
+        ({"prompt": "a", "completion": "b", "label": False}, "is preference data, by its `label`; keep the good"),
         ({"prompt": "a", "completion": 1}, "`completion` is of type int, not a string"),
         ({"prompt": 1, "completion": "b"}, "`prompt` is of type int, not a string"),
         ({"prompt": "a", "completion": [ASSISTANT]}, "of `prompt` and `completion` one is a list; give two strings, or two"),
@@ -559,7 +559,7 @@ def test_of_a_hub_table_only_the_columns_that_are_read_are_fetched(tokenizer, mo
         assert hub.selected == list(row)
     hub = FakeDatasets([{"prompt": "a", "completion": "b", "label": True}])
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    with pytest.raises(DataError, match="`label` judges the completion"):
+    with pytest.raises(DataError, match="is preference data, by its `label`"):
         load_data("owner/name", tokenizer, 512)
     hub = FakeDatasets([{"instruction": "a", "context": "b", "response": "c"}])  # tells all it has
     monkeypatch.setitem(sys.modules, "datasets", hub)

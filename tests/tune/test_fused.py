@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.accumulate import GradientAccumulator
 from otaro.tune.fake_quant import Precisely, prepare, quantize
+from otaro.tune.steady import Anchor, WeightAverage
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -36,6 +37,7 @@ def device() -> str:
     return "cuda"
 
 
+SIZES = {"a": 1_000_000, "b": 7}
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 128), (576, 1536), (49, 576), (2, 3, 192), (1, 4096), (4097, 64)]
 if INTERPRETED:  # a tile takes milliseconds
@@ -144,10 +146,49 @@ def test_sums_in_host_memory_are_those_on_the_gpu(reduction):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@needs_gpu
+def test_an_anchor_and_an_average_in_host_memory_are_those_on_the_gpu():
+    ended = []
+    for on_host in (False, True):
+        generator = torch.Generator().manual_seed(5)
+        weights = {name: torch.nn.Parameter(torch.randn(size, generator=generator).cuda()) for name, size in SIZES.items()}
+        anchor, average = Anchor(weights, 0.3, on_host), WeightAverage(0.8, on_host)
+        for step in range(5):
+            for parameter in weights.values():
+                parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator).cuda()
+            anchor.apply(weights, 0.1)
+            average.add(weights, step + 1, 5)
+        assert {tensor.is_cuda for tensor in average.tensors().values()} == {not on_host}
+        kept = {name: tensor.cpu() for name, tensor in average.tensors().items()}
+        average.restore(average.count, kept, dict.fromkeys(SIZES, torch.device("cuda")))
+        average.install(weights)
+        ended.append({name: weight.detach().cpu() for name, weight in weights.items()})
+    assert all(torch.equal(ended[0][name], ended[1][name]) for name in SIZES)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_gradients_of_weights_that_are_made_again_are_those_of_held_ones_on_the_gpu(bf16, make_checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama_tied"), dtype=torch.float32).cuda()
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for hold in (True, False):
+        precisely, trained = Precisely(), copy.deepcopy(model)
+        precisely.hold = hold
+        prepare(trained, precisely)
+        dtype = torch.bfloat16 if bf16 else None
+        with precisely.at(Precision("E5M4"), dtype), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+            trained(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in trained.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=2.0**-7 if bf16 else 1e-5)
+
+
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_by_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not gradients and not sums", __file__]
+    chosen = "not gradients and not sums and not anchor"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

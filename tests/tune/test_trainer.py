@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
@@ -19,7 +19,14 @@ from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.config import BEST, Options
 from otaro.tune.data import collate
 from otaro.tune.fake_quant import Precisely, prepare, restore
-from otaro.tune.trainer import OtaroMixin, OtaroTrainer, TrainingError, last_complete_checkpoint, losses_by_precision
+from otaro.tune.trainer import (
+    OtaroMixin,
+    OtaroTrainer,
+    TrainingError,
+    last_complete_checkpoint,
+    last_good_checkpoint,
+    losses_by_precision,
+)
 
 ULTRA_LOW = ("E5M4", "E5M3")
 FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
@@ -92,6 +99,16 @@ def assert_close(one, other, tolerance=1e-5):
         torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
 
 
+def assert_same_way(one, other, start):
+    """To the same place from the same start, up to a hundredth of the way of each matrix.
+
+    A micro-batch that is lost, or weighs as much as one with more labels, takes one step of twelve elsewhere. Sums in another
+    order do not, but now and then they put a weight on the other side of a code, which no tolerance of single weights allows.
+    """
+    for name in one:
+        assert (one[name] - other[name]).norm() < 0.01 * (other[name] - start[name]).norm(), name
+
+
 def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train, fresh):
     seen = []
 
@@ -109,8 +126,8 @@ def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train, fresh)
     assert seen == [(line["step"], line["precision"]) for line in steps for _ in range(4)][:46]
     for one, other in zip(small_log, large_log, strict=True):
         assert (one["applied"], one.get("precision")) == (other["applied"], other.get("precision"))
-        assert one.get("loss", 0.0) == pytest.approx(other.get("loss", 0.0), rel=1e-5)
-    assert_close(weights_of(small.model), weights_of(large.model))
+        assert one.get("loss", 0.0) == pytest.approx(other.get("loss", 0.0), rel=1e-3)
+    assert_same_way(weights_of(small.model), weights_of(large.model), weights_of(fresh()))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
@@ -413,3 +430,83 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_its_checkpoints_alone
         rf"the loss became nan at step 8, trained at E5M\d; the last good checkpoint is {last}", str(stopped.value)
     )
     assert all(weight.isfinite().all() for weight in load_file(last / "otaro_average.safetensors").values())
+
+
+@pytest.mark.parametrize("method", ["uniform", "otaro"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_is_neither_applied_nor_kept_though_the_loss_is_finite(train, tmp_path, method, bad):
+    """Of a delayed update, too: the accumulator must not carry it into a later one, or into a checkpoint."""
+    trainers, steps = [], Snapshots()
+
+    class Broken(OtaroTrainer):
+        def training_step(self, model, *args, **kwargs):
+            trainers[:] = [self]
+            if self.state.global_step == 7:
+                model.lm_head.weight.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor(3), bad))
+            return super().training_step(model, *args, **kwargs)
+
+    chosen = options(method=method, precisions=(Precision("E5M3"),), delay=3)
+    with pytest.raises(TrainingError) as stopped:
+        train(chosen, kind=Broken, callbacks=[steps], save_strategy="steps", save_steps=3)
+    last = tmp_path / "0" / "checkpoint-6"
+    assert re.search(
+        rf"the norm of the gradient became {bad} at step 8, trained at E5M3, while the loss was [\d.]+; "
+        rf"the last good checkpoint is {last}",
+        str(stopped.value),
+    )
+    (trainer,) = trainers
+    after = weights_of(trainer.model)
+    assert all(torch.equal(after[name], weight) for name, weight in steps.weights[-1].items())
+    if method == "otaro":
+        assert trainer.delayed.count == 7 % 3
+        assert all(total.isfinite().all() for total in trainer.delayed.tensors().values())
+
+
+@pytest.mark.parametrize("place", ["weight", "accumulator", "mean"])
+def test_a_checkpoint_of_numbers_that_are_none_is_not_written(train, tmp_path, place):
+    """Whatever made them so: a step of the optimizer that overflows, say, which no gradient foretells."""
+
+    class Spoiled(OtaroTrainer):
+        def _save_checkpoint(self, *args):
+            if self.state.global_step == 6:
+                kept = {
+                    "weight": self.model.named_parameters,
+                    "accumulator": self.delayed.tensors,
+                    "mean": self.average.tensors,
+                }
+                dict(kept[place]())["model.norm.weight"].data[7] = math.inf
+            super()._save_checkpoint(*args)
+
+    chosen = options(precisions=(Precision("E5M3"),), delay=100, average=0.9)
+    words = rf"model\.norm\.weight was no longer finite after step 6; the last good checkpoint is {tmp_path}/0/checkpoint-3"
+    with pytest.raises(TrainingError, match=words):
+        train(chosen, kind=Spoiled, save_strategy="steps", save_steps=3)
+    assert [path.name for path in (tmp_path / "0").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_weights_that_are_no_numbers_at_the_end_are_refused(train):
+    class Spoil(TrainerCallback):
+        def on_train_end(self, args, state, control, model, **kwargs):
+            model.model.norm.weight.data[7] = math.nan
+
+    with pytest.raises(TrainingError, match=r"the weight model\.norm\.weight was no longer finite after step 12"):
+        train(options(method="fp"), callbacks=[Spoil()])
+
+
+def test_the_last_good_checkpoint_is_one_whose_weights_are_all_finite(tmp_path):
+    for step, value in ((10, 1.0), (20, 2.0), (30, math.nan)):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"weight": torch.tensor([[0.0, value]]), "empty": torch.empty(0, 4)}, folder / "model.safetensors")
+        (folder / "otaro_complete").touch()
+    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-30"
+    assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
+    assert last_good_checkpoint(tmp_path / "checkpoint-10") is None
+
+
+@pytest.mark.parametrize("leftover", ["apply", "drop"])
+def test_what_still_waits_at_the_end_is_applied_or_dropped(train, leftover):
+    steps = Snapshots()
+    trainer, log = train(options(precisions=(Precision("E5M3"),), delay=5, leftover=leftover), callbacks=[steps])
+    assert log[-1] == {"step": 12, "leftover": 2, "applied": leftover == "apply"}
+    same = [torch.equal(weight, steps.weights[-1][name]) for name, weight in weights_of(trainer.model).items()]
+    assert all(same) if leftover == "drop" else not any(same)

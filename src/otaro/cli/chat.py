@@ -13,13 +13,17 @@ from otaro.cli.generate import (
     KvOption,
     MaxNewTokensOption,
     PrefillOption,
+    RepetitionPenaltyOption,
     ScheduleOption,
     SeedOption,
     StopOption,
+    SystemOption,
     TemperatureOption,
+    TopKOption,
     TopPOption,
     open_model,
     phases,
+    read_text,
     remark,
     sampling,
     stopping,
@@ -38,8 +42,11 @@ def chat(
     max_new_tokens: MaxNewTokensOption = 300,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
     seed: SeedOption = 0,
     stop: StopOption = None,
+    system: SystemOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     schedule: ScheduleOption = None,
@@ -54,16 +61,15 @@ def chat(
     from otaro.runtime.session import ChatSession
     from otaro.sefp.precision import Precision
 
-    chosen = phases(prefill, decode, schedule, None)
+    chosen = {**phases(prefill, decode, schedule, None), **sampling(temperature, top_p, top_k, repetition_penalty, seed)}
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
-    session = ChatSession(model, tokenizer, Precision(kv) if kv else None)
+    session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
     at = console.describe_precision(model)
     console.err.print(f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False)
     if not session.uses_template:
         console.err.print("This model has no chat template: it continues your text instead of answering it.", highlight=False)
     options = {
         "max_new_tokens": max_new_tokens,
-        **sampling(temperature, top_p, seed),
         **stopping(stop, tokenizer),
         **chosen,
     }
@@ -83,7 +89,7 @@ def _read_line(prompt: str) -> str | None:
             return input(prompt).strip()
         except EOFError:
             return None
-    line = sys.stdin.readline()
+    line = read_text(sys.stdin, line=True)
     return line.strip() if line else None
 
 
@@ -115,4 +121,4 @@ def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         console.err.print("\ninterrupted; the conversation goes on without this turn")
         return
-    remark(session.model.generation)
+    remark(session.generation)

@@ -6,6 +6,7 @@ Results go to standard output; progress and remarks go to standard error, so tha
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from otaro.errors import OtaroError, SlowWarning
+from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
 
 out = Console()
@@ -71,9 +72,18 @@ def remark(*lines: str) -> None:
         err.print(escape(line), highlight=False, soft_wrap=True)
 
 
+LINE_EVERY = 60.0
+"""Seconds between two lines of a long command that has no terminal to draw a bar on."""
+
+
 @contextmanager
-def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (what is at hand, done, total) that draws a bar on standard error."""
+def progress_bar(
+    title: str, unit_scale: int = 1, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (what is at hand, done, total) that draws a bar on standard error, or prints a line a minute there."""
+    if not err.is_terminal:
+        yield _line_a_minute(title, unit_scale, clock)
+        return
     columns = (
         TextColumn(title),
         BarColumn(),
@@ -82,21 +92,43 @@ def progress_bar(title: str, unit_scale: int = 1) -> Iterator[Callable[[str, int
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+    with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(
             task, description=what, completed=done // unit_scale, total=total // unit_scale
         )
 
 
+def _line_a_minute(title: str, unit_scale: int, clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+    started = last = clock()
+
+    def update(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = clock()
+        if now - last < LINE_EVERY:
+            return
+        last, took = now, now - started
+        left = f", about {_duration(took * (total - done) / done)} left" if done else ""
+        at_hand = f" ({what})" if what else ""
+        progress = f"{title}: {done // unit_scale} of {total // unit_scale}{at_hand}"
+        typer.echo(f"{progress}, {_duration(took)} so far{left}", err=True)
+
+    return update
+
+
+def _duration(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{round(minutes / 60)} h"
+
+
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Print what is slow, and why, as a remark of ours and not as Python prints warnings."""
+    """Print our warnings as a remark of one line each, and not as Python prints warnings."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, SlowWarning):
-            err.print(f"[dim]slow: {escape(str(message))}[/]", highlight=False, soft_wrap=True)
+        if issubclass(category, OtaroWarning):
+            err.print(f"[dim]note: {escape(str(message))}[/]", highlight=False, soft_wrap=True)
         else:
             usual(message, category, *where, **more)
 

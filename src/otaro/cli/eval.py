@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
 TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name or owner/name/config:split), or on `builtin`."
 REFERENCE_HELP = "The checkpoint that a nested model came from: fp and divergence are then this one's."
+KV_HELP = (
+    "Read the text through the decoder, with keys and values in some of float16,E5M8,...,E5M3 or `all`: "
+    "what packing them costs."
+)
 TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
 
 
@@ -36,6 +40,10 @@ def evaluate(
         bool,
         typer.Option("--divergence", help="Compare predictions on the text with fp, or a nested model's finest."),
     ] = False,
+    no_bos: Annotated[
+        bool, typer.Option("--no-bos", help="Begin windows without the tokenizer's beginning-of-text token.")
+    ] = False,
+    kv: Annotated[str | None, typer.Option(help=KV_HELP, show_default=False)] = None,
     reference: Annotated[str | None, typer.Option(help=REFERENCE_HELP, show_default=False)] = None,
     group_size: console.GroupSizeOption = None,
     reconstruction: console.ReconstructionOption = None,
@@ -62,12 +70,19 @@ def evaluate(
     it stopped. `otaro inspect` shows the record.
     """
     import otaro
+    from otaro.evaluate.kv import parse_kv
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
     from otaro.evaluate.subject import Subject
     from otaro.file.hub import Hub
 
-    on_text = {"--window": window, "--stride": stride, "--divergence": divergence or None}
+    on_text = {
+        "--window": window,
+        "--stride": stride,
+        "--divergence": divergence or None,
+        "--no-bos": no_bos or None,
+        "--kv": kv,
+    }
     on_tasks = {"--data-dir": data_dir, "--limit": limit}
     for needed, value, options in (("--text", text, on_text), ("--tasks", tasks, on_tasks)):
         if value is None and (odd := [name for name, given in options.items() if given is not None]):
@@ -87,7 +102,18 @@ def evaluate(
             hub=Hub(revision, token, cache_dir),
         )
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
-        wanted = Wanted(open_text(text) if text else None, window, stride, divergence, names, data_dir, limit, batch_size)
+        wanted = Wanted(
+            open_text(text) if text else None,
+            window,
+            stride,
+            divergence,
+            names,
+            data_dir,
+            limit,
+            batch_size,
+            bos=not no_bos,
+            kv=parse_kv(kv) if kv else (),
+        )
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None
         record = Record(subject.identity if place is not None else "0" * 64, place, subject.older_coding)

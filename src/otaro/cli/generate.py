@@ -16,6 +16,13 @@ DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="A nested 
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
 TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)]
+TopKOption = Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens; 0: from all.", min=0)]
+RepetitionPenaltyOption = Annotated[
+    float, typer.Option(help="Above 1 makes tokens that were there before less likely.", min=0.01, max=100.0)
+]
+SystemOption = Annotated[
+    str | None, typer.Option(help="A system message, through the model's chat template.", show_default=False)
+]
 SeedOption = Annotated[int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)]
 PrefillOption = Annotated[str | None, typer.Option(help="Read the prompt at this precision.", show_default=False)]
 DecodeOption = Annotated[str | None, typer.Option(help="Write new tokens at this precision.", show_default=False)]
@@ -37,8 +44,11 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 100,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
     seed: SeedOption = 0,
     stop: StopOption = None,
+    system: SystemOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     schedule: ScheduleOption = None,
@@ -50,25 +60,30 @@ def generate(
     json: console.JsonOption = False,
 ) -> None:
     """Continue a text, at any precision, as it is produced."""
+    import torch
     from transformers import TextStreamer
 
     from otaro.file.hub import Hub
-    from otaro.runtime.session import padding_token
+    from otaro.runtime.session import chat_tokens, padding_token
 
-    chosen = phases(prefill, decode, schedule, kv)
+    chosen = {**phases(prefill, decode, schedule, kv), **sampling(temperature, top_p, top_k, repetition_penalty, seed)}
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = read_text(sys.stdin)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
-    ids = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if not ids["input_ids"].numel():
+    if system is None:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.long, device=model.device)
+    else:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+        ids = torch.tensor([chat_tokens(tokenizer, messages)], device=model.device)
+    if not ids.numel():
         raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
-    streamer = None if json else TextStreamer(tokenizer, skip_special_tokens=True)
+    streamer = None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
     output = model.generate(
-        **ids,
+        ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         pad_token_id=padding_token(tokenizer),
-        **sampling(temperature, top_p, seed),
         **stopping(stop, tokenizer),
         **chosen,
     )
@@ -98,14 +113,33 @@ def open_model(directory: str, precision: str | None, device: str, hub: Hub) -> 
         return model, load_tokenizer(model.sefp.nested.path)
 
 
-def sampling(temperature: float, top_p: float, seed: int) -> dict[str, Any]:
+def read_text(file: Any, line: bool = False) -> str:
+    """All of standard input, or a line of it, which must be UTF-8 whatever the locale says."""
+    from otaro.errors import OtaroError
+
+    if (file.encoding, file.errors) != ("utf-8", "strict") and hasattr(file, "reconfigure"):
+        file.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        text: str = file.readline() if line else file.read()
+    except UnicodeDecodeError as error:
+        raise OtaroError(
+            f"standard input is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, with iconv -t UTF-8 say"
+        ) from None
+    return text
+
+
+def sampling(temperature: float, top_p: float, top_k: int, repetition_penalty: float, seed: int) -> dict[str, Any]:
     """Arguments for `model.generate`; seeds the sampler."""
     import torch
 
     torch.manual_seed(seed)
+    penalty = {} if repetition_penalty == 1.0 else {"repetition_penalty": repetition_penalty}
     if temperature == 0.0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        for option, given in (("--top-k", top_k != 0), ("--top-p", top_p != 1.0)):
+            if given:
+                raise typer.BadParameter("to sample, give --temperature too", param_hint=option)
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **penalty}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k, **penalty}
 
 
 def stopping(stop: list[str] | None, tokenizer: Any) -> dict[str, Any]:

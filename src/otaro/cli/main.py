@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 import otaro
 from otaro.cli import analyze, bench, chat, console, demo, generate, inspect, pack, report, tune, verify
 from otaro.cli import eval as eval_command
+from otaro.tune import processes
 
 app = typer.Typer(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
@@ -47,6 +49,9 @@ def options(
 ) -> None:
     """Options before the command."""
     context.with_resource(console.warnings_in_a_line())
+    if processes.size() > 1 and context.invoked_subcommand != "tune":
+        command = f"otaro {context.invoked_subcommand}"
+        raise otaro.OtaroError(f"`{command}` is one process's work; start it without torchrun or accelerate launch")
 
 
 def wait_asleep() -> None:
@@ -60,14 +65,33 @@ def wait_asleep() -> None:
 
 
 def main() -> None:
-    """Run the command line; a refusal becomes one clear line and exit status 1."""
+    """Run the command line; a refusal becomes one clear line and exit status 1, also where several processes meet it."""
+    processes.mute_others()
     wait_asleep()
     try:
         app()
     except otaro.OtaroError as error:
-        console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
-        sys.exit(1)
+        _end(str(error))
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        console.err.print(f"[bold red]error:[/] {console.escape(f'{error.strerror or error}{where}')}", soft_wrap=True)
-        sys.exit(1)
+        _end(f"{error.strerror or error}{where}")
+    except Exception:
+        if processes.size() == 1:
+            raise
+        if processes.may_speak():
+            traceback.print_exc()
+        _leave()
+
+
+def _end(message: str) -> None:
+    if processes.may_speak():
+        console.err.print(f"[bold red]error:[/] {console.escape(message)}", soft_wrap=True)
+    _leave()
+
+
+def _leave() -> None:
+    """With status 1; one of several processes at once, as it might wait for others that are gone."""
+    if processes.size() > 1:
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(1)

@@ -112,10 +112,14 @@ def _apart(entries: list[Entry], device: str | None, coding: Coding | None) -> s
 
 
 def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
+    """The same of a group on a text: also what its windows begin with, and what keys and values were kept in."""
     from otaro.evaluate.quality import coding_of
 
     last = list(group.values())[-1]  # the first may be full precision, which has no coding
-    return _apart(entries, last.get("device"), coding_of(last))
+    told = f"\nkv {last['kv']}" if last.get("kv") else ""
+    if len({entry.get("bos") for entry in entries if "text" in entry}) > 1:
+        told += {None: "\nBOS first only", True: "\nwith BOS", False: "\nwithout BOS"}[last.get("bos")]
+    return told + _apart(entries, last.get("device"), coding_of(last))
 
 
 def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
@@ -126,7 +130,9 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         full = first["value"]
         settings = f"{first['text']}\n{first['window']}/{first['stride']}" + _apart_of(entries, group)
         yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
-        if len(group) > 1:
+        if first.get("kv"):
+            yield from _cost_of_packing(entries, group)
+        elif len(group) > 1:
             costs = {precision: f"{entry['value'] / full - 1:+.1%}" for precision, entry in group.items()}
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
@@ -134,6 +140,17 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         reference, on = first.get("reference", FULL), _apart_of(entries, group)
         yield _Column(f"KL\nvs {reference}{on}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
         yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
+
+
+def _cost_of_packing(entries: list[Entry], group: dict[str, Entry]) -> Iterator[_Column]:
+    """What packed keys and values cost, beside float16 at the same precision of the weights."""
+    from otaro.evaluate.quality import identity
+
+    plain = {identity(entry): entry["value"] for entry in entries if entry["kind"] == "perplexity"}
+    beside = {name: plain.get(identity({**entry, "kv": "float16"})) for name, entry in group.items()}
+    costs = {name: f"{group[name]['value'] / value - 1:+.1%}" for name, value in beside.items() if value is not None}
+    if costs and next(iter(group.values()))["kv"] != "float16":
+        yield _Column("cost\nvs float16", costs)
 
 
 def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
@@ -165,6 +182,10 @@ def _legend(entries: list[Entry]) -> Iterator[str]:
         yield f"{text}: {tokens:,} tokens{short}"
     if any(entry["kind"] == "perplexity" for entry in entries):
         yield "perplexity: text, and window/stride in tokens"
+    if any(entry.get("bos") for entry in entries):
+        yield "every window begins with the tokenizer's beginning-of-text token (BOS), which takes one position"
+    if any(entry.get("kv") for entry in entries):
+        yield "kv: what keys and values are kept in, by the decoder; without it transformers keeps them as the model computes"
     for reference in dict.fromkeys(e["reference_model"] for e in entries if "reference_model" in e):
         yield f"fp is the reference's, the checkpoint {reference[:12]}"
     if any(entry["kind"] == "divergence" for entry in entries):

@@ -89,7 +89,9 @@ def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, M
             if entry["kind"] == kind:
                 stride = f", stride {entry['stride']}" if "stride" in entry else ""
                 digest = str(entry.get("text_sha256", "unknown"))[:8]
-                windows = f"windows of {entry['window']}{stride}"
+                begun = {None: "", True: ", each begun with BOS", False: ", none begun with BOS"}[entry.get("bos")]
+                kept = f", keys and values in {entry['kv']}" if entry.get("kv") else ""
+                windows = f"windows of {entry['window']}{stride}{begun}{kept}"
                 text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
                 if kind == "divergence":
                     text = f"{shown(entry['reference'])} precision on {text}"

@@ -7,13 +7,13 @@ for all others. `plain_model` makes an ordinary model of the decoded weights, th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from otaro.errors import OtaroError
+from otaro.evaluate.decoded import DecodedModel
 from otaro.runtime.decode import Decoder
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.precision import attachment
@@ -162,17 +162,4 @@ def plain_weights(model: Any, dtype: torch.dtype = torch.float32) -> Iterator[tu
 
 def plain_model(model: Any, dtype: torch.dtype = torch.float32) -> Any:
     """An ordinary model, where the nested one is, with its weights at their finest precision."""
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    with torch.device("meta"):
-        plain = type(model)(config)
-    for parameter in plain.parameters():  # and not buffers: angles stay precise
-        parameter.data = parameter.data.to(dtype)
-    plain.to_empty(device=model.device).load_state_dict(dict(plain_weights(model, dtype)), strict=False)
-    plain.tie_weights()
-    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings.
-    there = dict(plain.named_buffers())
-    for name, buffer in model.named_buffers():
-        if name in there:
-            there[name].copy_(buffer)
-    return plain.eval()
+    return DecodedModel(model, dtype, keep_planes=True).at(attachment(model).nested.finest)

@@ -10,6 +10,9 @@ An entry is *identified* by its kind, its precision, how weights became codes, t
 measuring the same again replaces it. The rest is the outcome, and under which circumstances it came about: command, date,
 versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
 
+`bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not in the type of
+the model. An entry without `bos` is of a version in which only the first window had one: it is of its own kind.
+
 Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
 nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
 
@@ -78,6 +81,14 @@ def _is_digest(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_kv(value: object) -> bool:
+    return isinstance(value, str) and value in ("float16", *PRECISION_NAMES[1:])
+
+
 def _is_precision(value: object) -> bool:
     return isinstance(value, str) and value in PRECISION_NAMES
 
@@ -104,7 +115,14 @@ _AT: dict[str, Check] = {
     "device": _is_name,
     "reference_model": _is_digest,
 }
-_ON_TEXT: dict[str, Check] = {"text": _is_name, "text_sha256": _is_digest, "window": _is_count, "tokens": _is_count}
+_ON_TEXT: dict[str, Check] = {
+    "text": _is_name,
+    "text_sha256": _is_digest,
+    "window": _is_count,
+    "tokens": _is_count,
+    "bos": _is_flag,
+    "kv": _is_kv,
+}
 IDENTITY: dict[str, dict[str, Check]] = {
     "perplexity": {**_AT, **_ON_TEXT, "stride": _is_count},
     "divergence": {**_AT, **_ON_TEXT, "reference": _is_precision},
@@ -123,7 +141,7 @@ OUTCOME: dict[str, dict[str, Check]] = {
 }
 CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions}
 # Other writers may not know them, or they do not apply.
-OPTIONAL = {*CODING, "reference_model", "reference", "data_sha256", "truncated", "device"}
+OPTIONAL = {*CODING, "bos", "kv", "reference_model", "reference", "data_sha256", "truncated", "device"}
 
 
 def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:

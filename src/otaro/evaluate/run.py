@@ -2,15 +2,17 @@
 
 Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an evaluation that was
 interrupted goes on where it stopped, and one that was finished measures nothing. Precision is the outer loop, full precision
-first: then the unquantised model can go before the packed one comes, unless divergence needs both.
+first: the unquantised model goes before the packed one comes.
+
+What is measured on a text comes from readings of it. Perplexity and divergence of a precision are one reading, where their
+windows are the same. The reference is read before all that is compared with it, once, and kept (`evaluate.logits`).
 """
 
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from math import isfinite
 from pathlib import Path
@@ -19,15 +21,19 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.divergence import divergence
+from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.harness import Tasks
-from otaro.evaluate.perplexity import choose_window, perplexity
-from otaro.evaluate.progress import Count, Progress
-from otaro.evaluate.quality import FULL, LONGEST, Entry, Record, with_coding
+from otaro.evaluate.kv import KvReader
+from otaro.evaluate.logits import KeptStates
+from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.progress import Progress
+from otaro.evaluate.quality import FULL, LONGEST, Entry, Record, identity, with_coding
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
+from otaro.evaluate.windows import Meter, ModelReader, Reader, Windows, choose_window, read
+from otaro.tokens import begins_with_bos
 
-_WARM_UP = 16  # tokens run before the clock starts: mapped shards are read in, kernels chosen
+_WARM_UP = 16  # tokens read before the clock starts: weights are read in, kernels chosen
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,23 @@ class Wanted:
     data_dir: Path | None = None
     limit: int | None = None
     batch_size: int = 8
+    bos: bool = True
+    """Whether windows begin with the token that the tokenizer begins texts with, if it does."""
+    kv: tuple[str, ...] = ()
+    """Read through the decoder, with keys and values in each of these: float16, or a precision."""
+
+
+@dataclass
+class Reading:
+    """The text, read once at a precision."""
+
+    precision: str
+    kv: str | None
+    windows: Windows
+    entries: list[Entry] = field(default_factory=list)
+    """What it gives."""
+    is_reference: bool = False
+    """Whether others are compared with it."""
 
 
 class Evaluation:
@@ -50,19 +73,19 @@ class Evaluation:
     def __init__(self, subject: Subject, wanted: Wanted) -> None:
         self.subject, self.wanted = subject, wanted
         self.window = self.stride = 0
-        self._ids = torch.empty(0, dtype=torch.long)
+        self._windows: Windows | None = None
         tokenizer = subject.tokenizer  # refused here where there is none
         if wanted.text is not None:
-            self.window = choose_window(subject.config, wanted.window)
-            self.stride = wanted.stride or self.window
-            if not 0 < self.stride <= self.window:
-                raise OtaroError(f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}")
-            self._ids = wanted.text.ids(tokenizer)
-            original = subject.original
-            if original is not None and not torch.equal(wanted.text.ids(original.tokenizer), self._ids):
-                raise OtaroError(f"--reference {original.model} has another tokenizer: it reads {wanted.text.name} otherwise")
+            self._windows = self._cut(wanted.text, tokenizer)
+            self.window, self.stride = self._windows.window, self._windows.stride or self._windows.window
         self._tasks = Tasks(wanted.tasks, wanted.data_dir) if wanted.tasks else None
-        self.plan = [entry for precision in subject.precisions for entry in self._entries_at(precision)]
+        if wanted.kv and self._tasks is not None:
+            raise OtaroError("--kv is measured on a text; leave --tasks for another command")
+        kvs: tuple[str | None, ...] = wanted.kv or (None,)
+        at = [(precision, kv) for kv in kvs for precision in subject.precisions if kv is None or precision != FULL]
+        if wanted.kv and not at:
+            raise OtaroError(f"--kv needs the decoder, which runs packed weights: give another --precision than {FULL}")
+        self.plan = [entry for precision, kv in at for entry in self._entries_at(precision, kv)]
 
     def run(
         self,
@@ -74,8 +97,9 @@ class Evaluation:
     ) -> list[Entry]:
         """The entries of `plan` with their outcomes; those not found in the record are measured and kept in it one by one.
 
-        `progress` gets what is being measured, and how much of it is done. A measurement that does not come out finite is not
-        kept; it is told of, by an exception, when all others have been made.
+        `progress` gets what is being measured, and how much is done: of the tokens of all readings of the text, or of a
+        task's requests. A measurement that does not come out finite is not kept; it is told of, by an exception, when all
+        others have been made.
         """
         overflowed = []
         entries = [None if again else record.find(entry) for entry in self.plan]
@@ -83,72 +107,82 @@ class Evaluation:
         for number in missing:
             if self._tasks is not None and self.plan[number]["kind"] == "task":
                 self._tasks.prepare(self.plan[number]["task"])  # data that cannot be had is better missed now than in an hour
+        readings = _Readings(self.subject, self._readings([self.plan[number] for number in missing]), progress)
         for done, number in enumerate(missing):
             entry = self.plan[number]
-            at = f"{entry['precision']} {entry.get('task', entry['kind'])}, {done + 1} of {len(missing)}"
-            outcome = self._measure(entry, progress, at)
+            kv = f" with keys and values in {entry['kv']}" if "kv" in entry else ""
+            at = f"{entry['precision']} {entry.get('task', entry['kind'])}{kv}, {done + 1} of {len(missing)}"
+            outcome = self._task(entry, progress, at) if entry["kind"] == "task" else readings.outcome(entry, at)
             if odd := [value for value in outcome.values() if isinstance(value, float) and not isfinite(value)]:
                 overflowed.append(f"{at}: comes out as {odd[0]}")
             else:
                 circumstances = {"command": self._command(entry), "date": date.today().isoformat(), "versions": versions}
                 entries[number] = finished = {**entry, **outcome, **circumstances}
                 record.add(finished)
-            later = [self.plan[number] for number in missing[done + 1 :]]
-            if not any(FULL in (entry["precision"], entry.get("reference")) for entry in later):
+            if not readings.need_full and not any(self.plan[n]["precision"] == FULL for n in missing[done + 1 :]):
                 self.subject.release_full()
         if overflowed:
             raise OtaroError(f"the model's outputs overflow ({'; '.join(overflowed)}); everything else has been measured")
         return [entry for entry in entries if entry is not None]
 
-    def _entries_at(self, precision: str) -> Iterator[Entry]:
+    def _cut(self, text: Text, tokenizer: Any) -> Windows:
+        ids, original = text.ids(tokenizer), self.subject.original
+        bos = begins_with_bos(tokenizer) if self.wanted.bos else None
+        if original is not None:
+            their_bos = begins_with_bos(original.tokenizer) if self.wanted.bos else None
+            if their_bos != bos or not torch.equal(text.ids(original.tokenizer), ids):
+                raise OtaroError(f"--reference {original.model} has another tokenizer: it reads {text.name} otherwise")
+        window = choose_window(self.subject.config, self.wanted.window)
+        return Windows(ids, window, self.wanted.stride or window, bos)
+
+    def _entries_at(self, precision: str, kv: str | None) -> Iterator[Entry]:
         """What identifies the measurements at a precision."""
-        subject = self.subject
+        subject, windows, text = self.subject, self._windows, self.wanted.text
         at = with_coding({"precision": precision, "device": subject.device_name}, subject.coding)
         elsewhere = {"reference_model": subject.original.identity} if subject.original is not None else {}
         if precision == FULL:
             at |= elsewhere
-        if (text := self.wanted.text) is not None:
-            on_text = {"text": text.name, "text_sha256": text.sha256, "window": self.window, "tokens": len(self._ids)}
+        if text is not None and windows is not None:
+            size = {"window": windows.window, "tokens": len(windows.ids), "bos": windows.bos is not None}
+            on_text = {"text": text.name, "text_sha256": text.sha256, **size, **({} if kv is None else {"kv": kv})}
             yield {"kind": "perplexity", **at, **on_text, "stride": self.stride}
-            if self.wanted.divergence and precision != subject.reference:
+            if self.wanted.divergence and (precision, kv) != (subject.reference, None):
                 yield {"kind": "divergence", **at, **on_text, "reference": subject.reference, **elsewhere}
         if (tasks := self._tasks) is not None:
             for name in tasks.names:
                 data = {"limit": self.wanted.limit, "data_sha256": tasks.data_sha256(name)}
                 yield {"kind": "task", **at, "task": name, **data}
 
-    def _measure(self, entry: Entry, progress: Progress, at: str) -> dict[str, Any]:
-        def report(done: int, total: int) -> None:
-            progress(at, done, total)
+    def _readings(self, missing: Sequence[Entry]) -> list[Reading]:
+        """How often, and at what, the text has to be read for these entries."""
+        if (windows := self._windows) is None:
+            return []
+        apart = Windows(windows.ids, windows.window, None, windows.bos)  # windows that do not overlap
+        found: dict[tuple[str, str | None, bool], Reading] = {}
 
-        precision = entry["precision"]
-        model = self.subject.at(precision, progress)
-        if entry["kind"] == "perplexity":
-            return self._perplexity(model, report)
-        if entry["kind"] == "divergence":
-            return self._divergence(model, precision, report)
+        def reading(precision: str, kv: str | None, overlap: bool) -> Reading:
+            fresh = Reading(precision, kv, windows if overlap else apart)
+            return found.setdefault((precision, kv, overlap), fresh)
+
+        if any(entry["kind"] == "divergence" for entry in missing):
+            reading(self.subject.reference, None, False).is_reference = True  # the first
+        for entry in missing:
+            if entry["kind"] != "task":
+                overlap = entry["kind"] == "perplexity" and windows.overlap
+                reading(entry["precision"], entry.get("kv"), overlap).entries.append(entry)
+        return list(found.values())
+
+    def _task(self, entry: Entry, progress: Progress, at: str) -> dict[str, Any]:
         assert self._tasks is not None  # or there would be no such entry
-        limit, batch_size = self.wanted.limit, self.wanted.batch_size
         score = self._tasks.measure(
-            entry["task"], model, self.subject.tokenizer, limit=limit, batch_size=batch_size, progress=report
+            entry["task"],
+            self.subject.at(entry["precision"], progress),
+            self.subject.tokenizer,
+            limit=self.wanted.limit,
+            batch_size=self.wanted.batch_size,
+            progress=lambda done, total: progress(at, done, total),
         )
         return asdict(score)
-
-    def _perplexity(self, model: Any, report: Count) -> dict[str, Any]:
-        with torch.inference_mode():
-            model(self._ids[:_WARM_UP].unsqueeze(0).to(model.device), use_cache=False)
-        started = time.perf_counter()
-        value = perplexity(model, self._ids, window=self.window, stride=self.stride, progress=report)
-        seconds = time.perf_counter() - started
-        return {"value": value, "tokens_per_second": len(self._ids) / seconds}
-
-    def _divergence(self, model: Any, precision: str, report: Count) -> dict[str, Any]:
-        def logits_at(precision: str) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda ids: self.subject.at(precision)(ids, use_cache=False).logits
-
-        ours, theirs = logits_at(precision), logits_at(self.subject.reference)
-        measured = divergence(ours, theirs, self._ids.to(model.device), window=self.window, progress=report)
-        return {"kl": measured.kl, "agreement": measured.agreement}
 
     def _command(self, entry: Entry) -> str:
         """What to type to measure this entry alone."""
@@ -160,6 +194,8 @@ class Evaluation:
             words += ["--batch-size", str(self.wanted.batch_size)]
         elif self.wanted.text is not None:
             words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
+            words += [] if self.wanted.bos else ["--no-bos"]
+            words += ["--kv", entry["kv"]] if "kv" in entry else []
             words += ["--divergence"] if entry["kind"] == "divergence" else []
         if self.subject.coding_asked and entry["precision"] != FULL:
             coding = self.subject.coding
@@ -171,3 +207,58 @@ class Evaluation:
         command = shlex.join(words)
         command = command if command.isprintable() else ascii(command)
         return command if len(command) <= LONGEST else f"{command[: LONGEST - 1]}…"
+
+
+class _Readings:
+    """Readings of a text, made in their order when what they give is asked for."""
+
+    def __init__(self, subject: Subject, readings: list[Reading], progress: Progress) -> None:
+        self._subject, self._left, self._progress = subject, readings, progress
+        self._all, self._read = sum(len(reading.windows.ids) for reading in readings), 0
+        self._outcomes: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._reference: KeptStates | None = None
+
+    @property
+    def need_full(self) -> bool:
+        """Whether the unquantised model is still to be read."""
+        return any(reading.precision == FULL for reading in self._left)
+
+    def outcome(self, entry: Entry, at: str) -> dict[str, Any]:
+        """What the entry measures."""
+        while identity(entry) not in self._outcomes:
+            self._make(self._left.pop(0), at)
+        return self._outcomes.pop(identity(entry))
+
+    def _make(self, reading: Reading, at: str) -> None:
+        windows = reading.windows
+        reader = self._reader(reading)
+        meters = {identity(entry): self._meter(entry, windows) for entry in reading.entries}
+        kept = KeptStates() if reading.is_reference else None
+        for _ in reader.read(windows.ids[:_WARM_UP], True):
+            pass
+
+        def report(done: int, total: int) -> None:
+            self._progress(at if reading.entries else f"{reading.precision}, to compare with", self._read + done, self._all)
+
+        every = [*meters.values(), *([Keeper(kept)] if kept else [])]
+        seconds = read(reader, windows, every, report, with_logits=bool(meters))
+        self._read += len(windows.ids)
+        if kept is not None and isinstance(reader, ModelReader):
+            kept.finish(reader.sliced, None if reading.precision == FULL else self._subject.packed, reading.precision)
+            self._reference = kept
+        for key, meter in meters.items():
+            if isinstance(meter, Loss):
+                self._outcomes[key] = {"value": meter.perplexity, "tokens_per_second": len(windows.ids) / seconds}
+            elif isinstance(meter, Divergence):
+                self._outcomes[key] = {"kl": meter.kl, "agreement": meter.agreement}
+
+    def _reader(self, reading: Reading) -> Reader:
+        if reading.kv is not None:
+            return KvReader(self._subject.packed_at(reading.precision, self._progress), reading.kv)
+        return ModelReader(self._subject.at(reading.precision, self._progress))
+
+    def _meter(self, entry: Entry, windows: Windows) -> Meter:
+        if entry["kind"] == "perplexity":
+            return Loss(windows.bos is not None)
+        assert self._reference is not None  # its reading is the first
+        return Divergence(self._reference)

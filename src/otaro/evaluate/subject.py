@@ -2,9 +2,9 @@
 
 A nested model is opened once and switched. An ordinary checkpoint is quantised on the fly: packed into a temporary
 directory, which is opened like any nested model and deleted at once, for the mapped shards live on without a name and not even
-a kill leaves them behind. So its numbers are those of packing and loading by construction, there is no second way of quantising
-to keep equal to the first, and memory holds packed weights and one decoded layer at a time. The price is disk space: 9 bits
-per weight, in the system's temporary directory (set TMPDIR to choose another).
+a kill leaves them behind. So its numbers are those of packing and loading by construction, and there is no second way of
+quantising to keep equal to the first. The price is disk space: 9 bits per weight, in the system's temporary directory (set
+TMPDIR to choose another). Either way memory holds the weights decoded to one precision at a time (`evaluate.decoded`).
 
 A checkpoint is quantised as it was tuned, or as asked for (`file.coding`); a nested model is what it is.
 
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from otaro.errors import CheckpointError, OtaroError, PrecisionError
+from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES
 from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
@@ -47,9 +48,11 @@ def parse_precisions(text: str) -> list[str] | None:
     names = [name.strip() for name in text.split(",")]
     if names == [ALL]:
         return None
-    if odd := [name for name in names if name not in PRECISION_NAMES]:
+    known = {name.upper(): name for name in PRECISION_NAMES}
+    if odd := [name for name in names if name.upper() not in known]:
         raise PrecisionError(f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}")
-    return [name for name in PRECISION_NAMES if name in names]
+    chosen = {known[name.upper()] for name in names}
+    return [name for name in PRECISION_NAMES if name in chosen]
 
 
 class Subject:
@@ -114,6 +117,7 @@ class Subject:
             self._check_original(self.original)
         self._full: Any = None
         self._switched: Any = None
+        self._decoded: DecodedModel | None = None
 
     def _check_original(self, original: Subject) -> None:
         """Refuse to compare predictions of different tokens."""
@@ -156,16 +160,30 @@ class Subject:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
-        """The model, to be run at this precision until the next call; `progress` is that of packing."""
+        """An ordinary model with the weights of this precision, until the next call; `progress` is that of packing."""
         if precision == FULL and self.original is not None:
             return self.original.at(FULL)
         if precision == FULL:
             if self._full is None:
                 self._full = self._open_full()
             return self._full
+        if self._decoded is None:
+            self._decoded = DecodedModel(self._opened(progress))
+        return self._decoded.at(precision)
+
+    def packed_at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
+        """The nested model, to be run at this precision until the next call."""
+        set_precision(self._opened(progress), precision)
+        return self._switched
+
+    @property
+    def packed(self) -> Any:
+        """The nested model, if it is open."""
+        return self._switched
+
+    def _opened(self, progress: Progress) -> Any:
         if self._switched is None:
             self._switched = self._open_switched(progress)
-        set_precision(self._switched, precision)
         return self._switched
 
     def release_full(self) -> None:

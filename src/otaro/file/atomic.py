@@ -68,7 +68,7 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
         if target.is_dir() and any(target.iterdir()) and not overwrite:
             raise TargetError(f"{target} exists and is not empty; choose another place or ask to overwrite it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
+        with alone(target):
             _remove(partial)  # what a killed writer left
             partial.mkdir()
             try:
@@ -92,7 +92,7 @@ def update_text(target: Path, make: Callable[[], str]) -> None:
     partial = _partial(target)
     with explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target, wait=True):
+        with alone(target, wait=True):
             text = make()
             partial.unlink(missing_ok=True)  # what a killed writer left
             try:
@@ -106,7 +106,7 @@ def update_text(target: Path, make: Callable[[], str]) -> None:
 
 
 @contextmanager
-def _alone(target: Path, wait: bool = False) -> Iterator[None]:
+def alone(target: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock beside `target`; while a live process holds it, wait or be refused. That of a killed one is nobody's."""
     if fcntl is None:
         yield

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from otaro.errors import DigestError, FormatError, ShardMissingError
+from otaro.errors import DigestError, FormatError, OtaroError, ShardMissingError
 from otaro.file.atomic import new_directory
 from otaro.file.header import (
     BASE,
@@ -99,6 +99,9 @@ class NestedDirectory:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
         return self  # read-only: copies of a model share the mapped files
+
+    def __reduce__(self) -> Any:
+        raise OtaroError(f"{self.path} is not pickled: it is files, which NestedDirectory and otaro.load open where they are")
 
     @property
     def base(self) -> Shard:

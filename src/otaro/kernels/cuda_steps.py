@@ -53,10 +53,10 @@ class _Quantise(Structure):
 
 class _Place(Structure):
     _fields_ = (
-        ("source", c_void_p * 3), ("strides", c_int64 * 3), ("norms", c_void_p * 2), ("cosines", c_void_p),
-        ("sines", c_void_p), ("positions", c_void_p), ("sequences", c_void_p), ("queries", c_void_p), ("rows", _Rows * 2),
-        ("refused", c_void_p), ("capacity", c_int64), ("eps", c_float), ("scale", c_float),
-        ("heads", c_int), ("kv_heads", c_int),
+        ("source", c_void_p * 3), ("strides", c_int64 * 3), ("norms", c_void_p * 2), ("offsets", c_void_p),
+        ("cosines", c_void_p), ("sines", c_void_p), ("positions", c_void_p), ("sequences", c_void_p),
+        ("queries", c_void_p), ("rows", _Rows * 2), ("refused", c_void_p), ("capacity", c_int64),
+        ("eps", c_float), ("scale", c_float), ("heads", c_int), ("kv_heads", c_int),
     )  # fmt: skip
 
 
@@ -155,7 +155,8 @@ class CudaSteps:
         heads = queries.shape[1] // cache.head
         parameters = _Place(
             (c_void_p * 3)(*(one.data_ptr() for one in vectors)), (c_int64 * 3)(*(one.stride(0) for one in vectors)),
-            (c_void_p * 2)(*map(_pointer, norms)), rotation.cosines.data_ptr(), rotation.sines.data_ptr(),
+            (c_void_p * 2)(*map(_pointer, norms)), 0 if cache.offsets is None else cache.offsets[layer].data_ptr(),
+            rotation.cosines.data_ptr(), rotation.sines.data_ptr(),
             state.positions.data_ptr(), state.sequences.data_ptr(), queries.data_ptr(),
             (_Rows * 2)(_rows(cache, 0, layer), _rows(cache, 1, layer)), cache.refused.data_ptr(), cache.capacity,
             rotation.eps, rotation.scale, heads, cache.kv_heads,

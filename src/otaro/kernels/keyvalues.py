@@ -1,8 +1,13 @@
 """Keys and values of several sequences in memory of a fixed size, in float16 or packed: what a decoder's steps read and write.
 
-A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is `midpoint` in the
-layout of a file (FORMAT.md, "Blocks") with a group of 64, and an exponent is a byte. Rows of a head lie together, position
-by position.
+A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is `midpoint` in
+the layout of a file (FORMAT.md, "Blocks") with a group of 32, and an exponent is a byte. Rows of a head lie together,
+position by position.
+
+Keys are harder to pack than weights: some dimensions are large at every position, and take the bits of their group from
+all others. Where a projection has a bias (Qwen2) it may be a hundred times what varies. So a packed cache keeps keys less
+an *offset*, one vector for each head that is the same at all positions (`key_offset`). That takes the same number from all
+scores of a query, which the softmax does not notice: nothing has to be added again. Groups of 32, not 64, do the rest.
 """
 
 from __future__ import annotations
@@ -14,19 +19,43 @@ import torch
 
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks, pack_codes, unpack_codes
 from otaro.sefp.codec import MAX_EXPONENT, decode_codes, finest_codes, shared_exponents
-from otaro.sefp.precision import COARSEST, GROUP_SIZE
+from otaro.sefp.precision import COARSEST
 
+GROUP = BLOCK
+"""Numbers of a packed row that share an exponent."""
+OFFSET_POSITIONS = 1024
 _numbers = counter()
+
+
+def key_offset(bias: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """What a bias [kv heads * head] adds to keys on average over some positions; their angles are [positions, head / 2].
+
+    Dimensions that turn slowly, and it is these that have large biases, are hardly turned within a context: the mean is the
+    bias itself. Of those that turn fast nothing is left.
+    """
+    first, second = bias.detach().float().view(-1, 2, cosines.shape[1]).unbind(1)
+    cosine, sine = cosines.float().mean(0), sines.float().mean(0)
+    return torch.stack((first * cosine - second * sine, second * cosine + first * sine), 1).flatten()
 
 
 class KeyValues:
     """Room for `capacity` positions of each sequence. `bits` are mantissa bits, 0 is float16."""
 
     def __init__(
-        self, layers: int, sequences: int, kv_heads: int, capacity: int, head: int, bits: int, device: torch.device | str
+        self,
+        layers: int,
+        sequences: int,
+        kv_heads: int,
+        capacity: int,
+        head: int,
+        bits: int,
+        device: torch.device | str,
+        offsets: torch.Tensor | None = None,
     ) -> None:
+        """`offsets` are those of keys, float32 [layers, kv heads * head], or None."""
         self.layers, self.sequences, self.kv_heads, self.capacity = layers, sequences, kv_heads, capacity
         self.head, self.bits = head, bits
+        self.offsets = offsets if bits else None
         self.number = next(_numbers)
         """No other room has it."""
         shape = (2, layers, sequences, kv_heads, capacity)
@@ -38,7 +67,7 @@ class KeyValues:
             self.base = torch.zeros(*shape, BASE_BYTES * count, dtype=torch.uint8, device=device)
             planes = range(bits - COARSEST)
             self.planes = [torch.zeros(*shape, PLANE_BYTES * count, dtype=torch.uint8, device=device) for _ in planes]
-            self.exponents = torch.zeros(*shape, -(-head // GROUP_SIZE), dtype=torch.int8, device=device)
+            self.exponents = torch.zeros(*shape, -(-head // GROUP), dtype=torch.int8, device=device)
         else:
             self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
         self.refused = torch.zeros(1, dtype=torch.int32, device=device)
@@ -57,7 +86,7 @@ class KeyValues:
     def grown(self, capacity: int) -> KeyValues:
         """The same in a larger room."""
         device = self.base.device
-        new = KeyValues(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device)
+        new = KeyValues(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device, self.offsets)
         for ours, theirs in zip(self.tensors, new.tensors, strict=True):
             theirs[..., : self.capacity, :] = ours
         new.refused.copy_(self.refused)
@@ -72,13 +101,15 @@ class KeyValues:
             self.refused.logical_or_(~halves.isfinite().all())
             self.base[some][..., : self.head] = halves
             return
+        if kind == 0 and self.offsets is not None:
+            rows = rows.float() - self.offsets[layer].view(self.kv_heads, 1, self.head)
         flat = rows.float().reshape(-1, self.head)
-        exponents = shared_exponents(flat, GROUP_SIZE)
+        exponents = shared_exponents(flat, GROUP)
         too_large = exponents > MAX_EXPONENT
         self.refused.logical_or_(too_large.any())
         flat = flat.where(~too_large.any(1, keepdim=True), 0.0)
         exponents = exponents.where(~too_large, 0)
-        base, planes = pack_codes(finest_codes(flat, exponents, GROUP_SIZE, "midpoint"))
+        base, planes = pack_codes(finest_codes(flat, exponents, GROUP, "midpoint"))
         assert self.exponents is not None
         self.base[some] = base.view(*rows.shape[:2], -1)
         self.exponents[some] = exponents.to(torch.int8).view(*rows.shape[:2], -1)
@@ -86,7 +117,7 @@ class KeyValues:
             ours[some] = plane.view(*rows.shape[:2], -1)
 
     def read(self, kind: int, layer: int, sequence: int, some: slice, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Keys or values at some positions, [kv heads, positions, head]."""
+        """Keys, less their offsets, or values at some positions, [kv heads, positions, head]."""
         at = (kind, layer, sequence, slice(None), some)
         base = self.base[at]
         if not self.bits:
@@ -94,7 +125,7 @@ class KeyValues:
         assert self.exponents is not None
         codes = unpack_codes(base.flatten(0, 1), [plane[at].flatten(0, 1) for plane in self.planes], self.head)
         exponents = self.exponents[at].flatten(0, 1)
-        values = decode_codes(codes, exponents, self.bits, GROUP_SIZE, "midpoint")
+        values = decode_codes(codes, exponents, self.bits, GROUP, "midpoint")
         return values.view(*base.shape[:2], self.head).to(dtype)
 
     def of_layer(self, kind: int, layer: int) -> Sequence[torch.Tensor | None]:

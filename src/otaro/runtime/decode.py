@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import ge
 from threading import Lock, RLock
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
+from otaro.kernels.keyvalues import OFFSET_POSITIONS, key_offset
 from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
 from otaro.sefp.precision import Precision
 
@@ -104,7 +104,8 @@ class Decoder:
         self.modules: list[SefpModule] = packed_modules(model)
         """In the order in which `forward` takes their mantissa bits."""
         self._nested = self.modules[0].packed.nested
-        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for
+        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for,
+        self._reached = BASE  # and that it has for all modules
         self._native = self._build(model)
 
     @staticmethod
@@ -171,7 +172,7 @@ class Decoder:
 
     def _attach(self, bits: bytes) -> None:
         """Have the planes that so many mantissa bits of each module need."""
-        if all(map(ge, self._attached, bits)):
+        if max(bits) <= self._reached:
             return
         with self._nested.lock:
             for number, (module, wanted) in enumerate(zip(self.modules, bits, strict=True)):
@@ -179,24 +180,30 @@ class Decoder:
                 for plane in range(self._attached[number] + 1, wanted + 1):
                     self._native.attach(number, plane, getattr(module.packed, f"plane{plane}").numpy())
                     self._attached[number] = plane
+            self._reached = min(self._attached)
 
     def _know_positions(self, count: int) -> None:
-        """Compute angles up to `count` positions, by the model's own rotary module."""
-        start, half = self._native.positions, self._half
-        if count > start:
+        """Compute angles up to `count` positions."""
+        if count > (start := self._native.positions):
             end = -(-count // _POSITIONS) * _POSITIONS
-            with torch.no_grad():
-                cosines, sines = self._rotary(torch.empty(0), torch.arange(start, end).unsqueeze(0))
-            self._native.extend_positions(start, *(t[0, :, :half].contiguous().numpy() for t in (cosines, sines)))
+            self._native.extend_positions(start, *(table.numpy() for table in self._angles(start, end)))
+
+    def _angles(self, start: int, end: int) -> list[torch.Tensor]:
+        """Cosines and sines [positions, head / 2], by the model's own rotary module."""
+        with torch.no_grad():
+            both = self._rotary(torch.empty(0), torch.arange(start, end).unsqueeze(0))
+        return [table[0, :, : self._half].contiguous() for table in both]
 
     def _build(self, model: Any) -> Any:
         config, first = model.config, model.model.layers[0].self_attn
         self._half = first.head_dim // 2
         floats = {id(taken.tensor): taken.floats.numpy() for taken in self._taken}
         matrices = {packed: _matrix(packed) for packed in {module.packed for module in self.modules}}  # tied ones share one
+        offsets = key_offsets(model, *self._angles(0, OFFSET_POSITIONS))
+        self._offsets = None if offsets is None else offsets.numpy()  # the extension points into it
         layers = []
-        for layer in model.model.layers:
-            parts: dict[str, Any] = {}
+        for number, layer in enumerate(model.model.layers):
+            parts: dict[str, Any] = {"key_offset": None if self._offsets is None else self._offsets[number]}
             for name, path in LINEARS.items():
                 linear = layer.get_submodule(path)
                 parts[name] = matrices[linear.packed]
@@ -314,6 +321,15 @@ def rotary_of(model: Any) -> Any:
     """The model's rotary module; where `.half()` has rounded its frequencies, one like it from the model's config."""
     rotary = model.model.rotary_emb
     return rotary if rotary.inv_freq.dtype == torch.float32 else type(rotary)(config=model.config).to(rotary.inv_freq.device)
+
+
+def key_offsets(model: Any, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor | None:
+    """What a packed cache keeps the keys of each layer less, [layers, kv heads * head]; None where keys have no bias."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    biases = [attention.k_proj.bias for attention in attentions if not hasattr(attention, "k_norm")]
+    if len(biases) < len(attentions) or any(bias is None for bias in biases):
+        return None
+    return torch.stack([key_offset(bias, cosines, sines) for bias in biases])
 
 
 def window_of(config: Any, attention: Any) -> int:

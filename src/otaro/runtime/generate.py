@@ -26,6 +26,7 @@ by another thread takes effect in the midst of a step.
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,14 +36,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from otaro.errors import OtaroError, PrecisionError, SlowWarning
+from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionError, SlowWarning
 from otaro.kernels.ops import OVERRIDE
 from otaro.runtime.decode import DecoderCache, packed_modules
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.modules import SefpModule, bits_of, own_bits
+from otaro.runtime.modules import SefpEmbedding, SefpModule, bits_of, own_bits
 from otaro.runtime.precision import Attachment, PrecisionLike, attachment, chosen_bits
 from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
@@ -204,6 +205,30 @@ class Generates:
         forget(self)
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model of its own, which shares the mapped files."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OtaroError(
+            "a nested model is not pickled, by torch.save neither: its planes are files; write them again with "
+            "model.save_pretrained(DIR), and open them where they are needed with otaro.load(DIR)"
+        )
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Refused, unless it changes nothing: a packed embedding has the rows of its file."""
+        embedding = self.get_input_embeddings()  # type: ignore[attr-defined]
+        if pad_to_multiple_of is None and new_num_tokens in (None, embedding.num_embeddings):
+            return embedding
+        raise OtaroError(
+            "the embedding of a nested model is packed and cannot be resized: resize the checkpoint it was packed from "
+            "(resize_token_embeddings, then save_pretrained) and pack that again with otaro pack"
+        )
+
     def generate(
         self,
         *args: Any,
@@ -307,9 +332,20 @@ class Generates:
         report = self.generation = request.report
         report.reason, report.prompt_tokens = reason, input_ids.shape[1]
         report.reused_tokens = 0 if cache is None else int(cache.get_seq_length())
+        asked = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=None)
+        limit = _tokens_at_most(self)
+        if limit is not None and (asked is None or asked > limit):
+            if input_ids.shape[1] >= limit:
+                raise OtaroError(f"the prompt has {input_ids.shape[1]} tokens, and this model has positions for {limit - 1}")
+            criteria = StoppingCriteriaList([*criteria, MaxLengthCriteria(limit)])
+            options["generation_config"].max_length = limit
         watch = _Watch(self, request.phases, report)
         result = getattr(super(), method)(input_ids, LogitsProcessorList([*processors, watch]), criteria, **options)
-        watch.close(result if isinstance(result, torch.Tensor) else result.sequences)
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        watch.close(sequences)
+        if limit is not None and sequences.shape[1] >= limit and asked != limit:
+            told = f"stopped after {report.new_tokens} new tokens: this model has positions for {limit - 1} tokens"
+            warnings.warn(told, PositionsWarning, stacklevel=2)
         return result
 
 
@@ -318,12 +354,15 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
 
     def __init__(self, model: Any, phases: Phases, report: Generation) -> None:
         self.model, self.phases, self.report, self.steps = model, phases, report, 0
+        self.positions = None if _tokens_at_most(model) is not None else positions_of(model)
         self.started = self.prefilled = time.perf_counter()
         self._enter()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.steps == 0:
             self.prefilled = time.perf_counter()
+        if self.positions is not None and input_ids.shape[1] > self.positions:
+            _warn_of_positions(self.model, self.positions)
         self.steps += 1
         self._enter()
         return scores
@@ -339,21 +378,48 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
         self.report.decode_seconds = time.perf_counter() - self.prefilled
 
 
-def _warn(model: Any, obstacle: Obstacle) -> None:
-    """Say once why tokens are made more slowly than they could be; with a lock, as threads may come at once."""
+def positions_of(model: Any) -> int | None:
+    """How many positions a model was made for, if it says so."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else None
+
+
+def _tokens_at_most(model: Any) -> int | None:
+    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not read."""
+    known = positions_of(model)
+    if known is None:
+        return None
+    words = model.get_input_embeddings()
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | SefpEmbedding) and one is not words)
+    tables = [one.num_embeddings for one in embeddings]
+    tables += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
+    return known + 1 if any(known <= rows <= known + 2 for rows in tables) else None  # OPT's has two rows more
+
+
+def _warn_of_positions(model: Any, positions: int) -> None:
+    told = f"this text goes past the {positions} positions that the model was made for; what it says there may be poor"
+    _warn_once(model, "positions", told, PositionsWarning)
+
+
+def _warn_once(model: Any, about: str, message: str, kind: type[OtaroWarning]) -> None:
+    """Once for each model and matter; with a lock, as threads may come at once."""
     attached = attachment(model)
     with attached.nested.lock:
-        if obstacle.advice is None or (known := obstacle.advice or obstacle.reason) in attached.warned:
+        if about in attached.warned:
             return
-        attached.warned.add(known)
+        attached.warned.add(about)
+    warnings.warn(message, kind, stacklevel=3)
+
+
+def _warn(model: Any, obstacle: Obstacle) -> None:
+    """Say why tokens are made more slowly than they could be, to those who did not ask for that."""
+    if obstacle.advice is None:
+        return
     advice = obstacle.advice and f"; {obstacle.advice}"
     if model.device.type == "cpu" and model.dtype != torch.float32:
         advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
-    warnings.warn(
-        f"this {type(model).__name__} generates through transformers, slower than the decoder: {obstacle.reason}{advice}",
-        SlowWarning,
-        stacklevel=2,
-    )
+    told = f"this {type(model).__name__} generates through transformers, slower than the decoder: {obstacle.reason}{advice}"
+    _warn_once(model, obstacle.advice or obstacle.reason, told, SlowWarning)
 
 
 def _obstacle_of(model: Any) -> Obstacle | None:
@@ -415,6 +481,7 @@ def decode_loop(
     scores: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []
     tokens = Rows(input_ids)
+    positions = positions_of(model) or 0
     chosen: list[int] | None = None
     bits: Sequence[bytes] = ()
     clock = time.perf_counter()
@@ -437,6 +504,9 @@ def decode_loop(
             if reader.ran_at != bits:  # a phase, or somebody else, has switched
                 bits = reader.ran_at
                 report.precisions.append(" / ".join(_described(row) for row in bits))
+            if tokens.length > positions > 0:
+                _warn_of_positions(model, positions)
+                positions = 0
             tokens.append(stop.padded(chosen))
             if streamer is not None:
                 streamer.put(torch.tensor(tokens.last))

@@ -21,6 +21,7 @@ class GpuCache(DecoderCache):
         self.lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
+        self._offsets = weights.key_offsets
         spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
         self.holder = [spare]
@@ -28,7 +29,7 @@ class GpuCache(DecoderCache):
 
     def _room(self, capacity: int) -> KeyValues:
         layers, sequences, kv_heads, head, bits, device = self._make
-        return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device)
+        return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
 
     @property
     def room(self) -> KeyValues:

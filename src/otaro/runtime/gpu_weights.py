@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from otaro.kernels.keyvalues import OFFSET_POSITIONS
 from otaro.kernels.packed import Packed
-from otaro.runtime.decode import LINEARS, packed_modules, rotary_of, unpacked_tensors, window_of
+from otaro.runtime.decode import LINEARS, key_offsets, packed_modules, rotary_of, unpacked_tensors, window_of
 from otaro.runtime.modules import bits_of
 from otaro.sefp.precision import COARSEST, Precision
 
@@ -109,6 +110,8 @@ class Weights:
     """In which prompts are read."""
     modules: Sequence[Any] = ()
     """They say how precise each matrix is: embedding, the seven of every layer, head. Without any, all are at E5M8."""
+    key_offsets: torch.Tensor | None = None
+    """What a packed cache keeps keys less, float32 [layers, kv heads * head]; see `keyvalues`."""
 
     @staticmethod
     def of(model: Any) -> Weights:
@@ -151,6 +154,7 @@ class Weights:
             device,
             model.model.norm.weight.dtype,
             packed_modules(model),
+            key_offsets(model, *angles(0, OFFSET_POSITIONS)),
         )
 
     def precisions(self) -> bytes:

@@ -53,6 +53,14 @@ class SefpConfig(QuantizationConfigMixin):
     precision: str | None = None
     quant_method: str = "sefp"
 
+    @property
+    def get_apply_tensor_subclass(self) -> Any:
+        """What peft asks every quantised model for before it adds LoRA: packed weights do not take any."""
+        raise OtaroError(
+            "packed weights are for running and take no LoRA: tune the checkpoint they were packed from, with "
+            "otaro tune --lora or peft, merge, and pack that"
+        )
+
     def get_loading_attributes(self) -> dict[str, Any]:
         """What an argument to `from_pretrained` may override."""
         return {"precision": self.precision}

@@ -118,8 +118,10 @@ def precisions_of(model: Any) -> dict[str, Precision]:
     return {name: of_mantissa_bits(m) for name, m in zip(attached.modules, bits, strict=True)}
 
 
-def trim(model: Any) -> int:
+def trim(model: Any, *, everything: bool = False) -> int:
     """Hand the memory of planes above the precisions in use back to the operating system; returns how many bytes they hold.
+
+    With `everything` also of those in use, for a model that is not to run for a while.
 
     Planes are mapped from their files and never written to, so the system may drop them whenever memory is short; this does
     not wait for that. The next switch to a finer precision reads them again. Planes that were copied, to another device
@@ -130,7 +132,7 @@ def trim(model: Any) -> int:
         used[module.packed] = max(used.get(module.packed, COARSEST), module.mantissa_bits)
     mapped, dropped = _mapped_ranges(attachment(model).nested.path), 0
     for packed, bits in used.items():
-        for plane in packed.planes_above(bits):
+        for plane in [packed.base, *packed.planes_above(BASE)] if everything else packed.planes_above(bits):
             start, size = plane.data_ptr(), plane.nbytes
             if any(begin <= start and start + size <= end for begin, end in mapped):
                 cpu.release_pages(plane)

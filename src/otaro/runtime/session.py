@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, brief
 from otaro.sefp.precision import Precision
 
 
@@ -17,17 +17,21 @@ class ChatSession:
     Switching precision between turns keeps the cache: earlier tokens stay as they were read.
 
     Models with a chat template get it; for others a turn is text to be continued. `kv` keeps keys and values at a precision
-    instead of in float16, where the decoder serves the model.
+    instead of in float16, where the decoder serves the model. `system` is a system message, for models with a template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None) -> None:
-        self.model, self.tokenizer, self.kv = model, tokenizer, kv
+    def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None, system: str | None = None) -> None:
+        self.model, self.tokenizer, self.kv, self.system = model, tokenizer, kv, system
         self.uses_template = bool(getattr(tokenizer, "chat_template", None))
+        self.generation: Any = None
+        """How the last answer went (`generate.Generation`)."""
+        if system is not None:
+            _check_template(tokenizer)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation."""
-        self._messages: list[dict[str, str]] = []
+        """Forget the conversation, but not the system message."""
+        self._messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._ids: list[int] = []
         self.reused, self.produced = 0, 0
         self._cache = self._new_cache()
@@ -43,19 +47,23 @@ class ChatSession:
         Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in the answer. If the
         answer is interrupted, the conversation is as it was before.
         """
+        from otaro.runtime.generate import Generation  # transformers' generation is slow to import
+
         message = {"role": "user", "content": text}
         ids = self._render(message)
         self._keep_common_prefix(ids)
         self.reused = self.cached_tokens
-        inputs = torch.tensor([ids], device=self.model.device)
+        inputs, report = torch.tensor([ids], device=self.model.device), Generation()
         output = self.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             past_key_values=self._cache,
             streamer=streamer,
+            report=report,
             pad_token_id=padding_token(self.tokenizer),
             **generation,
         )
+        self.generation = report
         self._ids = output[0].tolist()
         self.produced = len(self._ids) - len(ids)
         answer: str = self.tokenizer.decode(self._ids[len(ids) :], skip_special_tokens=True)
@@ -64,8 +72,7 @@ class ChatSession:
 
     def _render(self, message: dict[str, str]) -> list[int]:
         if self.uses_template:
-            messages = [*self._messages, message]
-            return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            return chat_tokens(self.tokenizer, [*self._messages, message])
         return [*self._ids, *self.tokenizer(message["content"], add_special_tokens=not self._ids)["input_ids"]]
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
@@ -93,6 +100,24 @@ class ChatSession:
         if self.kv:
             raise OtaroError(f"kv={self.kv} needs the decoder, which does not serve this model: {reason}")
         return DynamicCache(config=self.model.config)
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation by the tokenizer's chat template, an answer to follow."""
+    from jinja2.exceptions import TemplateError
+
+    _check_template(tokenizer)
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:  # one without a place for system messages, say
+        raise OtaroError(f"the model's chat template refuses these messages: {brief(error)}") from error
+
+
+def _check_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise OtaroError(
+            "a system message needs a chat template, and this model has none; leave it out, or write it into the prompt"
+        )
 
 
 def padding_token(tokenizer: Any) -> int | None:

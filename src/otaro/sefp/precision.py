@@ -13,7 +13,7 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True, order=True, slots=True, init=False, repr=False)
 class Precision:
-    """One of E5M8, E5M7, E5M6, E5M5, E5M4, E5M3; more mantissa bits compare as greater.
+    """One of E5M8, E5M7, E5M6, E5M5, E5M4, E5M3, in capitals or not; more mantissa bits compare as greater.
 
     >>> Precision("E5M4") < Precision("E5M8")
     True
@@ -26,9 +26,9 @@ class Precision:
     def __init__(self, name: str | Precision) -> None:
         if isinstance(name, Precision):
             name = str(name)
-        if not isinstance(name, str) or name not in _BITS_BY_NAME:
+        if not isinstance(name, str) or name.upper() not in _BITS_BY_NAME:
             raise PrecisionError(f"unknown precision {name!r}; the precisions are {', '.join(_BITS_BY_NAME)}")
-        object.__setattr__(self, "mantissa_bits", _BITS_BY_NAME[name])
+        object.__setattr__(self, "mantissa_bits", _BITS_BY_NAME[name.upper()])
 
     def bits_per_weight(self, group_size: int = GROUP_SIZE) -> float:
         """Sign, mantissa, and this weight's share of its group's exponent."""

@@ -1,15 +1,15 @@
 """Chat templates for models that come without one: three built-in ones, or a Jinja file.
 
-A base model has no template, and conversations cannot be tuned on without. The one that is given is kept with the
-tuned tokenizer, so that `otaro chat`, and transformers, speak to the model as it was tuned.
+A base model has no template, and conversations cannot be tuned on without. The one that is given is kept with
+the tuned tokenizer, so that `otaro chat`, and transformers, speak to the model as it was tuned.
 
-A template that fits a model says three things with tokens the model has: where a text begins (if the tokenizer begins
-texts so), who speaks, and where an answer ends. The built-in ones, in templates/, do:
+A template that fits a model says three things with tokens the model has: where a text begins (if the
+tokenizer begins texts so), who speaks, and where an answer ends. The built-in ones, in templates/, do:
 
-    alpaca   ### Instruction: and ### Response:, after the opening sentence of Alpaca's prompts; a model tuned on
-             instruction rows is thereby asked in exactly the words it was tuned on
+    alpaca   ### Instruction: and ### Response:, after the opening sentence of Alpaca's prompts; a model tuned
+             on instruction rows is thereby asked in exactly the words it was tuned on
     vicuna   USER: and ASSISTANT:
-    chatml   <|im_start|>user and <|im_end|>; only for vocabularies that have both, such as Qwen's and SmolLM2's
+    chatml   <|im_start|>user and <|im_end|>; only for vocabularies with both, such as Qwen's and SmolLM2's
 
 The first two end an answer with the end-of-text token.
 """
@@ -26,8 +26,8 @@ from otaro.errors import OtaroError
 from otaro.tokens import begins_with_bos
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
-_TRIAL = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-_MARK = re.compile(r"<\|[^<>|\s]+\|>|</?[a-z]+(?:_[a-z]+)+>")  # what looks like a token: <|im_end|>, <end_of_turn>
+_TRIAL = [{"role": "user", "content": "7 times 8?"}, {"role": "assistant", "content": "It is 56."}]
+_MARK = re.compile(r"<\|[^<>|\s]+\|>|</?[a-z]+(?:_[a-z]+)+>")  # looks like a token: <|im_end|>, <end_of_turn>
 
 
 class TemplateError(OtaroError, ValueError):
@@ -43,7 +43,7 @@ def use_template(template: str, tokenizer: Any, generation: Any) -> list[str]:
     tokenizer.chat_template = _read(template)
     if template in BUILT_IN:
         if tokenizer.eos_token is None:
-            raise TemplateError(f"{called} needs an end-of-text token to end answers with, which this tokenizer lacks")
+            raise TemplateError(f"{called} needs an end-of-text token, which this tokenizer lacks")
         if beginning is not None:
             tokenizer.chat_template = "{{- bos_token -}}\n" + tokenizer.chat_template
     try:
@@ -53,17 +53,17 @@ def use_template(template: str, tokenizer: Any, generation: Any) -> list[str]:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise TemplateError(f"{called}{line} cannot be rendered: {error}") from error
     if not all(message["content"] in whole for message in _TRIAL):
-        raise TemplateError(f"{called} leaves out what the user or the assistant says; it has to write all `messages`")
-    remarks, vocabulary = [], tokenizer.get_vocab()
-    if lacking := ", ".join(mark for mark in dict.fromkeys(_MARK.findall(whole + prompt)) if mark not in vocabulary):
+        raise TemplateError(f"{called} leaves out what user or assistant say; it has to write all `messages`")
+    remarks, vocabulary, marks = [], tokenizer.get_vocab(), dict.fromkeys(_MARK.findall(whole + prompt))
+    if lacking := ", ".join(mark for mark in marks if mark not in vocabulary):
         if template in BUILT_IN:
             others = " or ".join(name for name in BUILT_IN if name != template)
-            raise TemplateError(f"{called} needs {lacking}, which the vocabulary of this model lacks; take {others}")
+            raise TemplateError(f"{called} needs {lacking}, which the vocabulary lacks; take {others}")
         remarks.append(f"{called}: the vocabulary of this model lacks {lacking}, to be read as plain text")
     if beginning is not None and tokenizer(whole, add_special_tokens=False)["input_ids"][:1] != [beginning]:
-        remarks.append(f"{called}: this model expects {tokenizer.bos_token} first; begin with {{{{ bos_token }}}}")
+        remarks.append(f"{called}: this model expects {tokenizer.bos_token} first: {{{{ bos_token }}}}")
     if (end := _end_of_answer(whole, tokenizer)) is None:
-        remarks.append(f"{called}: no special token ends an answer, so chats will not know; add {{{{ eos_token }}}}")
+        remarks.append(f"{called}: no token tells where an answer ends; write {{{{ eos_token }}}} there")
     else:
         _stop_at(end, generation)
     return remarks
@@ -73,13 +73,14 @@ def _read(template: str) -> str:
     try:
         return BUILT_IN.get(template, Path(template)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        names = f"{', '.join(BUILT_IN)} are built in"
-        raise TemplateError(f"--chat-template {template} is no Jinja file that can be read, and {names}: {error}") from error
+        problem = f"is not built in ({', '.join(BUILT_IN)}) and cannot be read as a file"
+        raise TemplateError(f"--chat-template {template} {problem}: {error}") from error
 
 
 def _end_of_answer(whole: str, tokenizer: Any) -> int | None:
     """The token that closes the last turn of a conversation."""
-    rest: list[int] = tokenizer(whole.rpartition(_TRIAL[-1]["content"])[2], add_special_tokens=False)["input_ids"]
+    closing = whole.rpartition(_TRIAL[-1]["content"])[2]
+    rest: list[int] = tokenizer(closing, add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     return next((token for token in rest if token in special), None)
 

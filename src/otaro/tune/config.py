@@ -7,8 +7,8 @@ line's flags.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from otaro.errors import OtaroError, PrecisionError
@@ -18,6 +18,7 @@ from otaro.tune.accumulate import GradientAccumulator, Place, Reduction
 from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, PathSearch, UniformSearch
 
 Rates = Literal["same", "size"]
+Leftover = Literal["apply", "drop"]
 METHODS = ("otaro", "bps", "uniform", "fixed:E5M4", "fp")  # fixed: takes any precision
 
 
@@ -39,6 +40,8 @@ class Options:
     ultra_low: tuple[Precision, ...] = (Precision("E5M4"), Precision("E5M3"))
     accumulate: Reduction = "sum"
     accumulator: Place = "device"
+    leftover: Leftover = "apply"
+    """What becomes of fewer than `delay` gradients that still wait at the end."""
     weights: tuple[float, ...] | None = None
     """How often `uniform` draws each precision, in their order; None draws all alike."""
     distill: float = 0.0
@@ -80,6 +83,8 @@ class Options:
             raise ConfigError(f"--accumulate {self.accumulate}: choose from {', '.join(get_args(Reduction))}")
         if self.accumulator not in get_args(Place):
             raise ConfigError(f"--accumulator {self.accumulator}: choose from {', '.join(get_args(Place))}")
+        if self.leftover not in get_args(Leftover):
+            raise ConfigError(f"--leftover {self.leftover}: choose from {', '.join(get_args(Leftover))}")
         if self.reconstruction not in RECONSTRUCTIONS:
             raise ConfigError(f"--reconstruction {self.reconstruction}: choose from {', '.join(RECONSTRUCTIONS)}")
         if self.weights is not None:
@@ -116,6 +121,16 @@ class Options:
         stated["weights"] = list(self.weights or [1.0] * len(self.precisions))
         return stated
 
+    @classmethod
+    def from_dict(cls, stated: Mapping[str, Any]) -> Options:
+        """What `to_dict` made; options that were not there yet are at their defaults."""
+        told = dict(stated)
+        for name in ("precisions", "ultra_low", "distill_at"):
+            told[name] = tuple(Precision(p) for p in told.get(name, getattr(cls, name)))
+        if told.get("weights") is not None:
+            told["weights"] = tuple(told["weights"])
+        return cls(**_known(cls, told))
+
     def _fixed_precision(self) -> Precision | None:
         return Precision(self.method.removeprefix("fixed:")) if self.method.startswith("fixed:") else None
 
@@ -124,7 +139,7 @@ class Options:
 class Training:
     """The ordinary settings of a fine-tuning run."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     lr: float = 5e-5
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     clip: float = 1.0
@@ -145,12 +160,14 @@ class Training:
     gradient_checkpointing: bool = False
     compile: bool = False
     """Compile the steps: faster on a GPU after a minute of compiling."""
+    fsdp: bool = False
+    """Share weights, gradients and the optimizer's state out over the processes, instead of a copy for each."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if self.optimizer not in ("adamw", "sgd"):
-            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, sgd")
+        if self.optimizer not in ("adamw", "adamw8bit", "sgd"):
+            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, adamw8bit, sgd")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ConfigError(f"--schedule {self.schedule}: choose from cosine, linear, constant")
         for flag, value in (("--lr", self.lr), ("--epochs", self.epochs)):
@@ -166,8 +183,19 @@ class Training:
             raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 2")
         if self.compile and self.lora:
             raise ConfigError("--compile cannot be combined with --lora: every precision would need its own graph")
+        if self.compile and self.fsdp:
+            raise ConfigError("--compile cannot be combined with --fsdp: weights are quantised where they are gathered")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: must not be negative")
+
+    @classmethod
+    def from_dict(cls, stated: Mapping[str, Any]) -> Training:
+        """The settings that a run's config.json states; others beside them are left alone."""
+        return cls(**_known(cls, stated))
+
+
+def _known(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: stated[field.name] for field in fields(kind) if field.name in stated}
 
 
 Recipe = Literal["best", "paper"]
@@ -180,7 +208,8 @@ BEST = Options(weights=(1.0, 1.0, 1.0, 1.0, 1.25, 2.6), distill=0.5, pull=23.0, 
 def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
     """The two starting points; every flag given beside a recipe overrides it.
 
-    `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5.
+    `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5. Its
+    listing ends with the last batch and applies nothing that still waits then.
     `best` is ours, chosen by measurement (docs/results.md): reconstruction at midpoints, precisions drawn at random with a tilt
     toward the low ones, self-distillation at the lower three, AdamW at 1e-4, and against fitting the text too closely at such
     a rate a pull toward the start, averaged weights and rates by size.
@@ -193,7 +222,7 @@ def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
             return BEST, Training(lr=1e-4)
         return Options(method=method), Training()
     if name == "paper":
-        options = Options(method=method or "otaro", reconstruction="truncate")
+        options = Options(method=method or "otaro", reconstruction="truncate", leftover="drop")
         return options, Training(optimizer="sgd", lr=1e-5, schedule="constant", clip=0.0)
     raise ConfigError(f"--recipe {name}: choose from best, paper")
 

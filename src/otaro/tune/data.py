@@ -1,33 +1,35 @@
 """Training data from what users have: texts, instruction rows, conversations.
 
-Every source becomes a `TokenDataset`, a list of examples. An example is a list of token ids and, equally long, the
-labels: the ids again where the model is to learn, -100 where it only reads. A source holds one of three kinds of data;
-`forms` tells how rows of many shapes become them.
+Every source becomes a `TokenDataset`, a list of examples. An example is a list of token ids and, equally
+long, the labels: the ids again where the model is to learn, -100 where it only reads. A source holds one of
+three kinds of data; `forms` tells how rows of many shapes become them.
 
-**text**: a plain text, which is one document, or rows with a `text`, a document each. Documents are tokenised as the
-tokenizer does by default, joined with its end-of-text token between two of them where it has one, and cut into blocks
-of `sequence_length` tokens, all of which are learnt. What remains at the end, `h i` below, is left out; only a stream
-shorter than one block is one short block. Two documents `a b c` and `d e f g h i`, cut by 4:
+**text**: a plain text, which is one document, or rows with a `text`, a document each. Documents are tokenised
+as the tokenizer does by default, joined with its end-of-text token between two of them where it has one, and
+cut into blocks of `sequence_length` tokens, all of which are learnt. What remains at the end, `h i` below, is
+left out; only a stream shorter than one block is one short block. Two documents `a b c` and `d e f g h i`,
+cut by 4:
 
     stream  a b c <eos> d e f g h i     blocks  [a b c <eos>] [d e f g]
 
-Where the tokenizer begins texts with a special token (`tokens.begins_with_bos`), so does every block, since the model
-has never seen a text without. It counts in the length, and where a document begins it is there already:
+Where the tokenizer begins texts with a special token (`tokens.begins_with_bos`), so does every block, since
+the model has never seen a text without. It counts in the length, and where a document begins it is there
+already:
 
     stream  <bos> a b c <eos> <bos> d e f g h i     blocks  [<bos> a b c] [<bos> <eos> <bos> d] [<bos> e f g]
 
 With `bos=False` blocks are cut as if it were a token like others.
 
-**instruction**: prompt and answer. Learnt are the answer and the end-of-text token after it. At inference the prompt
-comes alone, so the tokens of an example are those of the prompt alone and then the rest of the whole; where the prompt
-is tokenised otherwise as part of the whole, the answer is tokenised apart.
+**instruction**: prompt and answer. Learnt are the answer and the end-of-text token after it. At inference the
+prompt comes alone, so the tokens of an example are those of the prompt alone and then the rest of the whole;
+where the prompt is tokenised otherwise as part of the whole, the answer is tokenised apart.
 
 **chat**: a conversation as the tokenizer's chat template words it, all special tokens included.
 
-Instruction and chat rows are one example each, cut at `sequence_length`. Left out are rows with an empty answer, rows
-without text, and rows that lose their whole answer to the cut. One error names all rows that cannot be read, by line in
-.jsonl (where blank lines are no rows), else by index from 0; only `skip_bad_rows` leaves them out. Whatever is left
-out or cut is counted, and `TokenDataset.remarks` says it.
+Instruction and chat rows are one example each, cut at `sequence_length`. Left out are rows with an empty
+answer, rows without text, and rows that lose their whole answer to the cut. One error names all rows that
+cannot be read, by line in .jsonl (where blank lines are no rows), else by index from 0; only `skip_bad_rows`
+leaves them out. Whatever is left out or cut is counted, and `TokenDataset.remarks` says it.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ TEXTS_AT_ONCE = 1000  # to tokenise in one call: enough for all cores, little en
 
 Rows = Iterable[tuple[str, Any]]  # each with its place; a line that is no JSON is represented by its BadRow
 Examples = Iterator[tuple[Sequence[int], Sequence[int]]]
+LeftOut = dict[str, int]  # how many rows, by reason
 
 
 class DataError(OtaroError, ValueError):
@@ -103,9 +106,10 @@ def load_data(
     skip_bad_rows: bool = False,
     bos: bool = True,
 ) -> TokenDataset:
-    """The examples in a file, a Hub dataset or the built-in text; `max_positions` is how many tokens the model can take.
+    """The examples in a file, a Hub dataset or the built-in text.
 
-    `bos` lets blocks of text begin with the beginning-of-text token, if the tokenizer begins texts with one.
+    `max_positions` is how many tokens the model can take. `bos` lets blocks of text begin with the
+    beginning-of-text token, if the tokenizer begins texts with one.
     """
     if sequence_length < 2:
         raise DataError(f"--sequence-length {sequence_length} leaves no token to predict from another; 2 is the least")
@@ -119,7 +123,8 @@ def load_data(
         documents = [text for text in rows if text.strip()]
         left_out["no text"] = len(rows) - len(documents)
         stream = _join(name, documents, tokenizer, beginning)
-        examples: Examples = ((block, block) for block in _blocks(stream, sequence_length, beginning if bos else None))
+        blocks = _blocks(stream, sequence_length, beginning if bos else None)
+        examples: Examples = ((block, block) for block in blocks)
     elif kind == "instruction":
         examples = _encode_instructions(rows, tokenizer, beginning)
     else:
@@ -144,7 +149,7 @@ def load_data(
 def split(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
     """The data to train on and a `share` of it held out, the same for the same seed, and at least one example each.
 
-    Of a text the last blocks are held out, of rows a random choice; what was left out and cut stays with the training part.
+    Of a text the last blocks are held out, of rows a random choice; remarks stay with the training part.
     """
     total = len(dataset)
     if not 0 < share < 1:
@@ -239,7 +244,7 @@ def _from_datasets(name: str, *arguments: str, **options: str) -> Rows:
     return ((f"index {index}", row) for index, row in enumerate(rows))
 
 
-def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tuple[str, list[Any], dict[str, int]]:
+def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tuple[str, list[Any], LeftOut]:
     """The kind of the rows, what is to be tokenised of each, and how many were left out, by reason."""
     kind, first, empty, good, bad = "", "", 0, [], []
     for place, row in rows:
@@ -258,7 +263,8 @@ def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tu
         shown = bad[:BAD_ROWS_SHOWN] + [f"and {len(bad) - BAD_ROWS_SHOWN} more"] * (len(bad) > BAD_ROWS_SHOWN)
         raise DataError("\n  ".join([f"{name}: {len(bad)} of {total} rows cannot be used:", *shown]))
     if not good:
-        raise DataError(f"{name}: the answers of all {empty} rows are empty" if empty else f"{name} holds no rows; {NEEDED}")
+        nothing = f": the answers of all {empty} rows are empty" if empty else f" holds no rows; {NEEDED}"
+        raise DataError(name + nothing)
     reasons = {"empty answer": empty}
     if bad:
         reasons[f"cannot be used, such as {bad[0]}"] = len(bad)

@@ -257,7 +257,9 @@ def _product(
 ) -> torch.Tensor:
     """As nn.Linear, with the weight quantised, merged and in the type of the computation, whichever apply."""
     dtype, weight = computed_in(x), linear.weight
-    if precisely.precision is None and not factors and (weight.requires_grad or weight.dtype == dtype):
+    if precisely.precision is None and not torch.is_grad_enabled():  # a teacher; autocast would hold its copies to the end
+        return nn.functional.linear(x, weight.to(dtype), linear.bias)
+    if precisely.precision is None and (weight.requires_grad or weight.dtype == dtype):
         return nn.functional.linear(x, weight, linear.bias)
     recipe = _Recipe(precisely, precisely.precision, dtype, scales)
     product: torch.Tensor = _Product.apply(x, linear.bias, recipe, weight, *factors)  # type: ignore[no-untyped-call]
@@ -277,7 +279,7 @@ def merged_weight(weight: torch.Tensor, factors: Sequence[torch.Tensor], scales:
     merged = weight.detach().float()
     with torch.autocast(weight.device.type, enabled=False):
         for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True):
-            merged = merged + (b.detach().float() @ a.detach().float()) * scale
+            merged = (b.detach().float() @ a.detach().float()).mul_(scale).add_(merged)  # two matrices at any time
     return merged
 
 

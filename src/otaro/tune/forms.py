@@ -1,20 +1,20 @@
 """What a row of training data may look like.
 
-People keep the same thing under many names: a prompt and its answer, or a conversation. `FORMS` lists what is read,
-and docs/data.md shows a row of each. A form applies to a row that has all the fields it needs, the first of them not
-null; of several that apply (Alpaca's rows have a `text` too) the first in the list. Whatever it is called, a row
-becomes one of three kinds of content:
+People keep the same thing under many names: a prompt and its answer, or a conversation. `FORMS` lists what is
+read, and docs/data.md shows a row of each. A form applies to a row that has all the fields it needs, the
+first of them not null; of several that apply (Alpaca's rows have a `text` too) the first in the list.
+Whatever it is called, a row becomes one of three kinds of content:
 
     text          a document
     instruction   a prompt and its answer, as they are to be read
     chat          a conversation as the chat template words it, and the spans of characters to be learnt
 
-Learnt are the answers alone. A template does not say where the turns of the assistant are, so a conversation is
-rendered again and again, up to each of these turns without it and with it: learnt is from where the template's
-prompt for an answer ends to where it closes the turn.
+Learnt are the answers alone. A template does not say where the turns of the assistant are, so a conversation
+is rendered again and again, up to each of these turns without it and with it: learnt is from where the
+template's prompt for an answer ends to where it closes the turn.
 
-A question is a turn of the user where the model has a chat template, since so it will be asked; elsewhere it is the
-text that evaluations of base models use, `Question: ...`, a new line, `Answer:`.
+A question is a turn of the user where the model has a chat template, since so it will be asked; elsewhere it
+is the text that evaluations of base models use, `Question: ...`, a new line, `Answer:`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EmptyAnswer(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the fields it needs, the first of which must not be null, those it also reads, and how."""
+    """A form of rows: the fields it needs, of which the first must not be null, and those it may have."""
 
     needed: tuple[str, ...]
     read: Callable[[Row, Any], Content]
@@ -72,20 +72,22 @@ def read_row(row: Any, tokenizer: Any) -> Content:
         if form.applies_to(row):
             return form.read(row, tokenizer)
     if all(row.get(field) is not None for field in PREFERENCE):
-        raise BadRow(f"is preference data, which is not learnt from; keep the `chosen` answer alone: {NEEDED}")
+        raise BadRow(f"is preference data, which is not read; keep the `chosen` answers: {NEEDED}")
     raise BadRow(f"has {', '.join(f'`{field}`' for field in row) or 'no fields'}; {NEEDED}")
 
 
 def columns_read(columns: Collection[str]) -> list[str]:
-    """The columns of a table that rows are read from; all of them where they make up no form, to be told in errors."""
-    read = {field for form in FORMS if {*form.needed} <= {*columns} for field in (*form.needed, *form.optional)}
+    """The columns of a table that rows are read from; all where they make up no form, for the error to tell."""
+    found = [form for form in FORMS if {*form.needed} <= {*columns}]
+    read = {field for form in found for field in (*form.needed, *form.optional)}
     return [column for column in columns if column in read or not read]
 
 
 def _string(row: Row, field: str, *, may_be_blank: bool = False, within: str = "") -> str:
     value, called = row.get(field), f"`{within}{field}`"
     if not isinstance(value, str):
-        raise BadRow(f"{called} is " + ("missing" if value is None else f"of type {type(value).__name__}, not a string"))
+        found = "missing" if value is None else f"of type {type(value).__name__}, not a string"
+        raise BadRow(f"{called} is {found}")
     if not may_be_blank and not value.strip():
         raise BadRow(f"{called} is empty")
     if re.search("[\ud800-\udfff]", value):
@@ -105,8 +107,9 @@ def _answer(row: Row, field: str) -> str:
 
 def _read_instruction(row: Row, tokenizer: Any) -> Content:
     context = "" if row.get("input") is None else _string(row, "input", may_be_blank=True)
-    prompt = PROMPT_WITH_INPUT if context.strip() else PROMPT
-    return _pair(prompt.format(instruction=_string(row, "instruction"), input=context), _answer(row, "output"), tokenizer)
+    template = PROMPT_WITH_INPUT if context.strip() else PROMPT
+    prompt = template.format(instruction=_string(row, "instruction"), input=context)
+    return _pair(prompt, _answer(row, "output"), tokenizer)
 
 
 def _read_question(row: Row, tokenizer: Any) -> Content:
@@ -120,7 +123,7 @@ def _read_question(row: Row, tokenizer: Any) -> Content:
 def _read_completion(row: Row, tokenizer: Any) -> Content:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(row.get("label"), bool):
-        raise BadRow(f"is preference data, whose `label` judges the completion; keep the good ones alone: {NEEDED}")
+        raise BadRow(f"is preference data, by its `label`; keep the good completions, without it: {NEEDED}")
     if completion is None:
         raise EmptyAnswer
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -165,35 +168,36 @@ def _messages(value: Any, name: str) -> list[dict[str, str]]:
         if of_sharegpt and role not in SPEAKERS:
             raise BadRow(f"`{within}.from` is {role!r}; {', '.join(SPEAKERS)} are known")
         if message.get("tool_calls"):
-            raise BadRow(f"`{within}.tool_calls` holds calls of tools, which are not learnt; leave such rows out")
+            raise BadRow(f"`{within}.tool_calls` holds calls of tools, which are not learnt")
         content = _string(message, names[1], within=f"{within}.", may_be_blank=True)
         messages.append({"role": SPEAKERS[role] if of_sharegpt else role, "content": content})
     return messages
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int = 0) -> Content:
-    """A conversation as the template words it, and the spans to be learnt: the assistant's turns from an index on."""
+    """A conversation as the template words it, and the spans of the assistant's turns from an index on."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[learnt_from:] or roles[0] == "assistant":
-        raise BadRow(f"needs a turn of the assistant, but not as the first; the roles are {', '.join(roles) or 'none'}")
+        present = ", ".join(roles) or "none"
+        raise BadRow(f"needs a turn of the assistant, but not as the first; the roles are {present}")
     turns = [index for index in range(learnt_from, len(roles)) if roles[index] == "assistant"]
     if not all(messages[index]["content"].strip() for index in turns):
         raise EmptyAnswer
     if not tokenizer.chat_template:
-        raise BadRow("is a chat, but this model has no chat template; give it one with --chat-template")
+        raise BadRow("is a chat, but this model has no chat template; give it one, such as --chat-template alpaca")
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
         full, spans = render(messages), []
         for index in turns:
-            # Some templates prompt for more than they write into a finished turn, such as <think>; what is shared counts.
+            # Some prompt for more than a finished turn shows, such as <think>; what is shared counts.
             start = shared(full, render(messages[:index], add_generation_prompt=True))
             turn, answer = render(messages[: index + 1])[start:], messages[index]["content"].strip()
             # Some drop what a turn begins with, such as an empty thought, once another turn follows.
             drops = range(max(turn.find(answer), 0) + 1)
-            end = next((start + len(turn) - drop for drop in drops if full.startswith(turn[drop:], start)), None)
-            if end is None or start < len(render(messages[:index])):
-                raise BadRow(f"the chat template rewords turn {index} later; give each turn of the assistant its own row")
-            spans.append((start, end))
+            drop = next((drop for drop in drops if full.startswith(turn[drop:], start)), None)
+            if drop is None or start < len(render(messages[:index])):
+                raise BadRow(f"the chat template rewords turn {index} later; end a row after each such turn")
+            spans.append((start, start + len(turn) - drop))
     except jinja2.TemplateError as error:
         raise BadRow(f"the chat template refuses it: {error}") from error
     return "chat", (full, spans)

@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 
 from otaro.errors import OtaroError
@@ -32,8 +37,9 @@ from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
+from otaro.tune.memory import Batch, Plan, Run
 from otaro.tune.sliced import Distillation, SlicedHead, SliceLoss, slice_loss
-from otaro.tune.steady import Anchor, WeightAverage, rates_by_size, split_groups
+from otaro.tune.steady import Anchor, WeightAverage, local, rates_by_size, split_groups
 
 STATE_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_complete"
 ACCUMULATOR_STEM, AVERAGE_STEM = "otaro_accumulator", "otaro_average"
@@ -59,6 +65,8 @@ class OtaroMixin:
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:  # type: ignore[attr-defined]
             raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
+        if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":
+            raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
         if self.otaro.average and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
             warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
@@ -80,12 +88,30 @@ class OtaroMixin:
         """What the log says of the last optimizer step."""
         self._started = 0.0
         self._learning_rates: list[float] = []
+        self._planned_steps = 0
         self._divergence = _divergence
         self._slice_loss: SliceLoss = slice_loss
+        self._compiled = False
         self._outputs: Any = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
         if self._of_trl:
             self._keep_trl_to_the_model()
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Trainer's, with FSDP2 as it was asked for.
+
+        On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights gathered in that
+        type: they are to be quantised as they are, and autocast makes the products bfloat16 all the same.
+        """
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        state = self.accelerator.state
+        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        if asked and state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {}))
+            self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 2:
+            state.fsdp_plugin.mixed_precision_policy = None
 
     def compile_steps(self: Any, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
@@ -103,6 +129,7 @@ class OtaroMixin:
         model.loss_function = torch.compile(model.loss_function, backend=backend)
         self._divergence = torch.compile(_divergence, backend=backend)
         self._slice_loss = torch.compile(slice_loss, backend=backend)
+        self._compiled = True
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -198,12 +225,12 @@ class OtaroMixin:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         shared_loss = self.accelerator.reduce(record["loss"], "mean")  # all ranks see the same, so choose alike
         loss, gradient_norm = torch.stack([shared_loss.float(), norm.to(shared_loss.device, torch.float32)]).tolist()
+        at = f"at step {self.state.global_step + 1}, trained at {precision or 'full precision'}"
         if not math.isfinite(loss):
-            last = last_complete_checkpoint(Path(self.args.output_dir))
-            raise TrainingError(
-                f"the loss became {loss} at step {self.state.global_step + 1}, trained at {precision or 'full precision'}; "
-                f"the last good checkpoint is {last or 'none'}: go on from it with a lower learning rate"
-            )
+            raise self._stopped(f"the loss became {loss} {at}")
+        scaled = getattr(self.accelerator, "scaler", None) is not None  # by fp16, which leaves out steps that overflow
+        if not math.isfinite(gradient_norm) and not scaled:
+            raise self._stopped(f"the norm of the gradient became {gradient_norm} {at}, while the loss was {loss:.4g}")
         self.search.record(precision, loss)
         applied = True
         if self.delayed is not None and precision in self.otaro.ultra_low:
@@ -226,6 +253,25 @@ class OtaroMixin:
         }
         self._write_log(self.last_record)
 
+    def _stopped(self: Any, why: str) -> TrainingError:
+        """The end of a run: whatever was wrong has been neither applied nor saved."""
+        last = last_good_checkpoint(Path(self.args.output_dir))
+        way = "go on from it with a lower learning rate" if last else "start again with a lower learning rate"
+        return TrainingError(f"{why}; the last good checkpoint is {last or 'none'}: {way}")
+
+    def _refuse_what_is_not_finite(self: Any, when: str) -> None:
+        """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds something."""
+        kept = {f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad}
+        for what, of in (("the delayed gradient", self.delayed), ("the mean", self.average)):
+            kept |= {f"{what} of {name}": tensor for name, tensor in (of.tensors() if of is not None else {}).items()}
+        # The largest of all, as it takes no memory: any NaN or infinity is passed on.
+        largest = [(name, torch.linalg.vector_norm(t, torch.inf)) for name, t in kept.items() if t.numel()]
+        found = next((name for name, value in largest if not value.isfinite()), None)
+        anywhere = self.accelerator.reduce(torch.tensor(float(found is not None), device=self.accelerator.device), "sum")
+        if anywhere:
+            what = found or "a weight that another process holds"
+            raise self._stopped(f"{what} was no longer finite {when} step {self.state.global_step}")
+
     def _after_optimizer_step(self: Any) -> None:
         """Hold the weights back and average them, as far as that was asked for."""
         parameters = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
@@ -238,7 +284,24 @@ class OtaroMixin:
         """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
         if self.otaro.pull and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
-            self.anchor = Anchor(tuned, self.otaro.pull)
+            self.anchor = Anchor(tuned, self.otaro.pull, self._plan().copies_on_host)
+
+    def _plan(self: Any) -> Plan:
+        """What the run takes of its device, and what therefore is kept elsewhere."""
+        args = self.args
+        batch = Batch(args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing)
+        shards = self.accelerator.num_processes if self.is_fsdp_enabled else 1
+        run = Run(self.accelerator.unwrap_model(self.model), self.otaro, self._optimizer_kind(), batch, shards)
+        return run.plan(args.device)
+
+    def _optimizer_kind(self: Any) -> str:
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        return "sgd" if name == "sgd" else "adamw8bit" if "8bit" in name else "adamw"
+
+    def _sequence_length(self: Any) -> int:
+        """Of the first example, where the data has one to look at; else a usual one."""
+        first = self.train_dataset[0] if hasattr(self.train_dataset, "__getitem__") else None
+        return len(first["input_ids"]) if isinstance(first, Mapping) and "input_ids" in first else 1024
 
     def _rates(self: Any, tuned: dict[str, torch.nn.Parameter]) -> dict[str, float]:
         """Of the first process: with FSDP it may be the only one that holds weights already."""
@@ -256,17 +319,24 @@ class OtaroMixin:
             split_groups(optimizer, {id(named[name]): factor for name, factor in self._rate_factors.items()})
         return optimizer
 
+    def create_scheduler(self: Any, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's."""
+        self._planned_steps = num_training_steps
+        return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
+
     def _named_parameters(self: Any) -> dict[str, torch.nn.Parameter]:
         return dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
 
     # The whole run ----------------------------------------------------------------------------------------------------
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step.
+        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step, or dropped.
 
         Where weights are averaged, the mean then takes their place.
         """
-        self.average = WeightAverage(self.otaro.average) if self.otaro.average else None
+        plan = self._plan()
+        self.precisely.hold = plan.hold or self._compiled  # made inside a graph, they would need one for each precision
+        self.average = WeightAverage(self.otaro.average, plan.copies_on_host) if self.otaro.average else None
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -274,10 +344,13 @@ class OtaroMixin:
                 self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": False})
             return result  # what waits and what was averaged belong to weights that have just been replaced
         if waiting:
-            self._apply_leftover()
-            self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": True})
+            applied = self.otaro.leftover == "apply"
+            if applied:
+                self._apply_leftover()
+            self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": applied})
         if self.average is not None and self.average.count:
             self.average.install(self._named_parameters())
+        self._refuse_what_is_not_finite("after")
         return result
 
     def _apply_leftover(self: Any) -> None:
@@ -307,6 +380,7 @@ class OtaroMixin:
                 "accumulated": self.delayed.count if self.delayed else 0,
                 "averaged": self.average.count if self.average else 0,
                 "learning_rates": self._learning_rates,
+                "steps": self._planned_steps,
             }
             (Path(output_dir) / STATE_FILE).write_text(json.dumps(state))
         for stem, kept in ((ACCUMULATOR_STEM, self.delayed), (AVERAGE_STEM, self.average)):
@@ -326,6 +400,9 @@ class OtaroMixin:
         state = json.loads((Path(checkpoint) / STATE_FILE).read_text())
         self.search.load_state_dict(state["search"])
         self._learning_rates = state["learning_rates"]
+        if state.get("steps", self._planned_steps) != self._planned_steps:
+            self._plan_anew()
+            state["averaged"] = 0  # a mean of the last steps must not begin before them: it starts anew
         counts = {ACCUMULATOR_STEM: state["accumulated"], AVERAGE_STEM: state.get("averaged", 0)}
         for stem, kept in ((ACCUMULATOR_STEM, self.delayed), (AVERAGE_STEM, self.average)):
             if kept is not None and counts[stem]:
@@ -335,11 +412,19 @@ class OtaroMixin:
                 devices = {name: p.device for name, p in self._named_parameters().items()}
                 kept.restore(counts[stem], load_file(file), devices)
 
+    def _plan_anew(self: Any) -> None:
+        """A run with more steps than before goes on at the rate that one of so many steps has by now."""
+        if isinstance(self.lr_scheduler, LambdaLR):
+            by_now = [factor(self.lr_scheduler.last_epoch) for factor in self.lr_scheduler.lr_lambdas]
+            for group, rate, factor in zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, by_now, strict=True):
+                group["lr"] = rate * factor
+
     def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
         self._drop_anchor()  # at the weights that the run started with, not at those it goes on from
         super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        self._refuse_what_is_not_finite("after")
         run = Path(self._get_output_dir(trial))
         mark = run / f"checkpoint-{self.state.global_step}" / COMPLETE_FILE
         limit, self.args.save_total_limit = (
@@ -384,8 +469,27 @@ class OtaroTrainer(OtaroMixin, Trainer):  # type: ignore[misc]
 
 def last_complete_checkpoint(directory: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
-    found = [path.parent for path in directory.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(_complete_checkpoints(directory), key=_age, default=None)
+
+
+def last_good_checkpoint(directory: Path) -> Path | None:
+    """The newest one that is complete, and whose weights, as far as they are in safetensors files, are all finite."""
+    newest_first = sorted(_complete_checkpoints(directory), key=_age, reverse=True)
+    return next((checkpoint for checkpoint in newest_first if _is_finite(checkpoint)), None)
+
+
+def _complete_checkpoints(directory: Path) -> list[Path]:
+    return [path.parent for path in directory.glob(f"checkpoint-*/{COMPLETE_FILE}")]
+
+
+def _is_finite(checkpoint: Path) -> bool:
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 # a file, not a mapping
+                values = tensors.get_tensor(name)
+                if values.numel() and not torch.linalg.vector_norm(values.float(), torch.inf).isfinite():
+                    return False
+    return True
 
 
 def _age(checkpoint: Path) -> tuple[bool, int]:
@@ -410,6 +514,13 @@ def _step_of(line: str) -> float:
         return float("inf")  # cut off by the kill
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Give back what FSDP has gathered and keeps for a backward pass, after a forward that has none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean KL divergence from teacher to student over the tokens that have a label."""
     counted = labels[..., 1:] != -100
@@ -419,7 +530,7 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tens
     return each.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: weights that FSDP gathers in it could not be trained afterwards
 def losses_by_precision(
     model: Any,
     precisely: Precisely,

@@ -92,6 +92,7 @@ Packed Cache::packed(std::byte* part) const {
   Packed rows;
   rows.rows = kSegment;
   rows.length = head_;
+  rows.group_size = kCacheGroup;
   rows.bits = bits_;
   if (part) {
     auto* at = reinterpret_cast<uint8_t*>(part);
@@ -192,6 +193,9 @@ struct Decoder::Run {
       std::byte* key_part = cache.part(segment, number, h, false);
       std::byte* value_part = cache.part(segment, number, h, true);
       if (cache.bits_) {
+        // The same from all keys of a head, so that all scores of a query change alike: ../keyvalues.py says why.
+        if (const float* offset = layer.key_offset)
+          for (int64_t i = 0; i < head; ++i) key[i] -= offset[h * head + i];
         if (!encode(key, cache.packed(key_part), at) || !encode(value, cache.packed(value_part), at))
           held.store(false, std::memory_order_relaxed);
       } else {

@@ -37,6 +37,7 @@ struct Linear {
 struct Layer {
   const float *input_norm = nullptr, *mlp_norm = nullptr;
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head] or none
+  const float* key_offset = nullptr;                       // what packed keys are kept less, [kv_heads * head] or none
   Linear query, key, value, output, gate, up, down;
   int64_t window = 0;  // positions that a token sees, itself included; 0: all
 };

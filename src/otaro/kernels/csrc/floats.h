@@ -8,6 +8,7 @@
 
 namespace otaro {
 
+constexpr int kCacheGroup = 32;  // numbers of a packed key or value that share an exponent
 constexpr int kSegment = 64;  // positions that lie together in a cache, and that are attended to before anything is merged
 constexpr int kTile = 16;     // floats that the inner loops of attention hold at a time
 constexpr int kMaxRows = 8;   // queries that share the keys of a tile
@@ -230,11 +231,12 @@ static bool store_key(const float* key, int64_t head, uint16_t* segment, int64_t
 static bool store_value(const float* value, int64_t head, uint16_t* row) { return store_halves(value, head, row, 1); }
 
 static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents) {
-  constexpr int kGroup = 64, kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;
-  for (int64_t start = 0; start < length; start += kGroup) {
-    float values[kGroup] = {};
-    const int64_t count = length - start < kGroup ? length - start : kGroup;
-    std::memcpy(values, row + start, static_cast<size_t>(count) * sizeof(float));
+  static_assert(kCacheGroup == kBlock);
+  constexpr int kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;
+  for (int64_t block = 0; block * kBlock < length; ++block) {
+    float values[kBlock] = {};
+    const int64_t count = length - block * kBlock < kBlock ? length - block * kBlock : kBlock;
+    std::memcpy(values, row + block * kBlock, static_cast<size_t>(count) * sizeof(float));
     uint32_t largest = 0;
     for (float value : values) {
       const uint32_t magnitude = to_bits(value) & 0x7fffffff;
@@ -243,30 +245,26 @@ static bool encode(const float* row, int64_t length, int bits, uint8_t* base, ui
     int exponent = static_cast<int>(largest >> 23) - 126;
     if (exponent > 16) return false;
     if (exponent < -15) exponent = -15;
-    exponents[start / kGroup] = static_cast<int8_t>(exponent);
+    exponents[block] = static_cast<int8_t>(exponent);
     const float scale = power_of_two(kFinest - exponent);
-    int32_t stored[kGroup];
-    for (int i = 0; i < kGroup; ++i) {
+    int32_t u[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
       const float scaled = values[i] * scale;
       int32_t floor = static_cast<int32_t>(scaled);
       floor -= (scaled < static_cast<float>(floor)) | ((values[i] < 0) & (scaled == 0));  // a tiny negative one scaled to -0
       const int32_t code = floor + kShift < kLargest ? floor + kShift : kLargest;
-      stored[i] = code + (1 << kFinest);
+      u[i] = code + (1 << kFinest);
     }
-    for (int i = static_cast<int>(count); i < kGroup; ++i) stored[i] = 0;  // FORMAT.md: padding is zero
-    for (int b = 0; b * kBlock < count; ++b) {
-      const int32_t* u = stored + b * kBlock;
-      const int64_t block = start / kBlock + b;
-      for (int i = 0; i < kBaseBytes; ++i)
-        base[block * kBaseBytes + i] =
-          static_cast<uint8_t>(u[digit_weight(i)] >> kPlanes | (u[digit_weight(i + kBaseBytes)] >> kPlanes) << 4);
-      for (int p = 0; p < bits - kCoarsest; ++p)
-        for (int byte = 0; byte < kPlaneBytes; ++byte) {
-          int bits_of = 0;
-          for (int i = 0; i < 8; ++i) bits_of |= (u[4 * i + byte] >> (kPlanes - 1 - p) & 1) << i;
-          planes[p][block * kPlaneBytes + byte] = static_cast<uint8_t>(bits_of);
-        }
-    }
+    for (int i = static_cast<int>(count); i < kBlock; ++i) u[i] = 0;  // FORMAT.md: padding is zero
+    for (int i = 0; i < kBaseBytes; ++i)
+      base[block * kBaseBytes + i] =
+        static_cast<uint8_t>(u[digit_weight(i)] >> kPlanes | (u[digit_weight(i + kBaseBytes)] >> kPlanes) << 4);
+    for (int p = 0; p < bits - kCoarsest; ++p)
+      for (int byte = 0; byte < kPlaneBytes; ++byte) {
+        int bits_of = 0;
+        for (int i = 0; i < 8; ++i) bits_of |= (u[4 * i + byte] >> (kPlanes - 1 - p) & 1) << i;
+        planes[p][block * kPlaneBytes + byte] = static_cast<uint8_t>(bits_of);
+      }
   }
   return true;
 }

@@ -21,7 +21,7 @@
 
 constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
-constexpr int kPitch = kChunks * kBlock, kGroups = (kChunks + 1) / 2;
+constexpr int kPitch = kChunks * kBlock;
 constexpr int kPlanes = KV_BITS ? KV_BITS - kCoarsest : 0;
 constexpr int kMostSplits = 64;
 #define kNever __int_as_float(0xff800000)
@@ -65,7 +65,7 @@ __device__ __forceinline__ void split(float first, float second, uint32_t& high,
   low = pair(to_half(first - from_half(a)), to_half(second - from_half(b)));
 }
 
-// How a group's numbers come from its bytes: byte * factor + constant (+ last * extra); the halves of a pair may be of two positions.
+// How a chunk's numbers, which are a group, come from its bytes: byte * factor + constant (+ last * extra); the halves of a pair may be of two positions.
 struct Scale {
   uint32_t factor, constant, extra;
 };
@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t quad_of(uint32_t nibbles, const uint32_t* pl
 struct Words {
   uint32_t base[kChunks * (KV_BITS ? 1 : 4)];  // of a value in float16, two to a chunk
   uint32_t planes[kChunks][kPlanes ? kPlanes : 1];
-  int exponents[kGroups];
+  int exponents[kChunks];
 };
 
 // Of a key: dimensions 32 c + 8 t and on. Of a value: 32 c + 4 g and on.
@@ -129,7 +129,7 @@ __device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words
       for (int k = 0; k < kPlanes; ++k) words.planes[c][k] = rows.planes[k][row * kChunks + c];
     }
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) words.exponents[group] = rows.exponents[row * kGroups + group];
+    for (int c = 0; c < kChunks; ++c) words.exponents[c] = rows.exponents[row * kChunks + c];
   }
 }
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ void key_halves(const Words& words, int c, uint32_t (
     for (int i = 0; i < 4; ++i) b[i] = words.base[4 * c + i];
   } else {
     const int t = threadIdx.x % 4;
-    const Scale scale = scale_of(words.exponents[c / 2], words.exponents[c / 2]);
+    const Scale scale = scale_of(words.exponents[c], words.exponents[c]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t last;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void value_halves(const Words& first, const Words& se
     }
   } else {
     const int g = threadIdx.x % kWarp / 4;
-    const Scale scale = scale_of(first.exponents[c / 2], second.exponents[c / 2]);
+    const Scale scale = scale_of(first.exponents[c], second.exponents[c]);
     uint32_t last[2];
     const uint32_t u[2] = {quad_of(first.base[c] >> 4 * (g % 2), first.planes[c], g, last[0]),
                            quad_of(second.base[c] >> 4 * (g % 2), second.planes[c], g, last[1])};

@@ -182,6 +182,7 @@ struct Place {
   const void* from[3];       // queries, keys, values [tokens, heads, HEAD]
   int64_t strides[3];        // from token to token
   const float* norms[2];     // of queries and keys [HEAD], or null
+  const float* offsets;      // what packed keys are kept less [kv heads, HEAD], or null
   const float* cosines;      // [positions, HEAD / 2]
   const float* sines;
   const int* positions;      // [tokens]
@@ -195,47 +196,36 @@ struct Place {
 };
 
 constexpr int kPlaceWarps = 4;
-constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock, kHeadGroups = (kHeadBlocks + 1) / 2;
+constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock;
 
-// A row into the cache. Lane l holds the weight of a block whose bit of a plane is bit l: FORMAT.md, "Blocks".
+// A row into the cache; a block is a group. Lane l holds the weight of a block whose bit of a plane is bit l: FORMAT.md, "Blocks".
 __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t row, int* refused) {
   const int lane = threadIdx.x % kWarp, weight = 4 * (lane % 8) + lane / 8;
 #pragma unroll
-  for (int group = 0; group < kHeadGroups; ++group) {
-    float values[2];
-    uint32_t largest = 0;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int at = (2 * group + b) * kBlock + weight;
-      values[b] = at < HEAD ? x[at] : 0.0f;
-      largest = max(largest, __float_as_uint(values[b]) & 0x7fffffffu);
-    }
-    largest = __reduce_max_sync(kAll, largest);
+  for (int block = 0; block < kHeadBlocks; ++block) {
+    const bool there = block * kBlock + weight < HEAD;
+    const float value = there ? x[block * kBlock + weight] : 0.0f;
+    const uint32_t largest = __reduce_max_sync(kAll, __float_as_uint(value) & 0x7fffffffu);
     int exponent = static_cast<int>(largest >> 23) - 126;
     if (exponent > 16) {
       if (lane == 0) *refused = 1;
       exponent = 16;
     }
     exponent = max(exponent, -15);
-    if (lane == 0) rows.exponents[row * kHeadGroups + group] = static_cast<int8_t>(exponent);
+    const int64_t at = row * kHeadBlocks + block;
+    if (lane == 0) rows.exponents[at] = static_cast<int8_t>(exponent);
+    const float scaled = value * power_of_two(8 - exponent);
+    const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
+    int code = static_cast<int>(floor) - (value < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
+    code = min(code + 16, 255);
+    const int u = there ? code + 256 : 0;  // padding is zero
+    const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
+    if (lane % 2 == 0)
+      reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] = static_cast<uint8_t>(nibble | other << 4);
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int block = 2 * group + b;
-      if (block >= kHeadBlocks) continue;
-      const float scaled = values[b] * power_of_two(8 - exponent);
-      const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
-      int code = static_cast<int>(floor) - (values[b] < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
-      code = min(code + 16, 255);
-      const int u = block * kBlock + weight < HEAD ? code + 256 : 0;  // padding is zero
-      const int64_t at = row * kHeadBlocks + block;
-      const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
-      if (lane % 2 == 0)
-        reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] = static_cast<uint8_t>(nibble | other << 4);
-#pragma unroll
-      for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
-        const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
-        if (lane == 0) rows.planes[k][at] = plane;
-      }
+    for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
+      const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
+      if (lane == 0) rows.planes[k][at] = plane;
     }
   }
 }
@@ -297,10 +287,13 @@ extern "C" __global__ void __launch_bounds__(kPlaceWarps * kWarp) place(const __
   const int64_t row = (static_cast<int64_t>(sequence) * p.kv_heads + head) * p.capacity + position;
   const Rows& rows = p.rows[kind - 1];
   if constexpr (KV_BITS) {
+    const float* offsets = kind == 1 && p.offsets ? p.offsets + head * HEAD : nullptr;
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = lane + kWarp * k;
-      if (i < kHalf) shared[warp][i] = first[k], shared[warp][kHalf + i] = second[k];
+      if (i >= kHalf) continue;
+      shared[warp][i] = offsets ? __fsub_rn(first[k], offsets[i]) : first[k];
+      shared[warp][kHalf + i] = offsets ? __fsub_rn(second[k], offsets[kHalf + i]) : second[k];
     }
     __syncwarp();
     encode(shared[warp], rows, row, p.refused);

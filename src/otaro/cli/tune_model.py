@@ -1,0 +1,70 @@
+"""The model that a run tunes: all of its weights in float32, or adapters over frozen ones in the type they are stored in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from otaro.errors import OtaroError, install
+
+if TYPE_CHECKING:
+    import torch
+
+    from otaro.tune.config import Training
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}  # as Trainer calls them
+
+
+def load_model(path: Path, training: Training) -> Any:
+    """The model, with adapters where the run is to tune these."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from otaro.file.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(path)  # refuses what cannot be packed afterwards, before hours of tuning
+    _check_optimizer(training)
+    if not training.lora:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
+    from otaro.tune.fake_quant import narrow_frozen
+
+    model, own = _frozen(path, checkpoint)
+    linears = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    rank = training.lora
+    torch.manual_seed(training.seed)  # of the adapters
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[n for n in linears if n != head], lora_dropout=0.0)
+    model = get_peft_model(model, config)
+    narrow_frozen(model, own)
+    return model
+
+
+def _frozen(path: Path, checkpoint: Any) -> tuple[Any, torch.dtype]:
+    """A model to freeze, and the type that all of its matrices are stored in.
+
+    Loaded in that type where nothing is rounded thereby: no tensor that is stored in a wider one, and no buffer that the model
+    computes for itself, as Gemma does the scale of its embedding. Else in float32, which takes twice the memory of the host.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    stored = {checkpoint.stored_dtype(name) for name in checkpoint.packed}
+    own = stored.pop() if len(stored) == 1 else torch.float32
+    if {checkpoint.stored_dtype(name) for name in checkpoint.shapes} == {own}:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=own)
+        if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
+            return model, own
+        del model
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), own
+
+
+def _check_optimizer(training: Training) -> None:
+    if training.optimizer == "adamw8bit":
+        from importlib.util import find_spec
+
+        if find_spec("bitsandbytes") is None:
+            raise OtaroError(f"--optimizer adamw8bit needs the package bitsandbytes; install it with: {install('adam8bit')}")

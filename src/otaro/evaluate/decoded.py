@@ -1,0 +1,103 @@
+"""A nested model as an ordinary one: its weights at one precision, decoded once, for whoever reads much text.
+
+Packed modules decode what a call needs and forget it. That is right for running a model, and slow for measuring it: every
+window would decode every weight anew. So for measuring each precision is decoded once, into an ordinary transformers model
+in float32 on a CPU, elsewhere in the model's own type, and transformers runs it as it runs any other.
+
+The values are those of the packed modules' `weight`, to the last bit. So are the products, up to the rounding of a sum: for
+more than a few tokens (`kernels.ops.FEW_TOKENS`) a packed module decodes its weights and multiplies in floating point too.
+Only up to so many tokens at once, as when generating, are activations rounded to 16-bit integers.
+
+One set of decoded weights is in memory, whatever the number of precisions: the next is decoded over it. Norms, biases and all
+else that is not packed are the nested model's own tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any
+
+import torch
+
+from otaro.runtime.precision import attachment, trim
+from otaro.sefp.precision import Precision
+
+_AT_ONCE = 1 << 22  # weights decoded together: a copy of so many is in memory beside the model
+_TRIM_EVERY = 1 << 27  # weights, whose planes may be in memory too
+
+
+class DecodedModel:
+    """An ordinary model of a nested one's weights, at one of its precisions at a time.
+
+    >>> decoded = DecodedModel(otaro.load(DIR))                              # doctest: +SKIP
+    >>> decoded.at("E5M4").generate(...)                                     # doctest: +SKIP
+    """
+
+    def __init__(self, nested: Any, dtype: torch.dtype | None = None, *, keep_planes: bool = False) -> None:
+        """`nested` is a model as `otaro.load` returns it; `dtype` is its own unless said otherwise.
+
+        Planes that were decoded leave the memory, unless they are to be kept: for a nested model that runs too.
+        """
+        self.nested, self._keep_planes = nested, keep_planes
+        modules = attachment(nested).modules.values()
+        self._weights = {m.packed: dtype or m._like.dtype for m in modules}
+        self._model = _ordinary(nested, dtype)
+        self._model.load_state_dict(
+            {
+                packed.name: torch.empty(packed.shape, dtype=kind, device=packed.base.device)
+                for packed, kind in self._weights.items()
+            },
+            assign=True,
+            strict=False,
+        )
+        self._model.tie_weights()
+        self._parameters = {packed: self._model.get_parameter(packed.name) for packed in self._weights}
+        self._model.requires_grad_(False).eval()
+        self._at: Precision | None = None
+
+    def at(self, precision: str | Precision) -> Any:
+        """The model at this precision, until the next call."""
+        wanted = Precision(precision)
+        if wanted != self._at:
+            self._at = None  # whatever interrupts this leaves a mixture
+            self._decode(wanted)
+            self._at = wanted
+        return self._model
+
+    @torch.inference_mode()
+    def _decode(self, precision: Precision) -> None:
+        attachment(self.nested).nested.require(precision)
+        bits, since = precision.mantissa_bits, 0
+        for packed, dtype in self._weights.items():
+            packed.reach(bits)
+            target = self._parameters[packed].data.view(-1, packed.shape[-1])
+            rows = max(1, _AT_ONCE // packed.shape[-1])
+            for start in range(0, len(target), rows):
+                some = slice(start, min(start + rows, len(target)))
+                target[some] = packed.decode(bits, dtype, some)
+            since += prod(packed.shape)
+            if since >= _TRIM_EVERY and not self._keep_planes:
+                trim(self.nested, everything=True)
+                since = 0
+        if not self._keep_planes:
+            trim(self.nested, everything=True)
+
+
+def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
+    """The model without its packed weights, which are on the meta device; all else is what the nested model has."""
+    config = copy.deepcopy(nested.config)
+    del config.quantization_config
+    config._experts_implementation = None  # packed experts run one by one; here transformers chooses
+    with torch.device("meta"):
+        model = type(nested)(config)
+    own = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()}
+    model.load_state_dict(own, assign=True, strict=False)
+    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles stay precise.
+    there = dict(nested.named_buffers())
+    for name, _ in list(model.named_buffers()):
+        if name in there:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, there[name])
+    model.generation_config = nested.generation_config
+    return model

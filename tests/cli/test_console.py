@@ -1,0 +1,49 @@
+"""What the commands share: a long one without a terminal says a line a minute."""
+
+import pytest
+
+from otaro.cli import console
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1000.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(clock, capsys):
+    with console.progress_bar("packing (million weights)", 1_000_000, clock) as progress:
+        for second in range(600):
+            clock.now = 1000.0 + second
+            progress("lm_head", second * 1_000_000, 1_200_000_000)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert len(lines) == 9
+    assert lines[0] == "packing (million weights): 60 of 1200 (lm_head), 1 min so far, about 19 min left"
+    assert lines[-1] == "packing (million weights): 540 of 1200 (lm_head), 9 min so far, about 11 min left"
+    assert said.out == ""
+
+
+def test_what_is_done_within_a_minute_says_nothing(clock, capsys):
+    with console.progress_bar("verifying (MB)", 1, clock) as progress:
+        for done in range(50):
+            clock.now += 1
+            progress("", done, 50)
+    assert capsys.readouterr().err == ""
+
+
+def test_before_anything_is_done_and_for_hours(clock, capsys):
+    with console.progress_bar("evaluating", 1, clock) as progress:
+        clock.now += 61
+        progress("E5M8", 0, 10)
+        clock.now += 4 * 3600
+        progress("E5M8", 5, 10)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating: 0 of 10 (E5M8), 1 min so far",
+        "evaluating: 5 of 10 (E5M8), 4 h so far, about 4 h left",
+    ]
