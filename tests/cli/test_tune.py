@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
+from otaro.cli.tune import _explained
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer
@@ -165,6 +167,7 @@ def done(text, tmp_path_factory):
         (["--lora", "4"], "--lora is 4, the run has not given."),
         (["--hold-out", "0.2"], "--hold-out is 0.2, the run has 0.05."),
         (["--steps", "5"], "--steps is 5, the run has 6: it may be raised, not lowered."),
+        (["--epochs", "3"], "--epochs is 3.0, but the run counts --steps."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -237,7 +240,7 @@ def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
 def test_a_sequence_longer_than_the_model_has_positions_is_shortened_and_that_is_said(text, tmp_path):
     result = tune(text, tmp_path / "run", "--sequence-length", 4096, "--steps", 1, "--hold-out", 0)
     assert result.exit_code == 0, result.output + repr(result.exception)
-    assert "--sequence-length 4096 is shortened to the 512 positions of this model" in " ".join(result.stderr.split())
+    assert " ".join(result.stderr.split()).count("--sequence-length 4096 is shortened to the 512 positions of this model") == 1
 
 
 def test_bfloat16_needs_no_gpu(text, tmp_path):
@@ -297,8 +300,9 @@ def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way
     assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(
+    ("number", "status", "step"), [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, 3)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, monkeypatch, number, status, step):
     run = tmp_path / "run"
     fail_at(monkeypatch, step, lambda: os.kill(os.getpid(), number))
@@ -313,24 +317,22 @@ def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, m
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
-    ],
-    ids=["device", "Python", "host"],
-)
-def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try(text, tmp_path, monkeypatch, error):
+def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try_and_what_is_kept(text, tmp_path, monkeypatch):
     def fail():
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     fail_at(monkeypatch, 6, fail)
     stopped = tune(text, tmp_path / "run", "--hold-out", 0).exception
     assert isinstance(stopped, otaro.OtaroError)
-    words = ("out of memory; try a smaller --batch-size", "--gradient-checkpointing", "--lora", "--fsdp", "checkpoint-4; go on")
-    assert all(part in str(stopped) for part in words)
+    tries = ("--batch-size", "--grad-accum", "--gradient-checkpointing", "--optimizer adamw8bit", "--lora", "--fsdp")
+    assert all(part in str(stopped) for part in ("out of memory", *tries, "checkpoint-4; go on with"))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+def test_so_does_one_without_memory_on_the_host(error):
+    run = SimpleNamespace(kept=lambda: "this is kept")
+    with pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"), _explained(run):
+        raise error
 
 
 def test_two_runs_in_one_folder_are_refused(text, tmp_path):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "otaro"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy"]
-ACCELERATE += ["TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type", "SHARDED_STATE_DICT", "--num_processes", "2"]
+ACCELERATE += ["TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type", "FULL_STATE_DICT", "--num_processes", "2"]
 ACCELERATE += ["--main_process_port", "0", "-m", "otaro"]
 # Plain SGD, with all that must be shared out or averaged: what a rounding changes stays a rounding, unlike with Adam.
 SETTINGS = ["--optimizer", "sgd", "--lr", "1e-3", "--pull", "5", "--steps", "8", "--sequence-length", "32"]
@@ -197,6 +197,15 @@ def test_other_commands_are_one_process_s_work(monkeypatch):
     result = CliRunner().invoke(app, ["demo"])
     assert isinstance(result.exception, otaro.OtaroError)
     assert "`otaro demo` is one process's work; start it without torchrun" in str(result.exception)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(processes, "_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(otaro.OtaroError, match=r"2 processes cannot share 1 GPU\(s\); start as many as there are"):
+        processes.join()
 
 
 def test_processes_that_cannot_become_one_run_are_refused(monkeypatch, tmp_path, text):

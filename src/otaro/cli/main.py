@@ -81,6 +81,10 @@ def main() -> None:
         if processes.may_speak():
             traceback.print_exc()
         _leave()
+    except SystemExit as end:
+        if end.code:
+            _leave(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def _end(message: str) -> None:
@@ -89,9 +93,9 @@ def _end(message: str) -> None:
     _leave()
 
 
-def _leave() -> None:
-    """With status 1; one of several processes at once, as it might wait for others that are gone."""
+def _leave(status: int = 1) -> None:
+    """One of several processes at once, as it might wait for others that are gone."""
     if processes.size() > 1:
         sys.stderr.flush()
-        os._exit(1)
-    sys.exit(1)
+        os._exit(status)
+    sys.exit(status)

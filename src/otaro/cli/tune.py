@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from otaro.cli import console
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, brief
 from otaro.tune import processes
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ RESUME_HELP = (
     "rate then follows the schedule of the longer run, and a mean of the last steps starts anew."
 )
 LESS_MEMORY = (
-    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --lora 16, or several GPUs: "
-    "torchrun --nproc_per_node N -m otaro tune ... --fsdp"
+    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
+    "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
 )
 
 
@@ -362,8 +362,8 @@ class TuningRun:
 
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
-        asked, positions = self.training.sequence_length, getattr(model.config, "max_position_embeddings", None)
-        return asked if positions is None else min(asked, int(positions))
+        positions = getattr(model.config, "max_position_embeddings", None)
+        return min(self.training.sequence_length, self.training.sequence_length if positions is None else int(positions))
 
     def _arguments(self) -> Any:
         import torch
@@ -506,8 +506,10 @@ class TuningRun:
         """What a run that ended early leaves behind, and how to go on."""
         from otaro.tune.trainer import last_good_checkpoint
 
+        count = processes.size()
+        command = "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"
         if last := last_good_checkpoint(self.folder.checkpoints):
-            return f"kept is {last}; go on with: otaro tune --resume --out {self.out}"
+            return f"kept is {last}; go on with: {command} tune --resume --out {self.out}"
         return f"nothing is kept, as the first checkpoint comes after {self.save_every} steps (--save-every)"
 
 
@@ -553,15 +555,14 @@ def _explained(run: TuningRun) -> Iterator[None]:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
             raise OtaroError(f"out of memory; {LESS_MEMORY}; {run.kept()}") from error
         if processes.size() > 1 and re.search("Connection (closed|reset) by peer|NCCL|gloo", said):
-            raise OtaroError(f"another process of this run was ended, for lack of memory perhaps; {run.kept()}") from error
+            why = f"the processes of this run lost each other ({brief(error)}); one was ended perhaps, for lack of memory"
+            raise OtaroError(f"{why}; {run.kept()}") from error
         raise
 
 
 @contextmanager
 def _worded() -> Iterator[None]:
     """Other libraries' refusals of a setting, in one line."""
-    from otaro.errors import brief
-
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:

@@ -91,7 +91,9 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
         for name, value in now[section].items():
             if name not in before[section] or value == (old := before[section][name]) or name in FREE:
                 continue
-            if name in RAISED and value is not None and old is not None:
+            if name == "epochs" and now["training"]["steps"] is not None:
+                changed.append(f"--epochs is {value}, but the run counts --steps")
+            elif name in RAISED and value is not None and old is not None:
                 if value > old:
                     continue
                 changed.append(f"{flag(name)} is {value}, the run has {old}: it may be raised, not lowered")

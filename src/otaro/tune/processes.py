@@ -95,7 +95,12 @@ def join() -> None:
         raise OtaroError("this build of torch cannot run several processes; start one, without torchrun or accelerate launch")
     backend = "gloo"
     if (device := _accelerator()) is not None:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+        here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
+        if here > devices:
+            raise OtaroError(
+                f"{here} processes cannot share {devices} GPU(s); start as many as there are: --nproc_per_node {devices}"
+            )
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
     if not distributed.is_initialized():
         store, number, count = next(rendezvous("env://"))

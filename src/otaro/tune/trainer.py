@@ -108,7 +108,8 @@ class OtaroMixin:
         asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if asked and state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.FSDP
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {}))
+            parts = {"state_dict_type": "SHARDED_STATE_DICT"}  # accelerate cannot write checkpoints in whole there
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**{**(self.args.fsdp_plugin_args or {}), **parts})
             self.is_fsdp_enabled = True
         if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 2:
             state.fsdp_plugin.mixed_precision_policy = None
@@ -261,11 +262,10 @@ class OtaroMixin:
 
     def _stopped(self: Any, why: str) -> TrainingError:
         """The end of a run: whatever was wrong has been neither applied nor saved."""
-        last = last_good_checkpoint(Path(self.args.output_dir))
-        way = "go on from it with a lower learning rate" if last else "start again with a lower learning rate"
-        return TrainingError(f"{why}; the last good checkpoint is {last or 'none'}: {way}")
+        last = last_good_checkpoint(Path(self.args.output_dir)) or "none"
+        return TrainingError(f"{why}; the last good checkpoint is {last}: start again with a lower learning rate")
 
-    def _refuse_what_is_not_finite(self: Any, when: str) -> None:
+    def _refuse_what_is_not_finite(self: Any) -> None:
         """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds something."""
         kept = {f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad}
         for what, of in (("the delayed gradient", self.delayed), ("the mean", self.average)):
@@ -276,7 +276,7 @@ class OtaroMixin:
         anywhere = self.accelerator.reduce(torch.tensor(float(found is not None), device=self.accelerator.device), "sum")
         if anywhere:
             what = found or "a weight that another process holds"
-            raise self._stopped(f"{what} was no longer finite {when} step {self.state.global_step}")
+            raise self._stopped(f"{what} was no longer finite after step {self.state.global_step}")
 
     def _after_optimizer_step(self: Any) -> None:
         """Hold the weights back and average them, as far as that was asked for."""
@@ -356,7 +356,7 @@ class OtaroMixin:
             self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": applied})
         if self.average is not None and self.average.count:
             self.average.install(self._named_parameters())
-        self._refuse_what_is_not_finite("after")
+        self._refuse_what_is_not_finite()
         return result
 
     def _apply_leftover(self: Any) -> None:
@@ -430,7 +430,7 @@ class OtaroMixin:
         super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        self._refuse_what_is_not_finite("after")
+        self._refuse_what_is_not_finite()
         run = Path(self._get_output_dir(trial))
         mark = run / f"checkpoint-{self.state.global_step}" / COMPLETE_FILE
         limit, self.args.save_total_limit = (
