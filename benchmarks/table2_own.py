@@ -21,6 +21,7 @@ from table2_model import ALL_PLANES, PackedModel, fill, half_weights
 from table2_products import Settings, say
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from otaro.errors import OtaroError
 from otaro.kernels import nvrtc
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.gpu_cache import GpuCache
@@ -130,7 +131,10 @@ def about(precision: Precision | None, cache: GpuCache, weights: int) -> dict[st
 def finite(decoder: GpuDecoder, cache: GpuCache, one: Contender) -> bool:
     """Whether the logits of a step are numbers, and not all the same."""
     one.rewind()
-    logits = decoder.forward([FIRST], cache)
+    try:
+        logits = decoder.forward([FIRST], cache)
+    except OtaroError:  # the cache met what is no number
+        return False
     return bool(logits.isfinite().all()) and float(logits.std()) > 0
 
 

@@ -447,6 +447,18 @@ def test_a_buffer_may_hold_infinity_but_not_nan():
         pack_module._check_finite("mask", torch.tensor([0.0, torch.nan]), is_buffer=True)
 
 
+def test_a_tensor_that_transformers_rearranges_when_it_reads_it_is_refused(checkpoint_dir, tmp_path, monkeypatch):
+    """Its shape may be that of the parameter: taken as it is, a square matrix would be packed transposed."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    query = "self_attn.q_proj.weight"
+    turned = WeightConverter(source_patterns=query, target_patterns=query, operations=[Transpose(0, 1)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [turned])
+    with pytest.raises(CheckpointError, match=rf"{query} is stored in another form than \S+{query}, which it becomes"):
+        otaro.pack(checkpoint_dir, tmp_path / "out")
+
+
 def test_a_model_that_does_not_generate_is_refused(checkpoint_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "can_generate", classmethod(lambda cls: False))
     with pytest.raises(CheckpointError, match=r"LlamaForCausalLM \(llama\) is not a model that generates text"):

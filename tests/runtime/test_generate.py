@@ -130,6 +130,9 @@ def test_where_transformers_runs_in_float16_on_a_cpu_float32_is_recommended(make
     model = AutoModelForCausalLM.from_pretrained(make_nested("qwen3_moe"))
     (said,) = slow_warnings(lambda: model.generate(IDS, **{**OPTIONS, "max_new_tokens": 2}))
     assert "its architecture is qwen3_moe" in said
+    assert (
+        slow_warnings(lambda: model.generate(IDS.repeat(2, 1), **{**OPTIONS, "max_new_tokens": 2})) == []
+    )  # no row would help
     assert said.endswith("load it with dtype=torch.float32, which is faster here than float16")
 
 
@@ -323,6 +326,31 @@ def test_an_interrupted_generation_restores_the_precision(model):
     with pytest.raises(KeyboardInterrupt):
         by_decoder(model, streamer=Interrupt(), decode="E5M3", prefill="E5M8")
     assert set(map(str, otaro.precisions_of(model).values())) == {"E5M6"}
+
+
+@pytest.mark.parametrize("kv", [None, "E5M7"])
+def test_a_generation_that_a_cache_refuses_leaves_it_as_it_was(make_nested, kv):
+    model = otaro.load(make_nested("qwen2"), "E5M6")
+    cache = decoder_of(model).new_cache(kv and otaro.Precision(kv))
+    first = by_decoder(model, max_new_tokens=3, past_key_values=cache)
+    expected = by_decoder(model, first)
+    bias = model.model.layers[1].self_attn.v_proj.bias.data
+    usual = bias.clone()
+
+    class TooLarge:
+        def put(self, value):
+            if value.dim() == 1:
+                bias[3] = 1e6
+
+        def end(self):
+            pass
+
+    with pytest.raises(OtaroError, match="cannot hold it"):
+        by_decoder(model, first, past_key_values=cache, streamer=TooLarge())
+    assert cache.length == 8
+    bias.copy_(usual)
+    if kv is None:
+        assert torch.equal(by_decoder(model, first, past_key_values=cache), expected)
 
 
 def test_packed_keys_and_values(model):

@@ -154,6 +154,7 @@ def test_a_copy_generates_on_its_own(make_nested):
     finer = otaro.load(make_nested("llama"), "E5M8")
     assert torch.equal(twin.generate(ids, **options), finer.generate(ids, **options))
     assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(copy.copy(model).generate(ids, **options), expected)
     twin.model.norm.weight.data.zero_()
     assert torch.equal(model.generate(ids, **options), expected)
 

@@ -350,11 +350,14 @@ def test_single_tuned_tokens_are_refused(make_plain):
         prepare(with_lora(make_plain(), trainable_token_indices=[3, 5]), Precisely())
 
 
-def test_an_embedding_that_scales_its_rows_is_quantised_before_it_does(random_model, tmp_path):
+def test_an_embedding_that_is_not_packed_and_a_head_tied_to_it_are_tuned_as_they_are(tmp_path):
+    """As a nested file has them: what tuning shows of a precision is what the file will show."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma3_text", **SIZES, sliding_window=32, layer_types=["full_attention"] * 2)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    plain.packed_names = {name for name, p in plain.named_parameters() if p.dim() == 2}
+    plain.save_pretrained(tmp_path)
+    plain.packed_names = set(Checkpoint(tmp_path).packed)
+    assert "model.embed_tokens.weight" not in plain.packed_names
     model, precisely = prepared(copy.deepcopy(plain))
     assert torch.equal(logits(model), logits(plain))
     with precisely.at(M3):

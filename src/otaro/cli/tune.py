@@ -43,7 +43,7 @@ RECIPE_HELP = (
     "--schedule constant --clip 0."
 )
 PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
-DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name (/config, :split) on the Hub, or `builtin`."
+DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name or owner/name/config:split on the Hub, or `builtin`."
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
 AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from otaro.runtime.generate import Generates
 from otaro.runtime.precision import attachment, trim
 from otaro.sefp.precision import Precision
 
@@ -89,8 +90,9 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(nested.config)
     del config.quantization_config
     config._experts_implementation = None  # packed experts run one by one; here transformers chooses
+    kind: Any = next(kind for kind in type(nested).__mro__ if not issubclass(kind, Generates))  # without our `generate`
     with torch.device("meta"):
-        model = type(nested)(config)
+        model = kind(config)
     own = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()}
     model.load_state_dict(own, assign=True, strict=False)
     # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles stay precise.

@@ -16,7 +16,6 @@ stays as it was when they were made, so that a model can be compared with one th
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -139,7 +138,9 @@ def _set(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _shallow(module: Any) -> Any:
-    copied = copy.copy(module)
+    kind: Any = type(module)
+    copied = kind.__new__(kind)  # copy.copy goes by what pickles, which a nested model does not
+    copied.__dict__.update(module.__dict__)
     copied._modules = dict(module._modules)
     return copied
 

@@ -11,6 +11,7 @@ windows are the same. The reference is read before all that is compared with it,
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -31,6 +32,7 @@ from otaro.evaluate.quality import FULL, LONGEST, Entry, Record, identity, with_
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
 from otaro.evaluate.windows import Meter, ModelReader, Reader, Windows, choose_window, read
+from otaro.readable import duration
 from otaro.tokens import begins_with_bos
 
 _WARM_UP = 16  # tokens read before the clock starts: weights are read in, kernels chosen
@@ -97,9 +99,9 @@ class Evaluation:
     ) -> list[Entry]:
         """The entries of `plan` with their outcomes; those not found in the record are measured and kept in it one by one.
 
-        `progress` gets what is being measured, and how much is done: of the tokens of all readings of the text, or of a
-        task's requests. A measurement that does not come out finite is not kept; it is told of, by an exception, when all
-        others have been made.
+        `progress` gets what is being measured, after the first window with how long all readings will take, and how much is
+        done: of the tokens of all readings, or of a task's requests. A measurement that does not come out finite is not kept;
+        it is told of, by an exception, when all others have been made.
         """
         overflowed = []
         entries = [None if again else record.find(entry) for entry in self.plan]
@@ -214,7 +216,8 @@ class _Readings:
 
     def __init__(self, subject: Subject, readings: list[Reading], progress: Progress) -> None:
         self._subject, self._left, self._progress = subject, readings, progress
-        self._all, self._read = sum(len(reading.windows.ids) for reading in readings), 0
+        self._all, self._read = sum(len(reading.windows.ids) for reading in readings), 0  # tokens
+        self._told = False  # how long they will take
         self._outcomes: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._reference: KeptStates | None = None
 
@@ -230,7 +233,7 @@ class _Readings:
         return self._outcomes.pop(identity(entry))
 
     def _make(self, reading: Reading, at: str) -> None:
-        windows = reading.windows
+        windows, started = reading.windows, time.perf_counter()
         reader = self._reader(reading)
         meters = {identity(entry): self._meter(entry, windows) for entry in reading.entries}
         kept = KeptStates() if reading.is_reference else None
@@ -238,7 +241,11 @@ class _Readings:
             pass
 
         def report(done: int, total: int) -> None:
-            self._progress(at if reading.entries else f"{reading.precision}, to compare with", self._read + done, self._all)
+            read, what = self._read + done, at if reading.entries else f"{reading.precision}, to compare with"
+            if not self._told:  # a bar knows from the second window on
+                left = (time.perf_counter() - started) / read * (self._all - read)
+                what, self._told = f"{what}, about {duration(left)} left", True
+            self._progress(what, read, self._all)
 
         every = [*meters.values(), *([Keeper(kept)] if kept else [])]
         seconds = read(reader, windows, every, report, with_logits=bool(meters))

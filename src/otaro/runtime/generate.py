@@ -211,6 +211,12 @@ class Generates:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    def __copy__(self) -> Any:
+        """Another model of the same parts."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OtaroError(
             "a nested model is not pickled, by torch.save neither: its planes are files; write them again with "
@@ -270,7 +276,8 @@ class Generates:
     ) -> Any:
         request = _request.get() or self._no_request(Obstacle("another library called it"))
         options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-        obstacle = request.obstacle or _obstacle(input_ids, options, rows_at_once(self)) or _obstacle_of(self)
+        # The model's own first: what is advised must help.
+        obstacle = request.obstacle or _obstacle_of(self) or _obstacle(input_ids, options, rows_at_once(self))
         if obstacle:
             return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
@@ -299,7 +306,7 @@ class Generates:
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
     ) -> Any:
         options["generation_config"] = generation_config
-        obstacle = Obstacle("it searches with beams", "leave out num_beams")
+        obstacle = _obstacle_of(self) or Obstacle("it searches with beams", "leave out num_beams")
         return self._by_transformers("_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,14 +67,22 @@ class RowReader:
     def __init__(self, decoder: Decoder, cache: DecoderCache, prompt: list[int], bits: Callable[[int], bytes]) -> None:
         if isinstance(cache, GpuCache):
             raise OtaroError("this cache was made by the decoder of another model")
-        self._decoder, self.cache, self._unread, self._bits = decoder, cache, prompt[cache.length :], bits
+        self._decoder, self.cache, self._before, self._bits = decoder, cache, cache.length, bits
+        self._unread = prompt[self._before :]
         self.ran_at: Sequence[bytes] = ()
         """Mantissa bits of the last step."""
 
     def read(self, tokens: Sequence[int] | None, step: int) -> torch.Tensor:
-        """Logits [1, vocabulary] after this token; after the prompt, if there is none."""
+        """Logits [1, vocabulary] after this token; after the prompt, if there is none.
+
+        If anything is refused the cache is as before all of it.
+        """
         bits = self._bits(step)
-        logits = self._decoder.forward(self._unread if tokens is None else tokens, self.cache, bits=bits)
+        try:
+            logits = self._decoder.forward(self._unread if tokens is None else tokens, self.cache, bits=bits)
+        except OtaroError:
+            self.cache.crop(self._before)
+            raise
         self.ran_at = [bits]
         return logits.unsqueeze(0)
 

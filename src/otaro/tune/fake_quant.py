@@ -436,7 +436,8 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     """Swap the classes of all modules that will be packed; returns their names."""
     restore(model)  # in case some of it was prepared before
     prepared = []
-    tables = {id(table) for table in embeddings(model)}
+    tables = {id(table) for table in embeddings(model) if type(table) is nn.Embedding}
+    unpacked = {id(table.weight) for table in embeddings(model) if type(table) is not nn.Embedding}  # Gemma's, which scale
     inside_lora: dict[str, bool] = {}  # whether it is the base layer
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
@@ -454,7 +455,7 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
         elif type(module) is nn.Linear:
             swapped = TuneLinear
         elif id(module) in tables:
-            swapped = TuneEmbedding if type(module) is nn.Embedding else _mixed(type(module), TuneEmbedding)
+            swapped = TuneEmbedding
         elif _is_experts(module):
             object.__setattr__(module, "_untuned_experts", module.config._experts_implementation)
             module.config._experts_implementation = "eager"  # the one that reads its stacks expert by expert
@@ -463,10 +464,12 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             continue
         object.__setattr__(module, "_untuned_class", type(module))
         module.__class__ = swapped
-        object.__setattr__(module, "precisely", precisely)
-        if isinstance(module, TuneLinear):
+        # A head that is tied to an embedding which stays unpacked has its weight as it is, at every precision.
+        as_it_is = swapped is TuneLinear and id(module.weight) in unpacked
+        object.__setattr__(module, "precisely", Precisely() if as_it_is else precisely)
+        if swapped is TuneLinear and not as_it_is:
             precisely.linears.append(module)
-        if swapped is not BaseLinear:
+        if swapped is not BaseLinear and not as_it_is:
             prepared.append(name)
     if not prepared:
         raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
@@ -476,10 +479,9 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
 _MIXED: dict[tuple[type, type], type] = {}
 
 
-def _mixed(first: type, second: type) -> type:
-    """The class that is both, in this order; the same one every time."""
-    name = f"Tune{(first if second is TuneEmbedding else second).__name__}"
-    return _MIXED.setdefault((first, second), type(name, (first, second), {}))
+def _mixed(mixin: type, base: type) -> type:
+    """The class that is both; the same one every time."""
+    return _MIXED.setdefault((mixin, base), type(f"Tune{base.__name__}", (mixin, base), {}))
 
 
 def _check_lora(name: str, layer: Any) -> None:
