@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from otaro.evaluate.text import Text
 
 MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
-TEXT_HELP = "Measure perplexity on a text file, on a Hub data set (owner/name or owner/name/config:split), or on `builtin`."
+TEXT_HELP = (
+    "Measure perplexity on a text file (or the `text` of .jsonl, .json and .parquet rows), on a Hub data set "
+    "(owner/name or owner/name/config:split), or on `builtin`."
+)
 REFERENCE_HELP = "The checkpoint that a nested model came from: fp and divergence are then this one's."
 KV_HELP = (
     "Read the text through the decoder, with keys and values in some of float16,E5M8,...,E5M3 or `all`: "

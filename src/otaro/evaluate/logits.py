@@ -138,8 +138,7 @@ def _set(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _shallow(module: Any) -> Any:
-    kind: Any = type(module)
-    copied = kind.__new__(kind)  # copy.copy goes by what pickles, which a nested model does not
+    copied: Any = object.__new__(type(module))  # copy.copy goes by what pickles, which a nested model does not
     copied.__dict__.update(module.__dict__)
     copied._modules = dict(module._modules)
     return copied
