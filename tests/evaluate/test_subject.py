@@ -105,13 +105,13 @@ def test_a_precision_that_is_not_there_is_refused_before_anything_is_loaded(nest
 
 @pytest.mark.parametrize(
     ("text", "meaning"),
-    [("all", None), ("E5M3,fp, E5M8", ["fp", "E5M8", "E5M3"]), ("E5M4,E5M4", ["E5M4"]), ("FP,e5m8", ["fp", "E5M8"])],
+    [("all", None), ("E5M3,fp, E5M8", ["fp", "E5M8", "E5M3"]), ("E5M4,e5m4", ["E5M4"])],
 )
 def test_precisions_are_parsed_into_their_order(text, meaning):
     assert parse_precisions(text) == meaning
 
 
-@pytest.mark.parametrize("text", ["E5M9", "", "all,fp", "fp,"])
+@pytest.mark.parametrize("text", ["E5M9", "", "all,fp", "e5m9", "fp,"])
 def test_odd_precisions_are_refused(text):
     with pytest.raises(PrecisionError, match="give all, or some of fp, E5M8"):
         parse_precisions(text)

@@ -38,8 +38,8 @@ class Loss:
         if begin < last:
             rows = logits[begin - first : last - first].float()
             targets = window.ids[begin + 1 : last + 1].to(rows.device)
-            right = rows.gather(1, targets.unsqueeze(1)).squeeze(1)
-            self._window_sum += float((rows.logsumexp(-1) - right).sum(dtype=torch.float64))
+            losses = torch.nn.functional.cross_entropy(rows, targets, reduction="none")
+            self._window_sum += float(losses.sum(dtype=torch.float64))
             self._window_count += last - begin
         if first + len(logits) == len(window.ids):
             weight = len(window.ids) - window.known - (not self._has_bos)
@@ -67,5 +67,5 @@ def perplexity(
     """Perplexity on the token ids [tokens]; `stride` defaults to `window`, which is fastest and a little pessimistic."""
     windows = Windows(ids, window, stride, bos)
     loss = Loss(bos is not None)
-    read(ModelReader(model), windows, [loss], progress)
+    read(ModelReader(model, comparing=False), windows, [loss], progress)
     return loss.perplexity

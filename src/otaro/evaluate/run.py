@@ -262,7 +262,8 @@ class _Readings:
     def _reader(self, reading: Reading) -> Reader:
         if reading.kv is not None:
             return KvReader(self._subject.packed_at(reading.precision, self._progress), reading.kv)
-        return ModelReader(self._subject.at(reading.precision, self._progress))
+        comparing = any(entry["kind"] == "divergence" for entry in reading.entries)
+        return ModelReader(self._subject.at(reading.precision, self._progress), comparing=comparing)
 
     def _meter(self, entry: Entry, windows: Windows) -> Meter:
         if entry["kind"] == "perplexity":

@@ -109,15 +109,16 @@ class Reader(Protocol):
 
 
 class ModelReader:
-    """Reads by a transformers model."""
+    """Reads by a transformers model; a head works best on many positions, and comparing takes the memory of several."""
 
-    def __init__(self, model: Any) -> None:
-        self.sliced = model if isinstance(model, SlicedModel) else SlicedModel(model)
+    def __init__(self, model: Any, *, comparing: bool = True) -> None:
+        self.sliced = SlicedModel(model)
+        self._at_once = self.sliced.slice * (1 if comparing else 4)
 
     def read(self, ids: torch.Tensor, with_logits: bool) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Layers for the window as a whole, then the head for a slice at a time."""
         states = self.sliced.states(ids)
-        for part in states.split(self.sliced.slice):
+        for part in states.split(self._at_once):
             yield part, self.sliced.logits(part) if with_logits else None
 
 
