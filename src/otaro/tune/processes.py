@@ -141,9 +141,10 @@ def together(value: Any) -> list[Any]:
 
 def leave() -> None:
     """Part, when the run is over."""
-    if _joined:
-        from torch import distributed
+    from torch import distributed
 
+    if _joined:
         wait()  # none goes while another still has something to say
         _joined.clear()
+    if distributed.is_available() and distributed.is_initialized():  # by accelerate, where a launcher started one process
         distributed.destroy_process_group()
