@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
-from otaro.cli.tune import _explained
+from otaro.cli.tune_run import _explained
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer

@@ -131,7 +131,7 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
 
 
 def _tune(model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub) -> None:
-    from otaro.cli.tune import TuningRun
+    from otaro.cli.tune_run import TuningRun
 
     # The tuned model is measured from its file afterwards; of held-out data a glance will do.
     every = training.steps or 1

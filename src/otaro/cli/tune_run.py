@@ -1,0 +1,465 @@
+"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to where it can go on."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import platform
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from math import exp
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from otaro.cli import console
+from otaro.errors import OtaroError, brief
+from otaro.tune import processes
+
+if TYPE_CHECKING:
+    from otaro.file.hub import Hub
+    from otaro.sefp.precision import Precision
+    from otaro.tune.config import Options, Training
+    from otaro.tune.data import TokenDataset
+
+EVALUATED_TOKENS, SAVE_EVERY, HELD_OUT = 16_384, 100, 0.05
+AROUND = ("hold_out", "eval_data", "eval_tokens", "skip_bad_rows", "save_every")  # what config.json states beside `Training`
+BATCH_TOKENS = 4_096  # in a batch of an evaluation
+LESS_MEMORY = (
+    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
+    "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
+)
+
+
+class TuningRun:
+    """One tuning run, from its options to its folder; `otaro demo` makes two."""
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        out: Path,
+        options: Options,
+        training: Training,
+        eval_tokens: int = EVALUATED_TOKENS,
+        save_every: int = SAVE_EVERY,
+        skip_bad_rows: bool = False,
+        hold_out: float = HELD_OUT,
+        eval_data: str | None = None,
+        recipe: str = "best",
+        resume: bool = False,
+        allowed: Collection[str] = (),
+        hub: Hub | None = None,
+    ) -> None:
+        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
+        from otaro.cli.tune_folder import RunFolder, refuse_changes
+        from otaro.file.checkpoint import HUB
+        from otaro.tune.config import ConfigError
+
+        options.check_rate(training.lr)
+        if not 0 <= hold_out < 1:
+            raise ConfigError(f"--hold-out {hold_out}: must be 0 or more, and less than 1")
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+            training = replace(training, fsdp=True)
+        if training.fsdp and processes.size() == 1:
+            raise ConfigError("--fsdp shares weights out over several processes; start them with torchrun --nproc_per_node N")
+        self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
+        self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
+        self.hold_out, self.eval_data, self.hub = hold_out, eval_data, hub or HUB
+        self.folder = RunFolder(out, allowed)
+        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
+        stated |= {"options": options.to_dict(), "training": asdict(training), "processes": processes.size()}
+        stated["training"] |= {name: getattr(self, name) for name in AROUND}
+        self.stated: dict[str, Any] = json_module.loads(json_module.dumps(stated))
+        self.before: dict[str, Any] | None = self.folder.stated() if resume else None
+        if self.before is not None:
+            refuse_changes(out, self.before, self.stated)
+
+    def go(self) -> dict[str, Any]:
+        """Load, measure, train, measure, save, pack; with several processes, the first writes and the others wait."""
+        from otaro.file.atomic import alone
+
+        processes.join()
+        console.quiet_transformers()
+        with _interruptible(self), _explained(self), ExitStack() as held:
+            if processes.is_first():
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(alone(self.out))
+                if not self.resume:
+                    self.folder.check_free()
+            result = self._go()
+        processes.leave()
+        return result
+
+    def _go(self) -> dict[str, Any]:
+        from otaro.file.pack import pack
+        from otaro.tune.trainer import forget_steps_after, last_good_checkpoint
+
+        with console.err.status("loading model and data ..."):
+            model, tokenizer, training, held_out = self._load()
+            arguments = self._arguments()  # refuses before a folder is made, and so does
+            self._tell_memory(model)
+        with self._begun():
+            found = processes.from_first(lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None)
+            if processes.is_first():
+                forget_steps_after(self.folder.log, int(found.name.rpartition("-")[2]) if found else 0)
+            trainer = self._trainer(model, tokenizer, training, arguments)
+            measured = self._measured_before(found)
+            seconds = self._train(trainer, found, lambda: self._measure(trainer, held_out, measured, "before"))
+        self._measure(trainer, held_out, measured, "after")
+        with console.err.status("saving and packing ..."):
+            tuned = self._tuned(trainer)
+            if processes.is_first():
+                _save(tuned, tokenizer, self.options, self.out / "model")
+                kind, size = self.options.reconstruction, self.options.group_size
+                pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
+        processes.wait()
+        perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
+        return {"out": str(self.out), "seconds": seconds, "steps": trainer.state.global_step, **perplexities}
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        """The folder, with config.json in it; one that comes to nothing before its first step is removed again."""
+        import torch
+        import transformers
+
+        import otaro
+
+        versions = {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        if processes.is_first():
+            if not self.resume:
+                self.folder.clear()  # of what a failed run left
+            self.folder.write({**self.stated, "versions": {**versions, "python": platform.python_version()}})
+        processes.wait()
+        if not self.out.is_dir():
+            raise OtaroError(f"--out {self.out} is not seen by all processes; it must lie where all of their machines write")
+        try:
+            yield
+        except BaseException:
+            if processes.is_first() and not self.resume and not self.folder.log.exists():
+                self.folder.clear()
+            raise
+
+    def _load(self) -> tuple[Any, Any, TokenDataset, TokenDataset | None]:
+        """Model, tokenizer, the data to train on and to measure on; the same as before, if resumed."""
+        from otaro.cli.tune_folder import digest_of_examples, digest_of_model, refuse_other_content
+        from otaro.file.checkpoint import resolve_model
+
+        # The first downloads it, where that is to be done.
+        path = processes.from_first(lambda: str(resolve_model(self.source, hub=self.hub)))
+        with ThreadPoolExecutor(1) as beside:  # the digest, while the weights are loaded
+            digest = beside.submit(digest_of_model, Path(path)) if processes.is_first() else None
+            model, tokenizer = self._load_model()
+            training, held_out = processes.from_first(lambda: self._load_data(model, tokenizer))
+            if digest is not None:
+                sums = {"data": digest_of_examples(training), "held_out": digest_of_examples(held_out)}
+                self.stated["bos"] = training.bos
+                self.stated["sha256"] = {"model": digest.result(), **sums}
+                if self.before is not None:
+                    refuse_other_content(self.out, self.before, self.stated)
+        processes.wait()
+        return model, tokenizer, training, held_out
+
+    def _load_model(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer
+
+        from otaro.cli.tune_model import load_model
+        from otaro.file.checkpoint import resolve_model
+
+        path = resolve_model(self.source, hub=self.hub)
+        return load_model(path, self.training), AutoTokenizer.from_pretrained(path)
+
+    def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
+        from otaro.tune.chat_templates import use_template
+        from otaro.tune.data import load_data, split
+
+        if self.training.chat_template is not None:
+            console.remark(*use_template(self.training.chat_template, tokenizer, model.generation_config))
+        length, bos = self._sequence_length(model), not self.training.no_bos
+        if length < (asked := self.training.sequence_length):
+            console.remark(f"--sequence-length {asked} is shortened to the {length} positions of this model")
+        read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows, bos=bos)
+        dataset = read(self.data)
+        console.remark(*dataset.remarks)
+        if self.eval_data is not None:
+            return dataset, read(self.eval_data)
+        if self.hold_out == 0:
+            return dataset, None
+        return split(dataset, self.hold_out, self.training.seed)
+
+    def _tell_memory(self, model: Any) -> None:
+        """Before the weights go to their device: what the run will take there, or that it cannot work."""
+        import torch
+
+        from otaro.tune.memory import Batch, Run
+
+        t = self.training
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        batch = Batch(t.batch_size, self._sequence_length(model), t.bf16, t.gradient_checkpointing)
+        shards = processes.size() if t.fsdp else 1
+        plan = Run(model, self.options, t.optimizer, batch, shards).plan(device)
+        plan.check()
+        console.remark(str(plan))
+
+    def _sequence_length(self, model: Any) -> int:
+        """As long as was asked for, or as the model can take."""
+        positions = getattr(model.config, "max_position_embeddings", None)
+        return min(self.training.sequence_length, self.training.sequence_length if positions is None else int(positions))
+
+    def _arguments(self) -> Any:
+        import torch
+        from transformers import TrainingArguments
+
+        from otaro.cli.tune_model import OPTIMIZERS
+
+        t = self.training
+        settings: dict[str, Any] = {}
+        if t.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":  # else its launcher has told it all
+            settings = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+        mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if mixed != "no" and not (mixed == "bf16" and t.bf16):
+            raise OtaroError(f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`")
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            raise OtaroError("DeepSpeed is not supported; to share weights out over processes use --fsdp")
+        with _worded():
+            return TrainingArguments(
+                output_dir=str(self.folder.checkpoints),
+                per_device_train_batch_size=t.batch_size,
+                gradient_accumulation_steps=t.grad_accum,
+                num_train_epochs=t.epochs,
+                max_steps=t.steps or -1,
+                learning_rate=t.lr,
+                lr_scheduler_type=t.schedule,
+                optim=OPTIMIZERS[t.optimizer],
+                max_grad_norm=t.clip,
+                bf16=t.bf16,
+                gradient_checkpointing=t.gradient_checkpointing,
+                seed=t.seed,
+                save_steps=self.save_every,
+                save_total_limit=2,
+                logging_strategy="no",
+                logging_nan_inf_filter=False,  # our trainer stops at the first such loss
+                report_to=[],
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                dataloader_pin_memory=torch.cuda.is_available(),
+                use_cpu=processes.on_cpu(),  # or accelerate would leave processes on a CPU to themselves
+                **settings,
+            )
+
+    def _trainer(self, model: Any, tokenizer: Any, dataset: TokenDataset, arguments: Any) -> Any:
+        from transformers import PrinterCallback
+
+        from otaro.tune.data import collate, padding_id
+        from otaro.tune.trainer import OtaroTrainer
+
+        with _worded():
+            trainer = OtaroTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=dataset,
+                data_collator=collate(padding_id(tokenizer)),
+                otaro=self.options,
+                otaro_log=self.folder.log,
+            )
+        if trainer.accelerator.num_processes != processes.size():
+            seen = trainer.accelerator.num_processes
+            raise OtaroError(f"accelerate sees {seen} of {processes.size()} processes; start them with torchrun")
+        if self.training.compile:
+            trainer.compile_steps()
+        trainer.remove_callback(PrinterCallback)  # we have a bar
+        return trainer
+
+    def _train(self, trainer: Any, checkpoint: Path | None, begin: Callable[[], None]) -> float:
+        """Returns how many seconds it took after `begin`."""
+        with ExitStack() as stack:  # closes the bar, however it ends
+            trainer.add_callback(watcher := _watcher(trainer, stack, begin))
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return time.perf_counter() - float(watcher.started)
+
+    def _tuned(self, trainer: Any) -> Any:
+        """The tuned model as it is to be saved, adapters merged; in the first process."""
+        from otaro.tune.fake_quant import merge_lora, restore
+
+        model = trainer.model
+        if trainer.is_fsdp_enabled:
+            weights = _gathered(model)  # by all of them
+            if not processes.is_first():
+                return None
+            model, _ = self._load_model()  # one that is not sharded
+            model.load_state_dict(weights)
+            model.generation_config = trainer.model.generation_config
+        restore(model)
+        return merge_lora(model) if self.training.lora else model
+
+    def _measured_before(self, checkpoint: Path | None) -> dict[str, Any]:
+        """What a resumed run has measured already."""
+        if checkpoint is None or not self.folder.perplexity.is_file():
+            return {}
+        stored: dict[str, Any] = json_module.loads(self.folder.perplexity.read_text())
+        return {key: stored[key] for key in ("tokens", "before") if key in stored}
+
+    def _measure(self, trainer: Any, held_out: TokenDataset | None, measured: dict[str, Any], when: str) -> None:
+        """Perplexity at every precision, put into `measured` and perplexity.json; each process takes a part of the data."""
+        import torch
+
+        from otaro.file.atomic import write_text
+        from otaro.sefp.precision import PRECISIONS
+        from otaro.tune.trainer import losses_by_precision, reshard
+
+        if held_out is None or when in measured:
+            return
+        examples = self._examples_to_measure(held_out)
+        longest = max(len(example["input_ids"]) for example in examples)
+        size = max(1, BATCH_TOKENS // longest)
+        batches = [trainer.data_collator(examples[i : i + size]) for i in range(0, len(examples), size)]
+        ours = batches[processes.rank() :: processes.size()]
+        if len(ours) * processes.size() < len(batches):  # FSDP wants as many passes of all: one that counts nothing
+            ours.append({**batches[0], "labels": batches[0]["labels"].new_full(batches[0]["labels"].shape, -100)})
+        counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
+        wanted: list[Precision | None] = [None, *PRECISIONS]
+        dtype = torch.bfloat16 if self.training.bf16 else None
+        perplexities = {}
+        with console.progress_bar(f"perplexity {when} (precisions)") as progress:
+            for number, precision in enumerate(wanted):
+                progress(str(precision or "full precision"), number, len(wanted))
+                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, dtype)[0]
+                parts = processes.together((loss * counted, counted))
+                mean = sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1)
+                perplexities[str(precision) if precision else "fp"] = exp(mean)
+        reshard(trainer.model)
+        measured |= {"tokens": sum(len(example["input_ids"]) for example in examples), when: perplexities}
+        if processes.is_first():
+            write_text(self.folder.perplexity, json_module.dumps(measured) + "\n")
+
+    def _examples_to_measure(self, held_out: TokenDataset) -> list[dict[str, list[int]]]:
+        """The first examples, as many as --eval-tokens allows, one at least."""
+        examples: list[dict[str, list[int]]] = []
+        tokens = 0
+        for example in (held_out[i] for i in range(len(held_out))):
+            tokens += len(example["input_ids"])
+            if examples and tokens > self.eval_tokens:
+                break
+            examples.append(example)
+        return examples
+
+    def kept(self) -> str:
+        """What a run that ended early leaves behind, and how to go on."""
+        from otaro.tune.trainer import last_good_checkpoint
+
+        count = processes.size()
+        command = "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"
+        if last := last_good_checkpoint(self.folder.checkpoints):
+            return f"kept is {last}; go on with: {command} tune --resume --out {self.out}"
+        return f"nothing is kept, as the first checkpoint comes after {self.save_every} steps (--save-every)"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
+@contextmanager
+def _interruptible(run: TuningRun) -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM say what is kept; of several processes the first does."""
+    if not processes.is_first():
+        yield  # the launcher ends them
+        return
+
+    def terminate(*_: Any) -> None:
+        raise _Terminated
+
+    catching = threading.current_thread() is threading.main_thread()  # no other may
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if catching else {}
+    try:
+        if catching:
+            signal.signal(signal.SIGTERM, terminate)
+        yield
+    except KeyboardInterrupt as end:
+        for number in usual:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not cut the word short
+        console.err.print(f"[bold]interrupted:[/] {console.escape(run.kept())}", soft_wrap=True, highlight=False)
+        raise typer.Exit(128 + (signal.SIGTERM if isinstance(end, _Terminated) else signal.SIGINT)) from None
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _explained(run: TuningRun) -> Iterator[None]:
+    """End in one sentence where memory ran out, or another process of the run was killed."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
+            raise OtaroError(f"out of memory; {LESS_MEMORY}; {run.kept()}") from error
+        if processes.size() > 1 and re.search("Connection (closed|reset) by peer|NCCL|gloo", said):
+            why = f"the processes of this run lost each other ({brief(error)}); one was ended perhaps, for lack of memory"
+            raise OtaroError(f"{why}; {run.kept()}") from error
+        raise
+
+
+@contextmanager
+def _worded() -> Iterator[None]:
+    """Other libraries' refusals of a setting, in one line."""
+    try:
+        yield
+    except (ValueError, ImportError, NotImplementedError) as error:
+        if isinstance(error, OtaroError):
+            raise
+        raise OtaroError(f"this run cannot be set up: {brief(error)}") from error
+
+
+def _gathered(model: Any) -> dict[str, Any]:
+    """All weights of a sharded model in whole, in the first process; by all processes together."""
+    whole = {}
+    for name, part in model.state_dict().items():
+        tensor = part.full_tensor() if hasattr(part, "full_tensor") else part
+        if processes.is_first():
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
+    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of each step."""
+    from transformers import TrainerCallback
+
+    class Watcher(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+        started = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begin()
+            self.started = time.perf_counter()
+            self.progress = stack.enter_context(console.progress_bar("tuning (steps)"))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            last = trainer.last_record
+            held = "" if last["applied"] else f", held back {last['accumulated']}"
+            self.progress(f"loss {last['loss']:.3f} at {last['precision']}{held}", state.global_step, state.max_steps)
+
+    return Watcher()
+
+
+def _save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
+    from otaro.file.atomic import new_directory
+    from otaro.file.coding import Coding, write_coding
+
+    with new_directory(target, overwrite=True) as directory:
+        write_coding(directory, Coding(options.group_size, options.reconstruction))
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        config = json_module.loads((directory / "config.json").read_text())
+        types = {tensor.dtype for tensor in model.parameters()}
+        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
+        (directory / "config.json").write_text(json_module.dumps(config, indent=2, sort_keys=True) + "\n")
