@@ -105,7 +105,7 @@ def speed(nested: Path, options: Any) -> dict[str, dict[str, float]]:
         "transformers": by_transformers,
         "otaro eval, E5M8": at("E5M8"),
         "otaro eval, decoding E5M3 anew": at("E5M3"),
-        "packed modules, as before": on_planes,
+        "packed modules, in slices": on_planes,
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(1 + options.rounds):
