@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -43,8 +43,9 @@ from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionEr
 from otaro.kernels.ops import OVERRIDE
 from otaro.runtime.decode import DecoderCache, packed_modules
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.modules import SefpEmbedding, SefpModule, bits_of, own_bits
-from otaro.runtime.precision import Attachment, PrecisionLike, attachment, chosen_bits
+from otaro.runtime.modules import SefpEmbedding, own_bits
+from otaro.runtime.phases import Phases, steps_and_rows
+from otaro.runtime.precision import PrecisionLike, attachment
 from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
 from otaro.runtime.serving import (
@@ -58,7 +59,7 @@ from otaro.runtime.serving import (
     unpadded,
     why_not,
 )
-from otaro.sefp.precision import Precision, of_mantissa_bits
+from otaro.sefp.precision import Precision
 
 
 @dataclass
@@ -93,67 +94,6 @@ class Generation:
     def decode_rate(self) -> float:
         """New tokens of a row per second after the first, which comes with the prompt."""
         return max(self.new_tokens - 1, 0) / max(self.decode_seconds, 1e-9)
-
-
-class Phases:
-    """Precisions by the number of new tokens when a step begins: the step that reads the prompt is 0.
-
-    They belong to one generation and are set on no model. Before the first of them a model runs as it is set.
-    """
-
-    def __init__(self, attached: Attachment, steps: Mapping[int, PrecisionLike]) -> None:
-        if any(not isinstance(step, int) or step < 0 for step in steps):
-            raise PrecisionError(f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}")
-        self._attached = attached
-        self._steps = {step: chosen_bits(attached, precision) for step, precision in steps.items()}
-        self.own: Mapping[SefpModule, int] = {}
-        """Mantissa bits of every module, from the first phase on."""
-        finest = max((bits for phase in self._steps.values() for bits in phase.values()), default=None)
-        if finest is not None:
-            attached.nested.require(of_mantissa_bits(finest))  # refuse at once what the directory cannot do
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
-    def enter(self, step: int) -> bool:
-        """Whether a phase begins with this step."""
-        if step not in self._steps:
-            return False
-        modules = self._attached.modules.values()
-        before = self.own or dict(zip(modules, bits_of(modules, self._attached.nested), strict=True))
-        self.own = {**before, **self._steps[step]}
-        for module, bits in self.own.items():
-            module.packed.reach(bits)
-        return True
-
-    def bits(self, modules: Sequence[SefpModule]) -> bytes:
-        """Mantissa bits of some modules: its own, or else those that are set."""
-        return bytes([self.own[module] for module in modules]) if self.own else bits_of(modules, self._attached.nested)
-
-
-def _steps_and_rows(
-    prefill: PrecisionLike | None,
-    decode: PrecisionLike | None,
-    schedule: Mapping[int, PrecisionLike] | None,
-    precision: PrecisionLike | Sequence[PrecisionLike] | None,
-) -> tuple[dict[int, PrecisionLike], list[PrecisionLike] | None]:
-    """The precisions of steps, or those of rows, that the arguments of `generate` name."""
-    if schedule is not None and (prefill is not None or decode is not None):
-        raise PrecisionError("a schedule says all there is to say: give either schedule, or prefill and decode")
-    steps = dict(schedule or {})
-    if prefill is not None:
-        steps[0] = prefill
-    if decode is not None:
-        steps[1] = decode
-    if precision is None:
-        return steps, None
-    if steps:
-        raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
-    if isinstance(precision, str | Precision | Mapping):
-        return {0: precision}, None
-    if not isinstance(precision, Iterable):
-        raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
-    return {}, list(precision)
 
 
 class Obstacle(NamedTuple):
@@ -247,7 +187,7 @@ class Generates:
         **kwargs: Any,
     ) -> Any:
         """As transformers' `generate`, with precisions by phase or by row; see the head of this module."""
-        steps, rows = _steps_and_rows(prefill, decode, schedule, precision)
+        steps, rows = steps_and_rows(prefill, decode, schedule, precision)
         phases = Phases(attachment(self), steps)
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
