@@ -1,4 +1,7 @@
-"""Measurements as a table: precisions downwards, what was measured across, or the tasks downwards where they are too many."""
+"""Measurements as a table: precisions downwards, what was measured across, or the tasks downwards where they are too many.
+
+What was measured with packed keys and values has a table of its own, with what they were kept in downwards.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,20 @@ class _Column:
 
 def show_quality(entries: Iterable[Entry]) -> None:
     """Print entries of a quality record, those of one measurement in a column."""
-    entries = list(entries)
+    everything = list(entries)
+    entries = [entry for entry in everything if not entry.get("kv")]
     on_text, tasks = [entry for entry in entries if "text" in entry], list(_task_columns(entries))
     whole = _table(TITLE, entries, [*_text_columns(entries), *tasks, *_speed_columns(entries)])
-    if _width(whole) <= console.out.width:
-        console.out.print(whole)
-    else:
+    if _width(whole) > console.out.width:
         for table in _tables_on_text(on_text):
             console.out.print(table)
         if tasks:
             console.out.print(_turned("Quality by task", entries, tasks))
-    for note in _legend(entries):
+    elif entries:
+        console.out.print(whole)
+    for table in _tables_by_kv([entry for entry in everything if entry.get("kv")]):
+        console.out.print(table)
+    for note in _legend(everything):
         console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False, soft_wrap=True)
 
 
@@ -112,11 +118,11 @@ def _apart(entries: list[Entry], device: str | None, coding: Coding | None) -> s
 
 
 def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
-    """The same of a group on a text: also what its windows begin with, and what keys and values were kept in."""
+    """The same of a group on a text: also what its windows begin with."""
     from otaro.evaluate.quality import coding_of
 
     last = list(group.values())[-1]  # the first may be full precision, which has no coding
-    told = f"\nkv {last['kv']}" if last.get("kv") else ""
+    told = ""
     if len({entry.get("bos") for entry in entries if "text" in entry}) > 1:
         told += {None: "\nBOS first only", True: "\nwith BOS", False: "\nwithout BOS"}[last.get("bos")]
     return told + _apart(entries, last.get("device"), coding_of(last))
@@ -130,9 +136,7 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         full = first["value"]
         settings = f"{first['text']}\n{first['window']}/{first['stride']}" + _apart_of(entries, group)
         yield _Column(f"perplexity\n{settings}", _cells(group, lambda entry: _number(entry["value"])))
-        if first.get("kv"):
-            yield from _cost_of_packing(entries, group)
-        elif len(group) > 1:
+        if len(group) > 1:
             costs = {precision: f"{entry['value'] / full - 1:+.1%}" for precision, entry in group.items()}
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
@@ -142,15 +146,39 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
 
 
-def _cost_of_packing(entries: list[Entry], group: dict[str, Entry]) -> Iterator[_Column]:
-    """What packed keys and values cost, beside float16 at the same precision of the weights."""
-    from otaro.evaluate.quality import identity
+def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
+    """What keys and values were kept in downwards; the precisions of the weights across, each with what packing costs."""
+    from rich.table import Table
 
-    plain = {identity(entry): entry["value"] for entry in entries if entry["kind"] == "perplexity"}
-    beside = {name: plain.get(identity({**entry, "kv": "float16"})) for name, entry in group.items()}
-    costs = {name: f"{group[name]['value'] / value - 1:+.1%}" for name, value in beside.items() if value is not None}
-    if costs and next(iter(group.values()))["kv"] != "float16":
-        yield _Column("cost\nvs float16", costs)
+    from otaro.evaluate.quality import PRECISION_NAMES, identity
+
+    tables: dict[tuple[Any, ...], dict[str, dict[str, dict[str, Entry]]]] = {}
+    for entry in entries:
+        free = {"precision": None, "kv": None, "reference": None, "stride": None, "kind": "perplexity"}
+        of_table = tables.setdefault(identity({**entry, **free}), {})
+        of_table.setdefault(entry["precision"], {}).setdefault(entry["kv"], {})[entry["kind"]] = entry
+    for by_precision in tables.values():
+        some = [entry for by_kv in by_precision.values() for kinds in by_kv.values() for entry in kinds.values()]
+        first, apart = some[0], _apart_of(entries, {"": some[0]}).replace("\n", ", ")
+        title = f"Quality by what keys and values are kept in, {first['text']}, window {first['window']}{apart}"
+        table = Table(title=console.escape(title), title_justify="left")
+        table.add_column("kv")
+        rows: dict[str, list[str]] = {kv: [] for kv in ("float16", *PRECISION_NAMES) if any(kv == e["kv"] for e in some)}
+        for precision, by_kv in by_precision.items():
+            plain = by_kv.get("float16", {}).get("perplexity")
+            has_kl = any("divergence" in kinds for kinds in by_kv.values())
+            for heading in (f"perplexity\nat {precision}", "cost", *(["KL", "same token"] if has_kl else []), "tokens/s"):
+                table.add_column(heading, justify="right")
+            for kv, cells in rows.items():
+                ppl, moved = by_kv.get(kv, {}).get("perplexity"), by_kv.get(kv, {}).get("divergence")
+                cells.append(_number(ppl["value"]) if ppl else "-")
+                cells.append(f"{ppl['value'] / plain['value'] - 1:+.1%}" if ppl and plain and kv != "float16" else "")
+                if has_kl:
+                    cells += [f"{moved['kl']:.4f}", f"{moved['agreement']:.1%}"] if moved else ["", ""]
+                cells.append(f"{ppl['tokens_per_second']:,.0f}" if ppl else "-")
+        for kv, cells in rows.items():
+            table.add_row(kv, *cells)
+        yield table
 
 
 def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
