@@ -300,9 +300,18 @@ def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way
     assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)
 
 
+@pytest.fixture
+def in_the_foreground():
+    """As a user has it; a shell that starts the tests in the background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("number", "status", "step"), [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, 3)], ids=["Ctrl-C", "SIGTERM"]
 )
+@pytest.mark.usefixtures("in_the_foreground")
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, monkeypatch, number, status, step):
     run = tmp_path / "run"
     fail_at(monkeypatch, step, lambda: os.kill(os.getpid(), number))
