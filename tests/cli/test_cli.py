@@ -49,6 +49,15 @@ def test_pack_reports_as_json(tmp_path):
     assert sorted(SHARDS) == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
 
 
+def test_pack_says_how_much_of_a_model_stays_as_it_is(tmp_path):
+    """GPT-2's projections are no plain linears."""
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    said = " ".join(run("pack", tmp_path / "gpt2", tmp_path / "out").stdout.split())
+    assert re.search(r"\d\d% of the weights stay as they are, at every precision: transformer\.", said)
+    assert "stay as they are" not in run("pack", "builtin", tmp_path / "tiny").stdout
+
+
 def test_pack_takes_the_reconstruction_of_the_paper_and_another_group_size(tmp_path):
     run("pack", "builtin", tmp_path / "out", "--reconstruction", "truncate", "--group-size", 32)
     shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)

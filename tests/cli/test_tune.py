@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
+from otaro.cli.tune import _show
 from otaro.cli.tune_run import _explained
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
@@ -230,11 +231,22 @@ def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
     assert not (tmp_path / "none" / "perplexity.json").exists()
     other = json.loads(tune(text, tmp_path / "run", "--eval-data", tmp_path / "other.txt", *quick).stdout)
     assert list(other["after"]) == ["fp", *map(str, otaro.PRECISIONS)]
+    missing = tune(text, tmp_path / "missing", "--eval-data", "nowhere.jsonl", *quick)
+    assert "nowhere.jsonl does not exist; --eval-data takes" in str(missing.exception)
     sums = [json.loads((tmp_path / run / "config.json").read_text())["sha256"] for run in ("none", "run")]
     assert sums[0]["data"] == sums[1]["data"]  # nothing is held out of either
     shown = tune(text, tmp_path / "shown", "--hold-out", 0, "--steps", 1)
     assert "Perplexity" not in shown.stdout
     assert "tuned checkpoint" in shown.stdout
+
+
+def test_perplexity_of_few_tokens_or_of_none_says_so(capsys):
+    result = {"out": "run", "seconds": 1.0, "steps": 2, "before": {"fp": 2.0}, "after": {"fp": 1.0}}
+    for tokens, words in ((24, "24 tokens, too few to tell precisions apart"), (2_000, "measured on 2,000 tokens\n")):
+        _show({**result, "tokens": tokens})
+        assert words in capsys.readouterr().out
+    _show({**result, "before": {}, "after": {}, "tokens": 0})
+    assert "nothing was held out, so nothing was measured" in capsys.readouterr().out
 
 
 def test_a_sequence_longer_than_the_model_has_positions_is_shortened_and_that_is_said(text, tmp_path):

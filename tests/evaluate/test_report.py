@@ -18,7 +18,7 @@ import pytest
 
 import otaro
 from otaro.builtin import MODEL_DIR
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, OtaroWarning
 from otaro.evaluate.comparable import perplexities
 from otaro.evaluate.page import _library
 from otaro.evaluate.report import write_report
@@ -521,6 +521,13 @@ def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, 
 
 
 # Samples.
+
+
+def test_samples_that_cannot_be_kept_are_made_all_the_same(builtin_nested, tmp_path):
+    (tmp_path / "in the way").write_text("a file where a folder should be")
+    with pytest.warns(OtaroWarning, match="samples are not kept for the next report"):
+        made = sample(builtin_nested, tmp_path / "in the way" / "samples.json", ["The"], 2)
+    assert made.texts["The"].keys() == set(map(str, otaro.PRECISIONS))
 
 
 def test_samples_are_made_once_at_every_precision(builtin_nested, tmp_path, monkeypatch):

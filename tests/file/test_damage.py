@@ -186,6 +186,12 @@ def test_a_directory_without_any_shard_is_refused(tmp_path):
             open_it(tmp_path)
 
 
+def test_the_folder_of_a_tuning_run_is_told_from_the_model_in_it(victim):
+    run = victim.rename(victim.parent / "nested").parent
+    with pytest.raises(FormatError, match=rf"{run} is not a nested model .*; give {run}/nested$"):
+        NestedDirectory(run)
+
+
 def test_a_file_or_nothing_in_place_of_the_directory_is_refused(victim):
     for path in (victim / "config.json", victim / "nothing"):
         with pytest.raises(FormatError, match=f"{path} is not a directory; give one that `otaro pack` wrote"):

@@ -167,7 +167,8 @@ def _show(summary: Summary, measured: dict[str, Measured]) -> None:
         cells = [f"{row.bits_per_weight:.2f}", console.size(row.bytes)]
         for values in measured.values():
             cost = values[row.precision] / values[finest] - 1
-            cells += [f"{values[row.precision]:.2f}", f"{cost:+.1%}" if row.precision != finest else ""]
+            shown = f"{cost:+.1%}".replace("-0.0%", "+0.0%")
+            cells += [f"{values[row.precision]:.2f}", shown if row.precision != finest else ""]
         table.add_row(row.precision, *cells)
     console.out.print(table)
     coarsest = summary.precisions[-1]

@@ -123,6 +123,8 @@ def evaluate(
     try:
         with console.progress_bar("evaluating") as progress:
             entries = evaluation.run(record, console.versions(), again=again, progress=progress)
+    except otaro.errors.TargetError as error:
+        raise otaro.OtaroError(f"{error}, with --out DIR") from error
     except KeyboardInterrupt:
         kept = f"what was finished is kept in {record.path}; the same command goes on from there"
         console.err.print(f"interrupted; {kept if record.path else 'nothing is kept without --out DIR'}", highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -62,4 +63,13 @@ def pack(
             f"(groups of {nested.schema.group_size}, {nested.schema.reconstruction})",
             highlight=False,
         )
+        packed = sum(prod(shape) for shape in nested.schema.packed.values())
+        others = {name: prod(entry.shape) for name, entry in nested.unpacked.items()}
+        if (left := sum(others.values())) > 0.05 * packed:
+            largest = max(others, key=lambda name: others[name])
+            console.out.print(
+                f"{left / (packed + left):.0%} of the weights stay as they are, at every precision: {largest} and others "
+                "are of modules that cannot be packed",
+                highlight=False,
+            )
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)

@@ -12,6 +12,7 @@ from otaro.cli import console
 from otaro.cli.tune_run import AROUND, EVALUATED_TOKENS, SAVE_EVERY, TuningRun
 from otaro.tune import processes
 
+FEW_TOKENS = 1000  # on which perplexity is mostly chance
 METHOD_HELP = (
     "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp. Any but `uniform`, which is that of "
     "--recipe best, comes plain: what this recipe adds is off, and the rate 5e-5, unless a flag asks for it."
@@ -186,6 +187,10 @@ def _show(result: dict[str, Any]) -> None:
         table.add_row("full" if name == "fp" else name, f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}")
     if result["before"]:
         console.out.print(table)
+        few = ", too few to tell precisions apart" if result["tokens"] < FEW_TOKENS else ""
+        console.out.print(f"measured on {result['tokens']:,} tokens{few}", highlight=False)
+    else:
+        console.out.print("nothing was held out, so nothing was measured; --eval-data FILE would", highlight=False)
     out = result["out"]
     console.out.print(f"{result['steps']} steps in {result['seconds']:.0f} s", highlight=False)
     console.out.print(f"tuned checkpoint: {out}/model\nnested model:     {out}/nested", highlight=False)

@@ -123,7 +123,8 @@ class TuningRun:
                 pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
         processes.wait()
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
-        return {"out": str(self.out), "seconds": seconds, "steps": trainer.state.global_step, **perplexities}
+        done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
+        return {"out": str(self.out), "seconds": seconds, **done, **perplexities}
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
@@ -179,7 +180,7 @@ class TuningRun:
 
     def _load_data(self, model: Any, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
         from otaro.tune.chat_templates import use_template
-        from otaro.tune.data import load_data, split
+        from otaro.tune.data import DataError, load_data, split
 
         if self.training.chat_template is not None:
             console.remark(*use_template(self.training.chat_template, tokenizer, model.generation_config))
@@ -190,7 +191,10 @@ class TuningRun:
         dataset = read(self.data)
         console.remark(*dataset.remarks)
         if self.eval_data is not None:
-            return dataset, read(self.eval_data)
+            try:
+                return dataset, read(self.eval_data)
+            except DataError as error:
+                raise DataError(str(error).replace("--data takes", "--eval-data takes")) from error
         if self.hold_out == 0:
             return dataset, None
         return split(dataset, self.hold_out, self.training.seed)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, OtaroWarning, TargetError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.run_folder import read_json
 from otaro.file.atomic import write_text
@@ -53,7 +54,10 @@ def sample(
         for number, (prompt, name) in enumerate(wanted):
             progress(name, number, len(wanted))
             texts.setdefault(prompt, {})[name] = _continue(model, tokenizer, prompt, name, max_new_tokens)
-        write_text(keep, json.dumps({**made_from, "texts": texts}, indent=1) + "\n")
+        try:
+            write_text(keep, json.dumps({**made_from, "texts": texts}, indent=1) + "\n")
+        except TargetError as error:  # they can be made again
+            warnings.warn(f"samples are not kept for the next report: {error}", OtaroWarning, stacklevel=2)
     return Samples(nested, max_new_tokens, {prompt: {name: texts[prompt][name] for name in precisions} for prompt in prompts})
 
 

@@ -89,9 +89,9 @@ class NestedDirectory:
         if not base.is_file():
             found = [n for p in PLANES if (self.path / (n := shard_name(p))).is_file()]
             if not found:
-                raise FormatError(
-                    f"{self.path} is not a nested model (no {base.name}); make one with `otaro pack {self.path} OUT`"
-                )
+                there = self.path / "nested"  # where a tuning run puts it
+                way = f"give {there}" if (there / base.name).is_file() else f"make one with `otaro pack {self.path} OUT`"
+                raise FormatError(f"{self.path} is not a nested model (no {base.name}); {way}")
             raise ShardMissingError(f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs")
         self._shards = {BASE: Shard.open(base, BASE)}
         self.lock = RLock()
