@@ -27,18 +27,27 @@ class Packed(packed.Packed):
 
 
 def make_packed(
-    rows: int, length: int, group_size: int, bits: int = 8, truncate: bool = False, seed: int = 0, spread: int = 15
+    rows: int,
+    length: int,
+    group_size: int,
+    bits: int = 8,
+    truncate: bool = False,
+    seed: int = 0,
+    spread: int = 8,
+    scale_exponent: int = -3,
 ) -> Packed:
-    """Random bytes, and exponents from -spread to spread + 1."""
+    """Random bytes. Scales are any bytes, or with less `spread` those between 2^-spread and 2^(spread + 1), signs at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def random_bytes(columns: int) -> torch.Tensor:
         return torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
 
     groups = -(-length // group_size)
-    exponents = torch.randint(-spread, spread + 2, (rows, groups), generator=generator, dtype=torch.int8)
+    least, most = max(0, (7 - spread) << 3), min(128, (8 + spread) << 3)
+    scales = torch.randint(least, most, (rows, groups), generator=generator, dtype=torch.uint8)
+    scales |= torch.randint(0, 2, scales.shape, generator=generator, dtype=torch.uint8) << 7
     planes = [random_bytes(PLANE_BYTES * blocks(length)) for _ in range(bits - COARSEST)]
-    return Packed(random_bytes(BASE_BYTES * blocks(length)), exponents, planes, length, group_size, truncate)
+    return Packed(random_bytes(BASE_BYTES * blocks(length)), scales, planes, length, group_size, truncate, scale_exponent)
 
 
 def make_activations(tokens: int, length: int, seed: int = 0) -> torch.Tensor:

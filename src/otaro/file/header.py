@@ -5,7 +5,7 @@ of the model, a SHA-256 per tensor, and a *seal*: the SHA-256 of the header itse
 Reading a header costs microseconds and proves it undamaged; the seal vouches for the digests, the digests for the data.
 
 Files come from strangers. Nothing here trusts a length, an offset, a shape or a name before it has been checked, and the
-payload cannot lie either: every pattern of exponent and code bits decodes to a finite number.
+payload cannot lie either: every pattern of scale and code bits decodes to a finite number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from otaro.errors import DigestError, FormatError
-from otaro.file.planes import BASE_BYTES, PLANE_BYTES, PLANES, blocks, exponent_bytes
-from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction
+from otaro.file.planes import BASE_BYTES, PLANE_BYTES, PLANES, blocks
+from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT, RECONSTRUCTIONS, Reconstruction
 from otaro.sefp.precision import COARSEST
 
-VERSION = "1"
+VERSION = "2"
 MAX_HEADER = 100_000_000  # safetensors' own limit
 ALIGNMENT = 64  # of the data within the file, so that mapped tensors suit vector loads
-EXPONENTS = ".exponents"  # suffix of the tensor that holds a packed tensor's exponents
+SCALES = ".scales"  # suffix of the tensor that holds a packed tensor's scales
 BASE = COARSEST  # the base shard counts as plane 3
 
 DTYPES = {
@@ -43,6 +43,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,  # of scales
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -73,9 +74,13 @@ class Schema:
     reconstruction: Reconstruction
     packed: Mapping[str, tuple[int, ...]]
     """Name and shape, as weights, of every packed tensor."""
+    scale_exponents: Mapping[str, int] = field(default_factory=dict)
+    """The power of two that each one's scales are multiplied with; known once a tensor is encoded."""
+    zeros: int = 0
+    """How many of the weights were zero before they were encoded."""
 
-    def exponents_shape(self, name: str) -> tuple[int, ...]:
-        """One exponent per group."""
+    def scales_shape(self, name: str) -> tuple[int, ...]:
+        """One scale per group."""
         *lead, length = self.packed[name]
         return (*lead, -(-length // self.group_size))
 
@@ -85,8 +90,13 @@ class Schema:
         entries = {n: ("U8", (*shape[:-1], per_block * blocks(shape[-1]))) for n, shape in self.packed.items()}
         if plane == BASE:
             for name in self.packed:
-                entries[name + EXPONENTS] = ("U8", (exponent_bytes(prod(self.exponents_shape(name))),))
+                entries[name + SCALES] = ("F8_E4M3", self.scales_shape(name))
         return entries
+
+    def stated(self) -> str:
+        """As the base shard's header states it."""
+        fields = {"group_size": self.group_size, "reconstruction": self.reconstruction, "shapes": self.packed}
+        return _json(fields | {"scale_exponents": self.scale_exponents, "zeros": self.zeros})
 
 
 @dataclass(frozen=True)
@@ -109,14 +119,15 @@ def draft_header(
     """Lay out a shard: header with blank digests, and where each tensor goes.
 
     Base nibbles come first (their sizes are multiples of 16 bytes), then unpacked tensors, widest type first, then the
-    exponents, whose streams have any length: so every tensor is aligned for its own type.
+    scales, of which there is any number: so every tensor is aligned for its own type. What only packing will tell has the
+    room of the longest numbers.
     """
     needed = schema.packed_entries(plane)
     wide = dict(sorted(unpacked.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
-    streams = {name: needed.pop(name) for name in [n + EXPONENTS for n in schema.packed] if name in needed}
+    scales = {name: needed.pop(name) for name in [n + SCALES for n in schema.packed] if name in needed}
     entries: dict[str, Entry] = {}
     end = 0
-    for name, (dtype, shape) in {**needed, **wide, **streams}.items():
+    for name, (dtype, shape) in {**needed, **wide, **scales}.items():
         start, end = end, end + prod(shape) * DTYPES[dtype].itemsize
         entries[name] = Entry(dtype, shape, start, end)
     metadata = {
@@ -125,37 +136,43 @@ def draft_header(
         "plane": str(plane),
         "model": _NO_DIGEST,
         "seal": _NO_DIGEST,
-        "digests": json.dumps(dict.fromkeys(entries, _NO_DIGEST), separators=(",", ":")),
+        "digests": _json(dict.fromkeys(entries, _NO_DIGEST)),
     }
     if plane == BASE:
-        stated = {"group_size": schema.group_size, "reconstruction": schema.reconstruction, "shapes": schema.packed}
-        metadata["sefp"] = json.dumps(stated, separators=(",", ":"))
+        longest = dict.fromkeys(schema.packed, MIN_SCALE_EXPONENT)
+        metadata["sefp"] = replace(schema, scale_exponents=longest, zeros=sum(map(prod, schema.packed.values()))).stated()
     header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.end]}
     return header, entries
 
 
-def render_header(header: dict[str, Any]) -> bytes:
-    """The first bytes of a shard: length, JSON, spaces up to the alignment. Same length whatever the digests are."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+def render_header(header: dict[str, Any], size: int = 0) -> bytes:
+    """The first bytes of a shard: length, JSON, spaces up to the alignment and to `size` bytes at least."""
+    text = _json(header).encode()
+    text += b" " * (max(-(8 + len(text)) % ALIGNMENT, size - 8 - len(text)))
     return len(text).to_bytes(8, "little") + text
 
 
-def seal_header(header: dict[str, Any], model: str, digests: Mapping[str, str]) -> bytes:
-    """Fill in model and digests, and seal; returns the finished bytes."""
-    metadata = header["__metadata__"]
-    metadata |= {"model": model, "seal": _NO_DIGEST, "digests": json.dumps(dict(digests), separators=(",", ":"))}
-    metadata["seal"] = hashlib.sha256(render_header(header)[8:]).hexdigest()
-    return render_header(header)
+def seal_header(header: dict[str, Any], model: str, digests: Mapping[str, str], schema: Schema) -> bytes:
+    """Fill in what the draft left open, and seal; returns the finished bytes, as many as the draft's."""
+    metadata, size = header["__metadata__"], len(render_header(header))
+    metadata |= {"model": model, "seal": _NO_DIGEST, "digests": _json(digests)}
+    if "sefp" in metadata:
+        metadata["sefp"] = schema.stated()
+    metadata["seal"] = hashlib.sha256(render_header(header, size)[8:]).hexdigest()
+    return render_header(header, size)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(dict(value), separators=(",", ":"))
 
 
 def packed_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
-    """SHA-256 over what says all of the packed tensors: names and digests of exponents, base, planes 4 to 8."""
+    """SHA-256 over what says all of the packed tensors: names, scale exponents, digests of scales, base, planes 4 to 8."""
     items = [str(schema.group_size), schema.reconstruction]
     for name in schema.packed:
-        items += [name, digests_by_plane[BASE][name + EXPONENTS]]
+        items += [name, str(schema.scale_exponents[name]), digests_by_plane[BASE][name + SCALES]]
         items += [digests_by_plane[plane][name] for plane in (BASE, *PLANES)]
     return _digest_of_lines(items)
 
@@ -181,8 +198,8 @@ def read_header(path: Path, plane: int) -> Header:
         raise FormatError(f"{path} is not an OTARo shard: its header has no format version")
     if metadata["otaro"] != VERSION:
         raise FormatError(
-            f"{path} has format version {metadata['otaro']!r}, this program reads version {VERSION!r}; "
-            "pack the model again, or use the release that wrote it"
+            f"{path} has format version {str(metadata['otaro'])[:20]!r}, this program reads version {VERSION!r}; "
+            "pack the checkpoint anew with `otaro pack CHECKPOINT OUT`, or use the release that wrote it"
         )
     _check_seal(path, text, metadata)
     entries = _check_entries(path, header, size - 8 - len(text))
@@ -294,9 +311,18 @@ def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
         raise FormatError(f"{path}: 'sefp' gives no shapes")
     for name, shape in shapes.items():
         whole = isinstance(shape, list) and len(shape) >= 2 and all(type(n) is int and n > 0 for n in shape)
-        if not whole or name + EXPONENTS in shapes:
+        if not whole or name + SCALES in shapes:
             raise FormatError(f"{path}: the packed tensor {name} has the impossible shape {shape!r}")
-    return Schema(group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()})
+    exponents, zeros = stated.get("scale_exponents"), stated.get("zeros")
+    if not isinstance(exponents, dict) or exponents.keys() != shapes.keys():
+        raise FormatError(f"{path}: 'sefp' does not give one scale exponent for every packed tensor")
+    for name, exponent in exponents.items():
+        if type(exponent) is not int or not MIN_SCALE_EXPONENT <= exponent <= MAX_SCALE_EXPONENT:
+            between = f"from {MIN_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}"
+            raise FormatError(f"{path}: the scale exponent of {name} is {exponent!r}, not a number {between}")
+    if type(zeros) is not int or not 0 <= zeros <= sum(map(prod, shapes.values())):
+        raise FormatError(f"{path}: 'sefp' says that {zeros!r} weights are zero")
+    return Schema(group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()}, exponents, zeros)
 
 
 def is_digest(value: object) -> bool:

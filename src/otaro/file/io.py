@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -25,7 +25,7 @@ from otaro.file.atomic import new_directory
 from otaro.file.header import (
     BASE,
     DTYPE_NAMES,
-    EXPONENTS,
+    SCALES,
     Entry,
     Header,
     Schema,
@@ -38,7 +38,7 @@ from otaro.file.header import (
     seal_header,
     shard_name,
 )
-from otaro.file.planes import PLANES, pack_codes, pack_exponents, unpack_exponents
+from otaro.file.planes import PLANES, pack_codes
 from otaro.file.replace import carry_over, check_replaceable
 from otaro.sefp.codec import SefpTensor
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
@@ -160,9 +160,9 @@ class NestedDirectory:
         for plane in range(BASE + 1, precision.mantissa_bits + 1):
             self.plane(plane)
 
-    def exponents(self, name: str) -> torch.Tensor:
-        """The exponents of a packed tensor, int8, unpacked from their stream."""
-        return unpack_exponents(self.base.tensor(name + EXPONENTS), self.schema.exponents_shape(name))
+    def scale_bytes(self, name: str) -> torch.Tensor:
+        """The scales of a packed tensor as they are stored, uint8; `schema.scale_exponents` has their power of two."""
+        return self.base.tensor(name + SCALES).view(torch.uint8)
 
     def behind_gap(self) -> list[int]:
         """Planes that are present but cannot be used, since one before them is missing."""
@@ -227,10 +227,29 @@ class _ShardWriter:
                 raise AssertionError(f"{name}: fewer bytes than its shape needs")
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
-    def close(self, model: str) -> None:
+    def close(self, model: str, schema: Schema) -> None:
         self.file.seek(0)
-        self.file.write(seal_header(self.draft, model, self.digests()))
+        self.file.write(seal_header(self.draft, model, self.digests(), schema))
         self.file.close()
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Encoded rows as a nested file holds them."""
+
+    scale_bytes: torch.Tensor
+    scale_exponent: int
+    base: torch.Tensor
+    planes: list[torch.Tensor]
+    weights: int
+    zeros: int
+    """How many of the weights were zero."""
+
+    @staticmethod
+    def of(tensor: SefpTensor, zeros: int = 0) -> PackedRows:
+        """The codes cut into planes."""
+        base, planes = pack_codes(tensor.finest_codes)
+        return PackedRows(tensor.scale_bytes, tensor.scale_exponent, base, planes, tensor.finest_codes.numel(), zeros)
 
 
 class NestedWriter:
@@ -246,6 +265,8 @@ class NestedWriter:
     ) -> None:
         self.directory = directory
         self._schema = schema
+        self._scale_exponents = dict(schema.scale_exponents)
+        self._zeros = schema.zeros
         self._original = original
         self._unpacked = list(unpacked)
         self._shards = {
@@ -284,12 +305,14 @@ class NestedWriter:
                 for shard in writer._shards.values():
                     shard.file.close()
 
-    def append_rows(self, name: str, tensor: SefpTensor) -> None:
-        """Append encoded rows to a packed tensor. Chunks but the last must hold a multiple of 8 groups: whole bytes."""
-        base, planes = pack_codes(tensor.finest_codes)
-        self._shards[BASE].append(name + EXPONENTS, pack_exponents(tensor.exponents))
-        self._shards[BASE].append(name, base)
-        for number, plane in zip(PLANES, planes, strict=True):
+    def append_rows(self, name: str, rows: PackedRows) -> None:
+        """Append encoded rows to a packed tensor; all of them have one scale exponent."""
+        if self._scale_exponents.setdefault(name, rows.scale_exponent) != rows.scale_exponent:
+            raise AssertionError(f"{name}: rows with different scale exponents")
+        self._zeros += rows.zeros
+        self._shards[BASE].append(name + SCALES, rows.scale_bytes)
+        self._shards[BASE].append(name, rows.base)
+        for number, plane in zip(PLANES, rows.planes, strict=True):
             self._shards[number].append(name, plane)
 
     def append_stored(self, plane: int, name: str, data: torch.Tensor) -> None:
@@ -299,12 +322,13 @@ class NestedWriter:
     def _finish(self) -> str:
         """Seal all shards; returns the model's identity."""
         digests = {plane: shard.digests() for plane, shard in self._shards.items()}
-        model = self._identity(digests)
+        schema = replace(self._schema, scale_exponents=self._scale_exponents, zeros=self._zeros)
+        model = self._identity(schema, digests)
         for shard in self._shards.values():
-            shard.close(model)
+            shard.close(model, schema)
         return model
 
-    def _identity(self, digests: Mapping[int, Mapping[str, str]]) -> str:
+    def _identity(self, schema: Schema, digests: Mapping[int, Mapping[str, str]]) -> str:
         entries, original = self._shards[BASE].entries, self._original
         if original is not None and (original.entries, original.digests) == (entries, digests[BASE]):
             return original.model
@@ -312,5 +336,5 @@ class NestedWriter:
         if original is not None and len(digests) <= len(PLANES):
             packed = original.model
         else:
-            packed = packed_identity(self._schema, digests)
+            packed = packed_identity(schema, digests)
         return model_identity(packed, {name: entries[name] for name in self._unpacked}, digests[BASE])

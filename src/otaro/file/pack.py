@@ -1,4 +1,9 @@
-"""Packing: a checkpoint in, a nested directory out, a few thousand rows in memory at any time."""
+"""Packing: a checkpoint in, a nested directory out, a few thousand rows in memory at any time.
+
+Every tensor is read twice: once for the largest scale it needs, then to be encoded. Each core takes a few thousand rows of its
+own. Were the cores to share each of torch's operations instead, they would meet a dozen times for every such piece, and
+where another process keeps one of them busy, all would wait for it every time.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,39 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from otaro.errors import TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
-from otaro.file.coding import choose_coding
+from otaro.file.coding import Coding, choose_coding
 from otaro.file.header import BASE, Schema, shard_name
 from otaro.file.hub import Hub
-from otaro.file.io import NestedDirectory, NestedWriter
-from otaro.sefp.codec import Reconstruction, encode, first_refused, refusal
+from otaro.file.io import NestedDirectory, NestedWriter, PackedRows
+from otaro.sefp.codec import (
+    Reconstruction,
+    encode,
+    first_refused,
+    group_needs,
+    needs_are_met,
+    refusal,
+    smallest_scale_exponent,
+)
+
+MANY_ZEROS = 0.01
+"""From this share of exact zeros on `midpoint`, which keeps none of them above E5M3, may not be what the user wants."""
 
 _CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
 _TRIM_EVERY = 1 << 22  # weights
+
+_T, _R = TypeVar("_T"), TypeVar("_R")
 
 
 def pack(
@@ -57,22 +78,24 @@ def pack(
     schema = Schema(coding.group_size, coding.reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
-    total, done = sum(map(prod, checkpoint.packed.values())), 0
-    with NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer:
-        for name, shape in checkpoint.packed.items():
-            at = 0  # weights of this tensor done
-            for rows in checkpoint.rows(name, _rows_per_chunk(shape[-1])):
+    total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
+    with (
+        NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer,
+        _one_core_each() as pool,
+    ):
+        for name in checkpoint.packed:
+            for rows in _packed_rows(checkpoint, name, coding, pool):
                 progress(name, done, total)
-                try:
-                    writer.append_rows(name, encode(rows, coding.group_size, coding.reconstruction, name=name))
-                except WeightError:
-                    if (bad := first_refused(rows)) is None:
-                        raise
-                    raise refusal(name, shape, at + bad, float(rows.flatten()[bad])) from None
-                at += rows.numel()
-                done += rows.numel()
-                if done // _TRIM_EVERY > (done - rows.numel()) // _TRIM_EVERY:
+                writer.append_rows(name, rows)
+                before, done, zeros = done, done + rows.weights, zeros + rows.zeros
+                if done // _TRIM_EVERY > before // _TRIM_EVERY:
                     _return_freed_memory()
+        if coding.reconstruction == "midpoint" and zeros > MANY_ZEROS * total:
+            warnings.warn(
+                f"{zeros / total:.1%} of the weights are exactly zero, and midpoints keep no zero above E5M3; if the model "
+                "was pruned, pack it with --reconstruction truncate, which keeps them",
+                stacklevel=2,
+            )
         for name in kept:
             tensor = checkpoint.read(name)
             _check_finite(name, tensor, name in checkpoint.buffers)
@@ -99,9 +122,54 @@ def _check_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
             raise WeightError(f"{name}{index} is {tensor[tuple(index)]:g}, with which no model runs; repair the checkpoint")
 
 
-def _rows_per_chunk(row_length: int) -> int:
-    """About as many rows as make up a chunk, and a multiple of 8, so that their exponents fill whole bytes."""
-    return max(8, _CHUNK // row_length // 8 * 8)
+def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: ThreadPoolExecutor) -> Iterator[PackedRows]:
+    """The encoded rows of a tensor, some at a time."""
+    shape = checkpoint.packed[name]
+    count = max(1, _CHUNK // shape[-1])
+
+    def scale_exponent(rows: torch.Tensor) -> tuple[int, tuple[int, float] | None]:
+        """The least that serves these rows; or which of them is refused, and its value."""
+        needs = group_needs(rows, coding.group_size, coding.reconstruction)
+        bad = None if needs_are_met(needs) else first_refused(rows)
+        return smallest_scale_exponent(needs), None if bad is None else (bad, float(rows.flatten()[bad]))
+
+    def packed(rows: torch.Tensor) -> PackedRows:
+        tensor = encode(rows, coding.group_size, coding.reconstruction, scale_exponent=largest, name=name)
+        return PackedRows.of(tensor, zeros=rows.numel() - int(torch.count_nonzero(rows)))
+
+    largest = None
+    for number, (exponent, refused) in enumerate(_in_order(pool, scale_exponent, checkpoint.rows(name, count))):
+        if refused is not None:
+            raise refusal(name, shape, number * count * shape[-1] + refused[0], refused[1])
+        largest = exponent if largest is None else max(largest, exponent)
+    yield from _in_order(pool, packed, checkpoint.rows(name, count))
+
+
+@contextmanager
+def _one_core_each() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch would use for one operation, each of which computes alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _in_order(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R]:
+    """What the work makes of the items, in their order; few are under way at a time."""
+    ahead: deque[Future[_R]] = deque()
+    try:
+        for item in items:
+            ahead.append(pool.submit(work, item))
+            if len(ahead) > 2 * pool._max_workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        for future in ahead:
+            future.cancel()
 
 
 def _return_freed_memory() -> None:

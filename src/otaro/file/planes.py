@@ -21,15 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from otaro.sefp.codec import MIN_EXPONENT
-from otaro.sefp.precision import COARSEST, EXPONENT_BITS, FINEST
+from otaro.sefp.precision import COARSEST, FINEST
 
 BLOCK = 32
 BASE_BYTES, PLANE_BYTES = BLOCK // 2, BLOCK // 8  # per block
 PLANES = range(COARSEST + 1, FINEST + 1)
 
 _QUADS = torch.arange(8, dtype=torch.int32)
-_EIGHTS = 512  # eights of exponents unpacked at a time
 _LOW_NIBBLES, _LOW_BITS = 0x0F0F0F0F, 0x01010101
 
 if sys.byteorder != "little":
@@ -70,50 +68,6 @@ def unpack_codes(base: torch.Tensor, planes: Sequence[torch.Tensor], length: int
         last = (_words(planes[-1]).unsqueeze(-1) >> quads) & _LOW_BITS
         codes = codes.mul_(2).add_(_bytes(last))
     return codes[..., :length].sub_(1 << mantissa_bits)
-
-
-def exponent_bytes(count: int) -> int:
-    """Bytes that `count` packed exponents take."""
-    return -(-EXPONENT_BITS * count // 8)
-
-
-def pack_exponents(exponents: torch.Tensor) -> torch.Tensor:
-    """Exponents of any shape to one flat stream, uint8: number i takes bits 5i ... 5i+4, lowest bit first."""
-    count = exponents.numel()
-    stored = pad(exponents.flatten().long() - MIN_EXPONENT, (0, -count % 8)).view(-1, 8)
-    five_bytes = (stored << (EXPONENT_BITS * _QUADS.to(exponents.device))).sum(-1)
-    return five_bytes.view(torch.uint8).view(-1, 8)[:, :EXPONENT_BITS].flatten()[: exponent_bytes(count)]
-
-
-def unpack_exponents(stream: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse: int8 exponents of the given shape."""
-    count = int(torch.Size(shape).numel())
-    groups_of_8 = -(-count // 8)
-    exponents = torch.empty(groups_of_8, 8, dtype=torch.int8, device=stream.device)
-    shifts = EXPONENT_BITS * _QUADS.to(stream.device)
-    # Some at a time: meanwhile an exponent takes eight bytes, and memory that was needed once is not always given back.
-    eights = _EIGHTS if stream.device.type == "cpu" else max(groups_of_8, 1)  # elsewhere each piece would cost launches
-    for some, out in zip(stream.split(EXPONENT_BITS * eights), exponents.split(eights), strict=True):
-        five_bytes = pad(some, (0, EXPONENT_BITS * len(out) - len(some))).view(-1, EXPONENT_BITS)
-        words = pad(five_bytes, (0, 8 - EXPONENT_BITS)).contiguous().view(torch.int64)
-        out.copy_(((words >> shifts) & ((1 << EXPONENT_BITS) - 1)) + MIN_EXPONENT)
-    return exponents.flatten()[:count].reshape(tuple(shape))
-
-
-def exponent_word_count(count: int) -> int:
-    """32-bit words that `count` packed exponents take on a GPU: two to spare, so that a thread may read past the last one."""
-    return -(-EXPONENT_BITS * count // 32) + 2
-
-
-def exponent_words(exponents: torch.Tensor) -> torch.Tensor:
-    """`pack_exponents` as a GPU keeps it, int32."""
-    stream = pack_exponents(exponents)
-    return pad(stream, (0, 4 * exponent_word_count(exponents.numel()) - len(stream))).view(torch.int32)
-
-
-def unpack_exponent_words(words: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse: int8 exponents of the given shape."""
-    return unpack_exponents(words.view(torch.uint8)[: exponent_bytes(int(torch.Size(shape).numel()))], shape)
 
 
 def _quads(weights: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Keys and values of several sequences in memory of a fixed size, in float16 or packed: what a decoder's steps read and write.
 
 A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is `midpoint` in
-the layout of a file (FORMAT.md, "Blocks") with a group of 32, and an exponent is a byte. Rows of a head lie together,
-position by position.
+the layout of a file (FORMAT.md, "Blocks") with a group of 32, whose scale is the smallest power of two above all its
+numbers, its exponent a byte. That is quickly found, which counts where every token is packed, and its range suits numbers
+of any size; the largest of a group may be clamped, to 15/16 of it. Rows of a head lie together, position by position.
 
 Keys are harder to pack than weights: some dimensions are large at every position, and take the bits of their group from
 all others. Where a projection has a bias (Qwen2) it may be a hundred times what varies. So a packed cache keeps keys less
@@ -16,13 +17,15 @@ from collections.abc import Sequence
 from itertools import count as counter
 
 import torch
+from torch.nn.functional import pad
 
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks, pack_codes, unpack_codes
-from otaro.sefp.codec import MAX_EXPONENT, decode_codes, finest_codes, shared_exponents
-from otaro.sefp.precision import COARSEST
+from otaro.sefp.codec import MAX_CODE, MIDPOINT_SHIFT, decode_codes, power_of_two
+from otaro.sefp.precision import COARSEST, FINEST
 
 GROUP = BLOCK
 """Numbers of a packed row that share an exponent."""
+MIN_EXPONENT, MAX_EXPONENT = -15, 16
 OFFSET_POSITIONS = 1024
 _numbers = counter()
 
@@ -104,12 +107,12 @@ class KeyValues:
         if kind == 0 and self.offsets is not None:
             rows = rows.float() - self.offsets[layer].view(self.kv_heads, 1, self.head)
         flat = rows.float().reshape(-1, self.head)
-        exponents = shared_exponents(flat, GROUP)
+        exponents, codes = _encoded(flat)
         too_large = exponents > MAX_EXPONENT
         self.refused.logical_or_(too_large.any())
-        flat = flat.where(~too_large.any(1, keepdim=True), 0.0)
+        codes = codes.where(~too_large.any(1, keepdim=True), MIDPOINT_SHIFT)
         exponents = exponents.where(~too_large, 0)
-        base, planes = pack_codes(finest_codes(flat, exponents, GROUP, "midpoint"))
+        base, planes = pack_codes(codes)
         assert self.exponents is not None
         self.base[some] = base.view(*rows.shape[:2], -1)
         self.exponents[some] = exponents.to(torch.int8).view(*rows.shape[:2], -1)
@@ -124,11 +127,22 @@ class KeyValues:
             return base[..., : self.head].to(dtype)
         assert self.exponents is not None
         codes = unpack_codes(base.flatten(0, 1), [plane[at].flatten(0, 1) for plane in self.planes], self.head)
-        exponents = self.exponents[at].flatten(0, 1)
-        values = decode_codes(codes, exponents, self.bits, GROUP, "midpoint")
+        scales = power_of_two(self.exponents[at].flatten(0, 1).int())
+        values = decode_codes(codes, scales, self.bits, GROUP, "midpoint")
         return values.view(*base.shape[:2], self.head).to(dtype)
 
     def of_layer(self, kind: int, layer: int) -> Sequence[torch.Tensor | None]:
         """Base, exponents and planes of a layer's keys or values."""
         exponents = None if self.exponents is None else self.exponents[kind, layer]
         return [self.base[kind, layer], exponents, *(plane[kind, layer] for plane in self.planes)]
+
+
+def _encoded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents, int32, and codes, int16, of float32 rows. NaN and infinity give an exponent that is never allowed."""
+    length = rows.shape[1]
+    groups = pad(rows, (0, -length % GROUP)).unflatten(1, (-1, GROUP))
+    fields = groups.abs().amax(-1).view(torch.int32) >> 23  # a float32 is below 2^(field - 126)
+    exponents = (fields - 126).clamp_(min=MIN_EXPONENT)
+    scaled = groups.double() * power_of_two(FINEST - exponents).unsqueeze(-1)
+    codes = scaled.floor_().add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE).nan_to_num_()
+    return exponents, codes.to(torch.int16).flatten(1)[:, :length]

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from otaro.errors import KernelError
-from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks, exponent_word_count
+from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES, blocks
 from otaro.kernels import cpu, cuda, nvrtc, reference
 from otaro.kernels.packed import Packed
+from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 
 OVERRIDE = "OTARO_KERNELS"
 FEW_TOKENS = 8
@@ -84,11 +85,12 @@ def _serving(device: torch.device) -> Any:
 def linear(
     x: torch.Tensor,
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the activations.
@@ -96,7 +98,7 @@ def linear(
     Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
     weights by the matrix product of the device's library, unless a backend's integers are faster (`cuda.INTEGER_TOKENS`).
     """
-    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
+    packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_activations(x, base, length, bias)
     serving = _serving(x.device)
     result: torch.Tensor
@@ -111,14 +113,15 @@ def linear(
 def _(
     x: torch.Tensor,
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_packed(base, exponents, planes, length, group_size)
+    _check_packed(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_activations(x, base, length, bias)
     return x.new_empty(x.shape[0], base.shape[0])
 
@@ -126,15 +129,16 @@ def _(
 @torch.library.custom_op("otaro::decode", mutates_args=())
 def decode(
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The values [rows, length] of packed rows."""
-    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
+    packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_dtype(dtype)
     result: torch.Tensor = _serving(base.device).decode(packed, dtype)
     return result
@@ -143,14 +147,15 @@ def decode(
 @decode.register_fake
 def _(
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    _check_packed(base, exponents, planes, length, group_size)
+    _check_packed(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_dtype(dtype)
     return base.new_empty(base.shape[0], length, dtype=dtype)
 
@@ -159,15 +164,16 @@ def _(
 def embedding(
     ids: torch.Tensor,
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The values [ids, length] of the packed rows with the numbers `ids`."""
-    packed = _checked(Packed(base, exponents, planes, length, group_size, truncate))
+    packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_dtype(dtype)
     _check_ids(ids, base)
     # A GPU would have to be waited for, which a graph that is being captured cannot: there, rows that do not exist are NaN.
@@ -181,14 +187,15 @@ def embedding(
 def _(
     ids: torch.Tensor,
     base: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     planes: Sequence[torch.Tensor],
     length: int,
     group_size: int,
     truncate: bool,
+    scale_exponent: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    _check_packed(base, exponents, planes, length, group_size)
+    _check_packed(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_dtype(dtype)
     _check_ids(ids, base)
     return base.new_empty(ids.shape[0], length, dtype=dtype)
@@ -211,32 +218,25 @@ def _(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _checked(packed: Packed) -> Packed:
     """The same, known to be sound, in contiguous memory."""
-    _check_packed(packed.base, packed.exponents, packed.planes, packed.length, packed.group_size)
-    if packed.base.device.type != "cuda":
-        packed = packed.unstreamed()
+    _check_packed(packed)
     planes = [plane.contiguous() for plane in packed.planes]
-    return packed._replace(base=packed.base.contiguous(), exponents=packed.exponents.contiguous(), planes=planes)
+    return packed._replace(base=packed.base.contiguous(), scales=packed.scales.contiguous(), planes=planes)
 
 
-def _check_packed(
-    base: torch.Tensor, exponents: torch.Tensor, planes: Sequence[torch.Tensor], length: int, group_size: int
-) -> None:
+def _check_packed(packed: Packed) -> None:
+    base, scales, planes, length, group_size, _, scale_exponent = packed
     if length < 1 or length >= 2**31:
         raise KernelError(f"a row cannot have {length} weights")
     if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
         raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")
+    if not MIN_SCALE_EXPONENT <= scale_exponent <= MAX_SCALE_EXPONENT:  # with others, products would not be exact
+        between = f"from {MIN_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}"
+        raise KernelError(f"scale_exponent is {scale_exponent}, and must be {between}")
     if len(planes) > len(PLANES):
         raise KernelError(f"{len(planes)} planes were given, and there are {len(PLANES)} at most")
     _check("base", base, torch.uint8, (None, BASE_BYTES * blocks(length)), base)
     rows = base.shape[0]
-    groups = -(-length // group_size)
-    if exponents.dtype != torch.int32:
-        _check("exponents", exponents, torch.int8, (rows, groups), base)
-    elif exponents.dim() != 1 or len(exponents) != exponent_word_count(rows * groups) or exponents.device != base.device:
-        raise KernelError(
-            f"a stream of exponents must be int32 [{exponent_word_count(rows * groups)}] on {base.device}, "
-            f"not {list(exponents.shape)} on {exponents.device}"
-        )
+    _check("scales", scales, torch.uint8, (rows, -(-length // group_size)), base)
     for number, plane in zip(PLANES, planes, strict=False):
         _check(f"plane {number}", plane, torch.uint8, (rows, PLANE_BYTES * blocks(length)), base)
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from otaro.file.planes import unpack_exponent_words
 from otaro.sefp.codec import Reconstruction
 from otaro.sefp.precision import COARSEST
 
@@ -20,13 +19,15 @@ class Packed(NamedTuple):
 
     base: torch.Tensor
     """uint8 [rows, 16 n], n being the blocks of a row."""
-    exponents: torch.Tensor
-    """int8 [rows, groups]; or, as a GPU keeps them, the file's stream of five bits each, int32 (`planes.exponent_words`)."""
+    scales: torch.Tensor
+    """uint8 [rows, groups]: scale bytes as the file has them (`codec.scale_values`)."""
     planes: Sequence[torch.Tensor]
     """uint8 [rows, 4 n] each, plane 4 first."""
     length: int
     group_size: int
     truncate: bool
+    scale_exponent: int
+    """Scales are multiplied with two to this power."""
 
     @property
     def bits(self) -> int:
@@ -38,20 +39,6 @@ class Packed(NamedTuple):
         """What codes mean."""
         return "truncate" if self.truncate else "midpoint"
 
-    @property
-    def streamed(self) -> bool:
-        """Whether exponents are the file's stream."""
-        return self.exponents.dtype == torch.int32
-
-    def unstreamed(self) -> Packed:
-        """The same with exponents in int8."""
-        if not self.streamed:
-            return self
-        return self._replace(
-            exponents=unpack_exponent_words(self.exponents, (len(self.base), -(-self.length // self.group_size)))
-        )
-
     def rows(self, some: slice | torch.Tensor) -> Packed:
         """Some of its rows."""
-        exponents = self.unstreamed().exponents[some]
-        return self._replace(base=self.base[some], exponents=exponents, planes=[p[some] for p in self.planes])
+        return self._replace(base=self.base[some], scales=self.scales[some], planes=[p[some] for p in self.planes])

@@ -8,8 +8,8 @@ these values. `linear` multiplies without leaving the integers for long:
    nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639,
    and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
 3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
-   (n u + k) * 2^(exponent - shift), see `Meaning`.
-4. float32(I), times both powers of two, is the unit's term. Unit i is added to lane i mod 16, units in ascending order;
+   (n u + k) * scale * 2^-shift, see `Meaning`.
+4. float32(I), times the product of the weights' scale and the activations' power of two, which is exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order;
    then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1. Each operation rounds once, to float32.
 
 So the result is the same to the last bit for every backend, instruction set and number of threads. A unit with an activation
@@ -23,10 +23,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from otaro.errors import KernelError
 from otaro.file.planes import BLOCK, unpack_codes
 from otaro.kernels.packed import Packed
-from otaro.sefp.codec import MAX_EXPONENT, MIN_EXPONENT, Reconstruction, decode_codes, power_of_two
+from otaro.sefp.codec import Reconstruction, decode_codes, power_of_two, scale_values
 from otaro.sefp.precision import COARSEST
 
 LANES = 16
@@ -42,8 +41,6 @@ def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
     Some rows are decoded at a time, so that the intermediate words stay in the cache and only the result touches memory.
     """
-    packed = packed.unstreamed()
-    _check_exponents(packed.exponents)
     count, device = len(packed.base), packed.base.device
     values = torch.empty(count, packed.length, dtype=dtype, device=device)
     # Only a CPU has a cache to fit into; elsewhere each chunk would cost launches.
@@ -52,14 +49,13 @@ def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         some = slice(start, start + size)
         few = packed.rows(some)
         codes = unpack_codes(few.base, few.planes, few.length)
-        decode_codes(codes, few.exponents, few.bits, few.group_size, few.reconstruction, out=values[some])
+        scales = scale_values(few.scales, few.scale_exponent)
+        decode_codes(codes, scales, few.bits, few.group_size, few.reconstruction, out=values[some])
     return values
 
 
 def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values [ids, length] of some rows."""
-    packed = packed.unstreamed()
-    _check_exponents(packed.exponents)  # all of them: whether a weight is refused must not depend on the rows
     return decode(packed.rows(ids), dtype)
 
 
@@ -69,7 +65,7 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
 
 
 class Meaning(NamedTuple):
-    """A weight is (factor * code + constant) * 2^(exponent - shift), its code raised by one where negative or not."""
+    """A weight is (factor * code + constant) * scale * 2^-shift, its code raised by one where negative or not."""
 
     factor: int
     constant: int
@@ -118,8 +114,6 @@ def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Products [tokens, rows], float32, of activations [tokens, length] with packed rows."""
-    packed = packed.unstreamed()
-    _check_exponents(packed.exponents)
     codes, scales = quantise(x, packed.group_size)
     shift = meaning(packed.bits, packed.reconstruction).shift
     units_per_group = packed.group_size // unit_size(packed.group_size)
@@ -130,7 +124,8 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         some = slice(start, start + size)
         few = packed.rows(some)
         integers = dots(codes, few)
-        steps = power_of_two(few.exponents.int() - shift).repeat_interleave(units_per_group, 1)[:, : integers.shape[-1]]
+        steps = scale_values(few.scales, few.scale_exponent - shift)
+        steps = steps.repeat_interleave(units_per_group, 1)[:, : integers.shape[-1]]
         terms = integers.float() * (steps * scales[:, None])
         lanes = torch.zeros(*terms.shape[:2], LANES, device=x.device)
         for unit in range(0, terms.shape[-1], LANES):
@@ -141,12 +136,3 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
             lanes = lanes[..., :half] + lanes[..., half:]
         out[:, some] = lanes[..., 0]
     return out
-
-
-def _check_exponents(exponents: torch.Tensor) -> None:
-    """No file holds others, and with others products of powers of two are not exact. A GPU would have to be waited for."""
-    if exponents.device.type != "cpu" or not exponents.numel():
-        return
-    least, most = (int(one) for one in exponents.aminmax())
-    if least < MIN_EXPONENT or most > MAX_EXPONENT:
-        raise KernelError(f"exponents must lie between {MIN_EXPONENT} and {MAX_EXPONENT}, not between {least} and {most}")

@@ -33,7 +33,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otaro.errors import FormatError, OtaroError
-from otaro.file.header import BASE, EXPONENTS, shard_name
+from otaro.file.header import BASE, SCALES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
@@ -127,7 +127,7 @@ class SefpQuantizer(HfQuantizer):
         # What we swapped is neither missing nor unexpected nor tied by transformers.
         model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
         names = "|".join(map(re.escape, schema.packed))
-        model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(EXPONENTS)})?$"}
+        model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(SCALES)})?$"}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         devices = getattr(model, "hf_device_map", None)
@@ -198,7 +198,7 @@ def save_pretrained(
     target, original = Path(save_directory), nested.base.header
     with NestedWriter.create(target, nested.schema, layout, finest=finest, original=original, overwrite=True) as writer:
         for name in nested.schema.packed:
-            writer.append_stored(BASE, name + EXPONENTS, nested.base.tensor(name + EXPONENTS))
+            writer.append_stored(BASE, name + SCALES, nested.base.tensor(name + SCALES))
             for plane in range(BASE, finest.mantissa_bits + 1):
                 writer.append_stored(plane, name, nested.plane(plane).tensor(name))
         for name, tensor in tensors.items():

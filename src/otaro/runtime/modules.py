@@ -21,7 +21,6 @@ from torch import nn
 
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
-from otaro.file.planes import exponent_words
 from otaro.kernels import ops
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
@@ -31,42 +30,30 @@ own_bits: ContextVar[Mapping[SefpModule, int]] = ContextVar("own_bits", default=
 
 
 class PackedWeight(nn.Module):
-    """One packed tensor: exponents, base nibbles, and as many planes as were needed so far.
+    """One packed tensor: scales, base nibbles, and as many planes as were needed so far.
 
     They are buffers, so `model.to("cuda")` moves them, but not part of the state dict: `save_pretrained` writes them from
     here in the file's own form.
     """
 
-    exponents: torch.Tensor
+    scales: torch.Tensor
     base: torch.Tensor
 
     def __init__(self, nested: NestedDirectory, name: str) -> None:
         super().__init__()
         self.nested, self.name, self.shape = nested, name, nested.schema.packed[name]
         self.bits = BASE  # mantissa bits that the planes attached so far make up
-        for part in ("exponents", "base", *(f"plane{plane}" for plane in range(BASE + 1, FINEST + 1))):
+        for part in ("scales", "base", *(f"plane{plane}" for plane in range(BASE + 1, FINEST + 1))):
             self.register_buffer(part, None, persistent=False)
 
     def attach(self, device: torch.device | str) -> None:
-        """Map exponents and base nibbles."""
-        self.exponents = self._rows(self.nested.exponents(self.name)).to(device)
+        """Map scales and base nibbles."""
+        self.scales = self._rows(self.nested.scale_bytes(self.name)).to(device)
         self.base = self._rows(self.nested.base.tensor(self.name)).to(device)
-        self._suit_device()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         with self.nested.lock:
-            applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            if self.base is not None:
-                self._suit_device()
-        return cast(Self, applied)
-
-    def _suit_device(self) -> None:
-        """Keep exponents as the kernels of the device read them: five bits each on a GPU, a byte each elsewhere."""
-        packed = self._packed(BASE)
-        if self.base.device.type == "cuda" and not packed.streamed:
-            self.exponents = exponent_words(self.exponents)
-        elif self.base.device.type != "cuda":
-            self.exponents = packed.unstreamed().exponents
+            return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def reach(self, mantissa_bits: int) -> None:
         """Map the planes that are still missing for this many mantissa bits."""
@@ -98,7 +85,9 @@ class PackedWeight(nn.Module):
         schema = self.nested.schema
         planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
         truncate = schema.reconstruction == "truncate"
-        return Packed(self.base, self.exponents, planes, self.shape[-1], schema.group_size, truncate)
+        return Packed(
+            self.base, self.scales, planes, self.shape[-1], schema.group_size, truncate, schema.scale_exponents[self.name]
+        )
 
     def planes_above(self, mantissa_bits: int) -> list[torch.Tensor]:
         """Attached planes that so many mantissa bits do not need."""

@@ -1,31 +1,47 @@
 """SEFP: weights to codes, codes to values. This module is the law; files and kernels cite it.
 
-A *group* is `group_size` consecutive weights along the last dimension. Its weights share one exponent `e`, the smallest
-integer with |w| < 2^e for all of them, and each weight keeps a 9-bit two's-complement *code* on the grid of spacing
-step(8) = 2^(e-8). At m mantissa bits the code is `code >> (8 - m)`, an arithmetic shift, and the spacing is
-step(m) = 2^(e-m). So a lower precision is a prefix of the stored bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
+A *group* is `group_size` consecutive weights along the last dimension. Its weights share one *scale* s, and each weight
+keeps a 9-bit two's-complement *code* on the grid of spacing step(8) = s / 2^8. At m mantissa bits the code is
+`code >> (8 - m)`, an arithmetic shift, and the spacing is step(m) = s / 2^m. So a lower precision is a prefix of the stored
+bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
 
 What a code means is the *reconstruction*:
 
-  truncate   code = q for w >= 0 and ~q for w < 0, with q = floor(|w| / step(8))     (the paper's)
-             value = (code_m + 1 if code_m < 0 else code_m) * step(m)
-             One's complement makes the arithmetic shift cut magnitudes toward zero on both sides.
   midpoint   code = min(floor(w / step(8)) + 16, 255)                                (ours, the default)
              value = (code_m + 1/2) * step(m) - step(3)/2
              Every code stands for the middle of its interval, which halves the error. The shift by 16 steps, which is
              step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their zero: the coarsest
-             precision is then plain rounding. The price is a clamp for w >= 15/16 * 2^e.
+             precision is plain symmetric rounding, code_3 * s/8. The grid then reaches from -17/16 s to 15/16 s.
+  truncate   code = q for w >= 0 and ~q for w < 0, with q = floor(|w| / step(8))     (the paper's)
+             value = (code_m + 1 if code_m < 0 else code_m) * step(m)
+             One's complement makes the arithmetic shift cut magnitudes toward zero on both sides.
+
+The scale is one byte: a float8 with a sign, four exponent bits and three fraction bits (E4M3), times one power of two for
+the whole tensor, the *scale exponent*.
+
+  midpoint   s may be negative, which mirrors the grid. Of both signs the one that needs the smaller |s| is taken, positive
+             on a tie, and then the smallest |s| that the byte can say with all weights on the grid. Nothing clips.
+  truncate   s is a power of two, the smallest above all magnitudes: the paper's shared exponent.
+
+A group of zeros has the scale 0. The scale exponent is the smallest, from -13 to 7, with which the largest scale of the
+tensor is at most 448, where float8 ends. Scales 2^-15 times as large and smaller lose fraction bits, below 2^-17 they are
+all the same: weights so small beside others do not matter.
 
 By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
-  e = 0 (0.8 < 2^0), step(8) = 1/256, so w / step(8) = [204.8, -76.8, 5.12]
-  codes at m = 8    floor + 16         = [220, -61, 21]       values (c + .5)/256 - 1/16 = [.799, -.299, .0215]
-  codes at m = 3    >> 5               = [6, -2, 0]           values  c / 8              = [.75,  -.25,  0]
+  s > 0 needs 0.8 / (15/16) = 0.853, s < 0 needs max(0.8 / (17/16), 0.3 / (15/16)) = 0.753: so s < 0.
+  Between 1/2 and 1 a float8 has steps of 1/16, so |s| = 13/16, and w / step(8) = [-252.06..., 94.5..., -6.3...]
+  codes at m = 8    floor + 16         = [-237, 110, 9]       values ((c + .5)/256 - 1/16) s = [.801, -.3, .0206]
+  codes at m = 3    >> 5               = [-8, 3, 0]           values  c s / 8                = [.8125, -.3047, 0]
 
-Exactness. Exponents come from the bits of the float, never from a logarithm, and all scaling is by powers of two, so
-encoding makes no rounding but the floor that defines it. Decoded values are small integers times a power of two:
-  float32   holds all of them exactly;
-  float16   all, except code_3 = -8 of `midpoint` at E5M3 in a group with e = 16, which is -65536 (float16 ends at 65504);
-  bfloat16  all, except `midpoint` at E5M8 beyond 2^e/2, where odd multiples of step(8)/2 need 9 significant bits of 8.
+Zeros. An exact zero lies between two cells at every precision but E5M3. Were it always put into the one above, a model with
+many zeros would be moved as a whole. So it goes above or below by its place in the group: below where that number, counted
+from 0, has an odd number of ones in binary.
+
+Exactness. Every implementation must find the same codes. With n an integer, |n| <= 272, the border n step(8) of a cell has at
+most 13 significant bits, so a float32 weight that is not on the border is at least 2^-24 of its own size away from it. In
+float64, where w / step(8) is computed to 2^-51, the floor is therefore that of the exact quotient. In the same way the need
+of a group, 16/15 or 16/17 of a float32, is a float8 exactly or at least 2^-28 of its size away from one. Decoded values have
+at most 14 significant bits: exact in float32, rounded once in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -38,12 +54,15 @@ from typing import Literal, get_args
 import torch
 
 from otaro.errors import WeightError
-from otaro.sefp.precision import COARSEST, EXPONENT_BITS, FINEST, GROUP_SIZE, Precision
+from otaro.sefp.precision import COARSEST, FINEST, GROUP_SIZE, SCALE_BITS, Precision
 
 Reconstruction = Literal["midpoint", "truncate"]
 RECONSTRUCTIONS: tuple[Reconstruction, ...] = get_args(Reconstruction)
 
-MIN_EXPONENT, MAX_EXPONENT = -15, 16  # what 5 bits hold; an all-zero group has the smallest
+LARGEST_WEIGHT = 2.0**15  # magnitudes from here on are refused
+MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -13, 7
+MAX_FLOAT8, MIN_FLOAT8 = 448.0, 2.0**-9  # what a byte says at most, and at least above zero
+FRACTION_BITS = 3
 MIDPOINT_SHIFT = 1 << (FINEST - COARSEST - 1)  # step(3)/2 in units of step(8)
 MAX_CODE = (1 << FINEST) - 1
 
@@ -53,14 +72,21 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class SefpTensor:
-    """A weight tensor as shared exponents and codes; made by `encode`."""
+    """A weight tensor as shared scales and codes; made by `encode`."""
 
-    exponents: torch.Tensor
-    """The integers e, int8, of shape [..., ceil(K / group_size)] for a weight of shape [..., K]."""
+    scale_bytes: torch.Tensor
+    """The scales as the file holds them, uint8, of shape [..., ceil(K / group_size)] for a weight of shape [..., K]."""
+    scale_exponent: int
+    """The power of two that all of them are multiplied with."""
     finest_codes: torch.Tensor
     """The codes at E5M8, int16, of the weight's shape."""
     group_size: int
     reconstruction: Reconstruction
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scale of each group, float32, the tensor's power of two included."""
+        return scale_values(self.scale_bytes, self.scale_exponent)
 
     def codes(self, precision: str | Precision) -> torch.Tensor:
         """The codes at `precision`, int16: the stored ones shifted right."""
@@ -73,17 +99,17 @@ class SefpTensor:
             return self.finest_codes.float()
         length = self.finest_codes.shape[-1] if self.finest_codes.dim() else 1
         codes = self.finest_codes.reshape(-1, length)
-        exponents = self.exponents.reshape(len(codes), -1)
+        scales = self.scales.reshape(len(codes), -1)
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         for some in _row_chunks(len(codes), length):
             shifted = codes[some] if m == FINEST else codes[some] >> (FINEST - m)
-            decode_codes(shifted, exponents[some], m, self.group_size, self.reconstruction, out=values[some])
+            decode_codes(shifted, scales[some], m, self.group_size, self.reconstruction, out=values[some])
         return values.reshape(self.finest_codes.shape)
 
     def bits_per_weight(self, precision: str | Precision) -> float:
         """Stored bits over weights; above `Precision.bits_per_weight` only where rows end in a short group."""
-        exponent_bits = EXPONENT_BITS * self.exponents.numel() / max(self.finest_codes.numel(), 1)
-        return 1 + Precision(precision).mantissa_bits + exponent_bits
+        scale_bits = SCALE_BITS * self.scale_bytes.numel() / max(self.finest_codes.numel(), 1)
+        return 1 + Precision(precision).mantissa_bits + scale_bits
 
 
 def encode(
@@ -91,18 +117,20 @@ def encode(
     group_size: int = GROUP_SIZE,
     reconstruction: Reconstruction = "midpoint",
     *,
+    scale_exponent: int | None = None,
     name: str = "weight",
 ) -> SefpTensor:
-    """Turn a float16, bfloat16 or float32 tensor of any rank into shared exponents and codes.
+    """Turn a float16, bfloat16 or float32 tensor of any rank into shared scales and codes.
 
     Groups run along the last dimension; a row whose length is no multiple of `group_size` ends in a short group. NaN,
-    infinity and magnitudes of 2^16 and above are refused; the message gives `name` and the index.
+    infinity and magnitudes of 2^15 and above are refused; the message gives `name` and the index. Some rows of a tensor are
+    encoded as the whole is with the whole's `scale_exponent`.
 
     >>> t = encode(torch.tensor([0.8, -0.3, 0.02]))
-    >>> t.exponents.tolist(), t.codes("E5M8").tolist(), t.codes("E5M3").tolist()
-    ([0], [220, -61, 21], [6, -2, 0])
+    >>> t.scales.tolist(), t.codes("E5M8").tolist(), t.codes("E5M3").tolist()
+    ([-0.8125], [-237, 110, 9], [-8, 3, 0])
     >>> t.decode("E5M3").tolist()
-    [0.75, -0.25, 0.0]
+    [0.8125, -0.3046875, -0.0]
     """
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise WeightError(f"{name} is {weight.dtype}; SEFP encodes float16, bfloat16 and float32 tensors")
@@ -112,61 +140,112 @@ def encode(
         raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
     weight = weight.detach()
     if weight.dim() == 0:
-        scalar = encode(weight.reshape(1), group_size, reconstruction, name=name)
-        return SefpTensor(scalar.exponents, scalar.finest_codes.reshape(()), group_size, reconstruction)
+        scalar = encode(weight.reshape(1), group_size, reconstruction, scale_exponent=scale_exponent, name=name)
+        codes = scalar.finest_codes.reshape(())
+        return SefpTensor(scalar.scale_bytes, scalar.scale_exponent, codes, group_size, reconstruction)
 
     *lead, length = weight.shape
     groups = -(-length // group_size)
     rows = weight.reshape(-1, length) if weight.numel() else weight.new_empty(0, length)
-    exponents = shared_exponents(rows, group_size)
-    if exponents.numel() and int(exponents.max()) > MAX_EXPONENT:
-        at = first_refused(weight)
-        assert at is not None  # a group's exponent says so
+    needs = group_needs(rows, group_size, reconstruction)
+    if not needs_are_met(needs) and (at := first_refused(weight)) is not None:
         raise refusal(name, weight.shape, at, float(weight.flatten()[at]))
-    codes = finest_codes(rows, exponents, group_size, reconstruction)
-    exponents = exponents.to(torch.int8).reshape(*lead, groups)
-    return SefpTensor(exponents, codes.reshape(weight.shape), group_size, reconstruction)
+    least = smallest_scale_exponent(needs)
+    if scale_exponent is None:
+        scale_exponent = least
+    elif not least <= scale_exponent <= MAX_SCALE_EXPONENT:
+        raise WeightError(f"{name} needs a scale_exponent from {least} to {MAX_SCALE_EXPONENT}, got {scale_exponent}")
+    scale_bytes = round_up(needs, scale_exponent)
+    codes = finest_codes(rows, scale_values(scale_bytes, scale_exponent), group_size, reconstruction)
+    scale_bytes = scale_bytes.reshape(*lead, groups)
+    return SefpTensor(scale_bytes, scale_exponent, codes.reshape(weight.shape), group_size, reconstruction)
 
 
-def shared_exponents(rows: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Per group of a matrix the smallest e >= -15 with |w| < 2^e, int32; NaN and infinity give an e that is never allowed.
-
-    A float32 is below 2^(field - 126), field being its 8 exponent bits, and no smaller power of two will do, unless it is so
-    small that e is -15 anyway. A NaN makes the largest of its group NaN; its field is 255, like that of infinity.
-    """
+def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """Per group of a matrix the least |s| that holds it, float64, negative where s has to be; NaN where a weight is NaN."""
     length = rows.shape[-1]
-    largest = torch.empty(len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
+    least, most = torch.empty(2, len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
     for some, floats in _chunks(rows):
-        for at, group in _group_views(floats.abs_(), group_size):
-            largest[some, at] = group.amax(-1)
-    fields = (largest.view(torch.int32) & 0x7FFFFFFF) >> 23
-    return fields.sub_(126).clamp_(min=MIN_EXPONENT)
+        for at, group in _group_views(floats, group_size):
+            least[some, at], most[some, at] = group.amin(-1), group.amax(-1)  # aminmax is four times as slow
+    return needs_of(least, most, reconstruction)
 
 
-def finest_codes(rows: torch.Tensor, exponents: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """The E5M8 codes, int16, of a matrix of weights on the grids that `exponents` give."""
+def needs_of(least: torch.Tensor, most: torch.Tensor, reconstruction: Reconstruction) -> torch.Tensor:
+    """The same, from the least and the largest weight of each group."""
+    below, above = least.double().neg_().clamp_(min=0), most.double().clamp_(min=0)
+    if reconstruction == "truncate":
+        largest = torch.maximum(below, above)
+        exponents = torch.frexp(largest).exponent  # the smallest e with largest < 2^e
+        powers = torch.ldexp(torch.ones_like(largest), exponents)
+        return torch.where(largest > 0, powers, largest)
+    upright = torch.maximum(above * 16 / 15, below * 16 / 17)
+    mirrored = torch.maximum(below * 16 / 15, above * 16 / 17)
+    return torch.where(mirrored < upright, -mirrored, upright)
+
+
+def smallest_scale_exponent(needs: torch.Tensor) -> int:
+    """The smallest allowed one with which the largest need is at most what a byte can say."""
+    largest = float(needs.abs().max()) if needs.numel() else 0.0
+    exponent = MIN_SCALE_EXPONENT
+    while largest > MAX_FLOAT8 * 2.0**exponent:
+        exponent += 1
+    return exponent
+
+
+def round_up(needs: torch.Tensor, scale_exponent: int) -> torch.Tensor:
+    """Needs as scale bytes: the smallest that a byte can say which is not below, with the sign of the need."""
+    scaled = needs.abs() * 2.0**-scale_exponent
+    exponents = torch.frexp(scaled).exponent  # scaled lies in [2^(e-1), 2^e), where a float8 has steps of 2^(e-4)
+    ones = torch.ones_like(scaled)
+    steps = torch.ldexp(ones, exponents - 1 - FRACTION_BITS).clamp_(min=MIN_FLOAT8)
+    rounded = (scaled / steps).ceil_().mul_(steps)
+    return torch.copysign(rounded, needs).float().to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def scale_values(scale_bytes: torch.Tensor, scale_exponent: int) -> torch.Tensor:
+    """What scale bytes, uint8, stand for, float32.
+
+    Bit 7 is the sign, then come four bits e and three bits f: (1 + f/8) 2^(e-7), or f 2^-9 where e is 0. So every byte
+    has a finite meaning. (Of the two that float8 takes for NaN, 0x7f and 0xff, no writer makes use.)
+    """
+    magnitudes = (scale_bytes & 0x7F).int()
+    normal = ((magnitudes << (23 - FRACTION_BITS)) + ((127 - 7) << 23)).view(torch.float32)
+    values = torch.where(magnitudes < 1 << FRACTION_BITS, magnitudes * MIN_FLOAT8, normal)
+    return torch.where(scale_bytes < 0x80, values, -values).mul_(2.0**scale_exponent)
+
+
+def zero_cells(group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """For each place in a group 1 where an exact zero goes to the cell below it, else 0; int32."""
+    places = torch.arange(group_size, dtype=torch.int32, device=device)
+    for shift in (16, 8, 4, 2, 1):
+        places ^= places >> shift
+    return places & 1
+
+
+def finest_codes(rows: torch.Tensor, scales: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """The E5M8 codes, int16, of a matrix of weights on the grids that `scales` give."""
     codes = torch.empty(rows.shape, dtype=torch.int16, device=rows.device)
-    scales = power_of_two(FINEST - exponents.int()).unsqueeze(-1)
-    may_underflow = exponents.numel() > 0 and int(exponents.max()) > FINEST
-    for some, floats in _chunks(rows):
-        if reconstruction == "truncate" or may_underflow:
+    inverses = (2.0**FINEST / scales.double()).where(scales != 0, 0.0).unsqueeze(-1)
+    below = -zero_cells(group_size, rows.device).double()
+    for some, floats in _chunks(rows, torch.float64):
+        if reconstruction == "truncate":
             minus_one_if_negative = floats.sign().clamp_(max=0)
         for at, group in _group_views(floats, group_size):
-            group.mul_(scales[some, at])
+            zeros = group == 0 if reconstruction == "midpoint" else None
+            group.mul_(inverses[some, at])
+            if zeros is not None:
+                torch.where(zeros, below[: group.shape[-1]], group.floor_(), out=group)
         if reconstruction == "truncate":
             codes[some] = floats.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
-            continue
-        if may_underflow:
-            # Scaling down made a tiny negative weight -0, but its floor is -1.
-            floats = torch.where(floats == 0, minus_one_if_negative, floats)
-        # Floor first, then shift: adding before the floor would round tiny negative weights up to the next code.
-        codes[some].copy_(floats.floor_()).add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
+        else:
+            codes[some] = floats.add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
     return codes
 
 
 def decode_codes(
     codes: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     mantissa_bits: int,
     group_size: int,
     reconstruction: Reconstruction,
@@ -178,7 +257,7 @@ def decode_codes(
         values.sub_(values.sign().clamp_(max=0))  # one more where negative
     else:
         values.add_(midpoint_offset(mantissa_bits))
-    steps = power_of_two(exponents.int() - mantissa_bits).unsqueeze(-1)
+    steps = (scales * 2.0**-mantissa_bits).unsqueeze(-1)
     for at, group in _group_views(values, group_size):
         group.mul_(steps[..., at, :])
     return values if out is None or out is values else out.copy_(values)
@@ -209,18 +288,23 @@ def _row_chunks(rows: int, length: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _chunks(rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A matrix in float32, some rows at a time, to be overwritten: one buffer serves all, as new memory is slow."""
+def _chunks(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer serves all, as new memory is slow."""
     chunks = _row_chunks(len(rows), rows.shape[-1])
     if chunks:
-        buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=torch.float32, device=rows.device)
+        buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=dtype, device=rows.device)
         for some in chunks:
             yield some, buffer[: some.stop - some.start].copy_(rows[some])
 
 
+def needs_are_met(needs: torch.Tensor) -> bool:
+    """Whether it takes no look at the weights to know that all can be encoded."""
+    return not needs.numel() or bool(needs.abs().max() < LARGEST_WEIGHT * 16 / 17)  # false where one is NaN
+
+
 def first_refused(weight: torch.Tensor) -> int | None:
     """Flat index of the first weight that cannot be encoded, if there is one."""
-    bad = ~(weight.flatten().abs() < 2.0**MAX_EXPONENT)  # the negation catches NaN
+    bad = ~(weight.flatten().abs() < LARGEST_WEIGHT)  # the negation catches NaN
     return int(bad.nonzero()[0]) if bad.any() else None
 
 
@@ -230,5 +314,5 @@ def refusal(name: str, shape: Sequence[int], flat_index: int, value: float) -> W
     for size in reversed(shape):
         flat_index, at = divmod(flat_index, size)
         index.insert(0, at)
-    why = f"magnitudes below 2^{MAX_EXPONENT} = {2**MAX_EXPONENT}" if math.isfinite(value) else "finite weights"
+    why = f"magnitudes below 2^15 = {LARGEST_WEIGHT:.0f}" if math.isfinite(value) else "finite weights"
     return WeightError(f"{name}{index} is {value:g}, and SEFP holds {why} only; repair or rescale the checkpoint")

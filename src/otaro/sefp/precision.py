@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from otaro.errors import PrecisionError
 
-EXPONENT_BITS = 5
+EXPONENT_BITS = 5  # of the names; the paper shares a power of two of so many bits, here a scale is a byte
+SCALE_BITS = 8  # of a group
 FINEST, COARSEST = 8, 3  # mantissa bits
 GROUP_SIZE = 64
 
@@ -31,8 +32,8 @@ class Precision:
         object.__setattr__(self, "mantissa_bits", _BITS_BY_NAME[name.upper()])
 
     def bits_per_weight(self, group_size: int = GROUP_SIZE) -> float:
-        """Sign, mantissa, and this weight's share of its group's exponent."""
-        return 1 + self.mantissa_bits + EXPONENT_BITS / group_size
+        """Sign, mantissa, and this weight's share of its group's scale."""
+        return 1 + self.mantissa_bits + SCALE_BITS / group_size
 
     def __str__(self) -> str:
         return f"E{EXPONENT_BITS}M{self.mantissa_bits}"
