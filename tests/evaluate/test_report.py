@@ -89,7 +89,7 @@ def gradients() -> dict:
 def weights() -> dict:
     figures = {
         "outlier_groups": 0.04,
-        "clamped": None,
+        "zeros": None,
         "lost": {name: 0.02 * i for i, name in enumerate(PRECISIONS)},
         "error": {name: 0.004 * 2**i for i, name in enumerate(PRECISIONS)},
     }

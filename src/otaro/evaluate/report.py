@@ -293,12 +293,12 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(share_cell(figures[key]) for key in ("outlier_groups", "clamped")),
+                    *(share_cell(figures[key]) for key in ("outlier_groups", "zeros")),
                     *(error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
-            headings = ["group size", "outlier groups", "clamped codes", *map(shown, names)]
+            headings = ["group size", "outlier groups", "exact zeros", *map(shown, names)]
             note = (
                 "At each precision the root mean square error relative to the weights', and below it the share of weights lost."
             )
