@@ -173,7 +173,7 @@ def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruct
 
 def needs_of(least: torch.Tensor, most: torch.Tensor, reconstruction: Reconstruction) -> torch.Tensor:
     """The same, from the least and the largest weight of each group."""
-    below, above = (0.0 - least.double()).clamp_(min=0), (0.0 + most.double()).clamp_(min=0)  # never minus zero
+    below, above = (0.0 - least.double()).clamp_(min=0), (0.0 + most.double()).clamp_(min=0)  # never -0, whose byte is 0x80
     if reconstruction == "truncate":
         largest = torch.maximum(below, above)
         exponents = torch.frexp(largest).exponent  # the smallest e with largest < 2^e
