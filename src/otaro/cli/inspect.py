@@ -65,7 +65,7 @@ def show(summary: Summary) -> None:
             row.precision,
             _shards(row),
             console.size(row.bytes) if row.bytes is not None else "-",
-            f"{row.bits_per_weight:.2f}",
+            f"{row.bits_per_weight:.3f}",
             f"{row.ratio_to_fp16:.1%}" if row.ratio_to_fp16 is not None else "-",
         )
     console.out.print(sizes)

@@ -14,10 +14,10 @@ weight that is shifted by s keeps m - s significant bits. How often that happens
               not above step/4.
   error       root of the summed squares of value - w, relative to that of the weights.
 
-By hand, one group of four, w = [0.5, 0.04, -0.01, 0]: the exponent of 0.5 is 0, those of the others are -4 and -6, so the
-shifts are 4 and 6 and the group is dominated. `truncate` has the scale 1, at E5M4 the step 1/16: it makes 0.04 and -0.01
+By hand, one group of four, w = [0.5, 0.04, -0.007, 0]: the exponent of 0.5 is 0, those of the others are -4 and -7, so the
+shifts are 4 and 7 and the group is dominated. `truncate` has the scale 1, at E5M4 the step 1/16: it makes 0.04 and -0.007
 zero, two of three lost. `midpoint` has the scale -1/2 and the step 1/32: it makes them 3/64 and -1/64, and of these only
--0.01 would be better off as zero.
+-0.007 would be better off as zero.
 
 Tensors are read a few thousand rows at a time, and each of these pieces is encoded as a tensor of its own; no model is in
 memory.

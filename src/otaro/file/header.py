@@ -199,7 +199,7 @@ def read_header(path: Path, plane: int) -> Header:
         raise FormatError(f"{path} is not an OTARo shard: its header has no format version")
     if metadata["otaro"] != VERSION:
         raise FormatError(
-            f"{path} has format version {str(metadata['otaro'])[:20]!r}, this program reads version {VERSION!r}; "
+            f"{path} has format version {metadata['otaro']!r:.20}, this program reads version {VERSION!r}; "
             "pack the checkpoint anew with `otaro pack CHECKPOINT OUT`, or use the release that wrote it"
         )
     _check_seal(path, text, metadata)
