@@ -18,7 +18,7 @@ from otaro import encode
 from otaro.errors import OtaroError
 from otaro.file.checkpoint import Checkpoint
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore
+from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore, scale_exponent
 from tests.conftest import SIZES
 
 ARCHITECTURES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -73,8 +73,6 @@ def assert_as_the_codec(weight: torch.Tensor, group_size: int, reconstruction: s
     for precision in PRECISIONS:
         found = quantize(weight, precision.mantissa_bits, group_size, reconstruction)
         expected = encode(weight, group_size, reconstruction).decode(precision).to(weight.dtype)
-        if reconstruction == "truncate":
-            found = found + 0.0  # a small negative weight becomes -0, where the codec has 0
         bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
         assert torch.equal(found.view(bits), expected.view(bits)), f"{precision} {weight[found != expected]}"
     assert torch.equal(weight, before)
@@ -87,43 +85,63 @@ def test_values_are_those_of_the_codec(shape, group_size, reconstruction):
     weight = torch.randn(shape, generator=generator)
     for spread in (0, 4, 40):  # from weights of one size to magnitudes that differ by 2^40 within a group
         powers = torch.randint(-spread, spread + 1, shape, generator=generator)
-        scaled = (weight * 2.0**powers).clamp(-65000, 65000)
+        scaled = (weight * 2.0**powers).clamp(-32000, 32000)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert_as_the_codec(scaled.to(dtype), group_size, reconstruction)
 
 
+def around(numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers and their neighbours in float32, of both signs."""
+    numbers = numbers.float()
+    up, down = (torch.nextafter(numbers, torch.full_like(numbers, end)) for end in (torch.inf, 0.0))
+    return torch.cat([down, numbers, up, -down, -numbers, -up])
+
+
+FLOAT8 = torch.arange(8, 16)
 SPECIAL = {
-    "zeros": torch.zeros(2, 100),
+    "zeros": torch.tensor([0.0, -0.0]).repeat(3, 97).roll(1, -1),
+    "zeros among others": torch.tensor([0.0, 1.0, -0.0, -3.0, 0.0]).repeat(2, 50),
     "not laid out row by row": torch.randn(128, 70, generator=torch.Generator().manual_seed(0)).T,
-    "clamped by midpoint": torch.linspace(0.93, 0.99999994, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]]),
-    "powers of two and neighbours": torch.cat([s * 2.0**k * torch.tensor([1 - 2**-24, 1, 1 + 2**-23])
-                                               for k in range(-20, 15) for s in (1, -1)]),
-    "grid points and neighbours": torch.cat([torch.arange(-255, 256) / 256 + d for d in (-(2.0**-24), 0, 2.0**-24)]),
-    "below the smallest exponent": torch.tensor([2.0**-16, -(2.0**-17), 2.0**-24, -(2.0**-24), 1e-30, -1e-30, 0.0, -0.0]),
-    "the largest": torch.tensor([65535.996, -65535.996, 1.0, -1.0, 1e-30, -1e-30]),
-}  # fmt: skip
+    "the ends of the grid": around(torch.cat([FLOAT8 * 15, FLOAT8 * 17]) / 2.0**12),
+    "powers of two": around(2.0 ** torch.arange(-30, 15)),
+    "borders of cells": around(torch.cat([torch.arange(1, 273) * n / 2.0**12 for n in FLOAT8])),
+    "borders beside the largest": torch.cat([torch.tensor([-17 * 13 / 256]), around(torch.arange(1, 240) * 13 / 2.0**12)]),
+    "where float8 ends": around(torch.tensor([448.0, 480.0]) * 17 / 16 / 2.0**9),
+    "far below the largest": torch.cat([torch.tensor([100.0]), around(2.0 ** torch.arange(-40, 0))]),
+    "below the smallest scale": torch.tensor([2.0**-22, -(2.0**-23), 2.0**-29, -(2.0**-30), 1e-30, -1e-30, 0.0, -0.0]),
+    "subnormal": torch.tensor([1e-45, -1e-45, 1e-39, -1e-39, 20.0, -20.0]),
+    "the largest": torch.tensor([32767.998, -32767.998, 1.0, -1.0, 1e-30, -1e-30]),
+}
 
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_values_are_those_of_the_codec_at_the_edges(name, reconstruction):
     assert_as_the_codec(SPECIAL[name], 64, reconstruction)
     assert_as_the_codec(SPECIAL[name].unsqueeze(-1), 64, reconstruction)  # each alone in its group
+    assert_as_the_codec(SPECIAL[name].unsqueeze(-1), 1, reconstruction)
 
 
-@given(st.lists(st.floats(-65535, 65535, width=32), min_size=1, max_size=100), st.sampled_from(["midpoint", "truncate"]))
+@given(st.lists(st.floats(-32767, 32767, width=32), min_size=1, max_size=100), st.sampled_from(["midpoint", "truncate"]))
 @settings(max_examples=80, deadline=None)
 def test_values_are_those_of_the_codec_for_any_numbers(numbers, reconstruction):
-    weight = torch.tensor(numbers)
-    if reconstruction == "midpoint":
-        weight[(weight < 0) & (weight > -(2.0**-126))] = 0.0  # the limit below
-    assert_as_the_codec(weight, 32, reconstruction)
+    assert_as_the_codec(torch.tensor(numbers), 32, reconstruction)
 
 
-def test_the_one_limit_is_a_negative_subnormal_beside_weights_too_large_for_the_grid():
-    """Scaled down it becomes -0, whose floor is 0 and not -1: `midpoint` puts it on the other side of zero, a step away."""
-    weight = torch.tensor([-1e-45, 20.0, -20.0, 1e-45, -1e-38])
-    off = [quantize(weight, p.mantissa_bits, 64, "midpoint") - encode(weight).decode(p) for p in PRECISIONS]
-    assert [difference.tolist() for difference in off] == [[0.0] * 5] * 4 + [[2.0, 0, 0, 0, 0], [0.0] * 5]
+def test_a_part_is_quantised_as_in_the_whole(reconstruction):
+    """Whose largest group leaves the small ones few scales to choose from."""
+    whole = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(40).unsqueeze(-1)
+    expected, exponent = encode(whole, 32, reconstruction), scale_exponent(whole, 32, reconstruction)
+    assert exponent.item() == expected.scale_exponent
+    for m in (8, 3):
+        parts = [quantize(part, m, 32, reconstruction, None, exponent) for part in whole.split(7)]
+        assert torch.equal(torch.cat(parts), expected.decode(f"E5M{m}"))
+    assert not torch.equal(quantize(whole[16:], 3, 32, reconstruction), expected.decode(M3)[16:])
+
+
+def test_groups_of_zeros_have_the_scale_zero_without_a_sign(reconstruction):
+    """However long the tensor, and so whichever instruction took the larger of 0 and -0."""
+    for zeros in (torch.zeros(300, 64), -torch.zeros(300, 64), torch.zeros(1), -torch.zeros(1)):
+        assert not encode(zeros, 64, reconstruction).scale_bytes.any()
 
 
 # Gradients --------------------------------------------------------------------------------------------------------------

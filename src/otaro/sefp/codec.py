@@ -173,12 +173,12 @@ def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruct
 
 def needs_of(least: torch.Tensor, most: torch.Tensor, reconstruction: Reconstruction) -> torch.Tensor:
     """The same, from the least and the largest weight of each group."""
-    below, above = least.double().neg_().clamp_(min=0), most.double().clamp_(min=0)
+    below, above = (0.0 - least.double()).clamp_(min=0), (0.0 + most.double()).clamp_(min=0)  # never -0, whose byte is 0x80
     if reconstruction == "truncate":
         largest = torch.maximum(below, above)
         exponents = torch.frexp(largest).exponent  # the smallest e with largest < 2^e
         powers = torch.ldexp(torch.ones_like(largest), exponents)
-        return torch.where(largest > 0, powers, largest)
+        return torch.where((largest > 0) & largest.isfinite(), powers, largest)
     upright = torch.maximum(above * 16 / 15, below * 16 / 17)
     mirrored = torch.maximum(below * 16 / 15, above * 16 / 17)
     return torch.where(mirrored < upright, -mirrored, upright)

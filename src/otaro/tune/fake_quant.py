@@ -15,6 +15,9 @@ Where the quantised weights are kept is a matter of memory, never of values:
              and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
   rows       The embedding quantises the rows that were looked up.
 
+A tensor has one scale exponent, which comes from its largest group. So whoever quantises a part of a tensor (the embedding's
+rows, one expert of a stack) needs the exponent of the whole: a tensor of its own, so that no GPU is waited for.
+
 A LoRA layer quantises the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type of W and
 whatever autocast says, by the one function (`merged_weight`) that also merges for good (`merge_lora`): what was tuned is,
 bit for bit, what is saved and packed. In bfloat16 the sum would lose updates below 2^-8 of a weight, which peft's own
@@ -23,6 +26,7 @@ merging does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -34,7 +38,17 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from otaro.errors import OtaroError
-from otaro.sefp.codec import MIN_EXPONENT, Reconstruction, midpoint_offset, power_of_two
+from otaro.sefp.codec import (
+    FRACTION_BITS,
+    MAX_FLOAT8,
+    MIN_FLOAT8,
+    MIN_SCALE_EXPONENT,
+    Reconstruction,
+    midpoint_offset,
+    needs_of,
+    power_of_two,
+    zero_cells,
+)
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
 
 EXPERT_STACKS = ("gate_up_proj", "down_proj")
@@ -66,18 +80,34 @@ class Precisely:
             for linear, held in held_before:
                 object.__setattr__(linear, "held", held)
 
-    def __call__(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(
+        self, weight: torch.Tensor, dtype: torch.dtype | None = None, scale_exponent: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The weight as the forward should see it, quantised here and now; in its own type or another."""
         if self.precision is None:
             return weight.to(dtype or weight.dtype)
-        values = self.values(weight, self.precision, dtype or weight.dtype)
+        values = self.values(weight, self.precision, dtype or weight.dtype, scale_exponent)
         return _straight_through([weight], [values])[0]
 
-    def values(self, weight: torch.Tensor, precision: Precision | None, dtype: torch.dtype) -> torch.Tensor:
-        """What the weight is at a precision, in a type, without a way for gradients."""
+    def values(
+        self,
+        weight: torch.Tensor,
+        precision: Precision | None,
+        dtype: torch.dtype,
+        scale_exponent: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the weight is at a precision, in a type, without a way for gradients.
+
+        A part of a tensor is given the whole's `scale_exponent`.
+        """
         if precision is None:
             return weight.detach().to(dtype)
-        return quantize(weight, precision.mantissa_bits, self.group_size, self.reconstruction, dtype)
+        settings = precision.mantissa_bits, self.group_size, self.reconstruction
+        return quantize(weight, *settings, dtype, scale_exponent)
+
+    def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """What parts of a tensor are quantised with; None at full precision."""
+        return None if self.precision is None else scale_exponent(whole, self.group_size, self.reconstruction)
 
     def values_of_all(
         self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
@@ -164,36 +194,83 @@ def quantize(
     group_size: int,
     reconstruction: Reconstruction,
     dtype: torch.dtype | None = None,
+    scale_exponent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values of `encode(weight).decode(...)` in the weight's own type or another, without going through integers.
+    """Values of `encode(weight).decode(...)` in the weight's own type or another, bit for bit, without going through integers.
 
     Truncations compose, and so do floors: a code at m >= 4 bits is floor(w / step(m)) + 2^(m-4), the shift of 16 steps being a
-    whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. One
-    difference remains: a negative weight so small that scaling it underflows counts as zero here.
+    whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. Floors
+    are right in float64, for the reason that the codec gives.
     """
+    dtype = dtype or weight.dtype
     if _fused(weight, group_size):
         from otaro.tune.fused import quantize_all
 
-        return quantize_all([weight.detach()], mantissa_bits, group_size, reconstruction, dtype or weight.dtype)[0]
-    length = weight.shape[-1]
-    groups = -(-length // group_size)
-    values = weight.detach().float()
-    if length != groups * group_size:
-        values = nn.functional.pad(values, (0, groups * group_size - length))
-    values = values.view(*values.shape[:-1], groups, group_size)
-    fields = values.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
-    exponents = (fields - 126).clamp_(min=MIN_EXPONENT)
+        exponents = None if scale_exponent is None else scale_exponent.view(1)
+        settings = mantissa_bits, group_size, reconstruction, dtype
+        return quantize_all([weight.detach()], *settings, scale_exponents=exponents)[0]
+    if weight.numel() == 0:
+        return weight.detach().to(dtype)
+    groups, needs = _groups(weight, group_size, reconstruction)
+    scales = _scales(needs, _largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
     grid_bits = mantissa_bits if reconstruction == "truncate" else max(mantissa_bits, COARSEST + 1)
-    scaled = values * power_of_two(grid_bits - exponents)
-    if reconstruction == "truncate":
-        codes = scaled.trunc_()
-    else:
-        codes = scaled.floor_().add_(2.0 ** (grid_bits - COARSEST - 1))
-        if grid_bits != mantissa_bits:
-            codes = codes.mul_(0.5).floor_()
-        codes = codes.clamp_(max=2.0**mantissa_bits - 1).add_(midpoint_offset(mantissa_bits))
-    values = codes.mul_(power_of_two(exponents - mantissa_bits)).flatten(-2)[..., :length]
-    return values.to(dtype or weight.dtype)
+    inverses = (2.0**grid_bits / scales.double()).where(scales != 0, 0.0)
+    steps = scales * 2.0**-mantissa_bits
+    # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
+    below = zero_cells(group_size, weight.device).double() * -1e-300
+    values = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
+    size = min(len(groups), max(1, (_CHUNK_ON_CPU if groups.device.type == "cpu" else _CHUNK) // group_size))
+    buffer = torch.empty(size, group_size, dtype=torch.float64, device=groups.device)
+    for start in range(0, len(groups), size):
+        some = slice(start, start + size)
+        codes = buffer[: len(groups) - start].copy_(groups[some]).mul_(inverses[some])
+        if reconstruction == "truncate":
+            codes.trunc_().add_(0.0)  # a negative zero becomes one without sign
+        else:
+            codes.add_(below).floor_().add_(2.0 ** (grid_bits - COARSEST - 1))
+            if grid_bits != mantissa_bits:
+                codes.mul_(0.5).floor_()
+            codes.clamp_(max=2.0**mantissa_bits - 1).add_(midpoint_offset(mantissa_bits))
+        values[some] = codes
+        values[some].mul_(steps[some])
+    return values.view(*weight.shape[:-1], -1)[..., : weight.shape[-1]].to(dtype)
+
+
+# Weights quantised at a time in float64: on a CPU few enough for its cache.
+_CHUNK_ON_CPU, _CHUNK = 1 << 18, 1 << 24
+
+
+def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+    """The scale exponent of `encode(whole)`, int32, on the device of the tensor."""
+    if _fused(whole, group_size):
+        from otaro.tune.fused import scale_exponents_of
+
+        return scale_exponents_of([whole.detach()], group_size, reconstruction)[0]
+    if whole.numel() == 0:
+        return torch.tensor(MIN_SCALE_EXPONENT, dtype=torch.int32, device=whole.device)
+    return _largest_exponent(_groups(whole, group_size, reconstruction)[1])
+
+
+def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as [groups, group_size] in float32, short groups filled up with zeros, and the need of each group."""
+    values = weight.detach().float()
+    if short := -weight.shape[-1] % group_size:
+        values = nn.functional.pad(values, (0, short))
+    groups = values.reshape(-1, group_size)
+    return groups, needs_of(groups.amin(-1), groups.amax(-1), reconstruction)
+
+
+def _largest_exponent(needs: torch.Tensor) -> torch.Tensor:
+    """As `codec.smallest_scale_exponent`, without waiting for a GPU, and without an upper limit: packing has it."""
+    mantissa, exponent = torch.frexp((needs.abs().amax() / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))
+    return exponent - (mantissa == 0.5).int()
+
+
+def _scales(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
+    """As `codec.round_up`, in float32 and not as bytes."""
+    spacings = torch.frexp(needs).exponent - (1 + FRACTION_BITS)
+    units = power_of_two(torch.maximum(spacings, scale_exponent + int(math.log2(MIN_FLOAT8))))
+    return torch.copysign((needs.abs() / units).ceil_().mul_(units), needs).float()
 
 
 class _Recipe(NamedTuple):
@@ -319,7 +396,8 @@ class TuneEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Embedding; rows are quantised after the look-up, which is the same and cheaper."""
-        return self.precisely(nn.functional.embedding(input, self.weight, self.padding_idx), self.activations)
+        rows = nn.functional.embedding(input, self.weight, self.padding_idx)
+        return self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight))
 
 
 class _TuneExperts(nn.Module):
@@ -331,10 +409,11 @@ class _TuneExperts(nn.Module):
         stacks: dict[str, Any] = {name: self._parameters[name] for name in EXPERT_STACKS}
         kept = self.precisely.hold and any(stack.requires_grad for stack in stacks.values())
         dtype = None if kept else computed_in(hidden_states)
-        quantized = {name: self.precisely(stack, dtype) for name, stack in stacks.items()}
+        exponents = {name: self.precisely.scale_exponent(stack) for name, stack in stacks.items()}
+        quantized = {name: self.precisely(stack, dtype, exponents[name]) for name, stack in stacks.items()}
         object.__setattr__(self, "_stacks", quantized)
         try:
-            with nullcontext() if kept else _made_again(self.precisely, stacks, quantized):
+            with nullcontext() if kept else _made_again(self.precisely, stacks, exponents, quantized):
                 return super().forward(hidden_states, *args, **kwargs)
         finally:
             object.__setattr__(self, "_stacks", {})
@@ -346,7 +425,10 @@ class _TuneExperts(nn.Module):
 
 
 def _made_again(
-    precisely: Precisely, stacks: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
+    precisely: Precisely,
+    stacks: dict[str, torch.Tensor],
+    exponents: dict[str, torch.Tensor | None],
+    quantized: dict[str, torch.Tensor],
 ) -> AbstractContextManager[None]:
     """Has autograd remember which expert's weight it would keep, and makes that again when it asks for it.
 
@@ -367,7 +449,8 @@ def _made_again(
         if isinstance(kept, torch.Tensor):
             return kept
         name, expert, dtype, shape, stride, offset = kept
-        return precisely.values(stacks[name][expert], precision, dtype).as_strided(shape, stride, offset)
+        values = precisely.values(stacks[name][expert], precision, dtype, exponents[name])
+        return values.as_strided(shape, stride, offset)
 
     return torch.autograd.graph.saved_tensors_hooks(keep, give)
 
