@@ -16,9 +16,8 @@ from transformers import DynamicCache
 import otaro
 from otaro.errors import OtaroError
 from otaro.file.io import NestedDirectory
-from otaro.file.planes import pack_codes
 from otaro.kernels import cpu
-from otaro.kernels.keyvalues import OFFSET_POSITIONS
+from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues
 from otaro.kernels.ops import FEW_TOKENS
 from otaro.runtime.decode import Decoder, key_offsets
 from otaro.runtime.serving import decoder_of
@@ -410,21 +409,21 @@ def test_a_bias_of_keys_takes_no_bits_from_a_packed_cache(random_model, tmp_path
 
 
 @pytest.mark.parametrize("length", [24, 64, 80, 128])
-def test_rows_are_encoded_as_the_codec_says(instructions, length):
+def test_rows_of_a_packed_cache_are_those_that_a_gpu_would_keep(instructions, length):
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(200, length, generator=generator) * 2.0 ** torch.randint(-30, 15, (200, 1), generator=generator)
     x[0], x[1, 0], x[2, 5], x[3, 0] = 0.0, -1e-30, 65535.9, -65535.9
     x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))  # scaled, the second underflows; its floor is still below zero
-    reference = otaro.encode(x, group_size=32)
-    base, planes = pack_codes(reference.finest_codes)
     for bits in range(3, 9):
-        ours = [np.zeros(tuple(plane.shape), dtype=np.uint8) for plane in (base, *planes[: bits - 3])]
-        exponents = np.zeros(tuple(reference.exponents.shape), dtype=np.int8)
-        cpu._cpu.encode(x.numpy(), ours[0], ours[1:], exponents)
-        assert np.array_equal(exponents, reference.exponents.numpy())
-        for mine, theirs in zip(ours, [base, *planes], strict=False):
-            assert np.array_equal(mine, theirs.numpy())
+        theirs = KeyValues(1, 1, 1, len(x), length, bits, "cpu")
+        theirs.write(0, 0, 0, 0, x.unsqueeze(1))
+        assert not theirs.refused.item()
+        base, exponents, *planes = (one[0, 0].numpy() for one in theirs.of_layer(0, 0))
+        ours = [np.zeros_like(one) for one in (base, exponents, *planes)]
+        cpu._cpu.encode(x.numpy(), ours[0], ours[2:], ours[1])
+        for mine, its in zip(ours, (base, exponents, *planes), strict=True):
+            assert np.array_equal(mine, its)
     for bad in (65536.0, torch.inf, torch.nan):
         x[7, 3] = bad
         with pytest.raises(ValueError, match="65536"):
-            cpu._cpu.encode(x.numpy(), ours[0], ours[1:], exponents)
+            cpu._cpu.encode(x.numpy(), ours[0], ours[2:], ours[1])
