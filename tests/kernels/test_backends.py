@@ -582,6 +582,20 @@ def test_a_packed_weight_that_does_not_fit_is_refused_in_words(backend, changes,
             call()
 
 
+@pytest.mark.parametrize("scale_exponent", [-14, 8, 2**31 - 1])
+def test_the_extension_itself_refuses_scales_whose_products_would_not_be_exact(scale_exponent):
+    skip_unless_runnable("portable")
+    packed = make_packed(4, 100, 64)._replace(scale_exponent=scale_exponent)
+    base, scales, _, *numbers = packed
+    for call in (
+        lambda: cpu.linear(torch.ones(1, 100), packed),
+        lambda: cpu.decode(packed),
+        lambda: cpu._cpu.Matrix(base.numpy(), scales.numpy(), *numbers),
+    ):
+        with pytest.raises(ValueError, match="scale_exponent must lie between -13 and 7"):
+            call()
+
+
 WRONG_ACTIVATIONS = {
     "flat": (torch.ones(100), r"\[tokens, 100\], not torch.float32 \[100\]"),
     "too short": (torch.ones(2, 99), r"\[tokens, 100\], not torch.float32 \[2, 99\]"),
