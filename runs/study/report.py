@@ -198,10 +198,10 @@ def others(results: Results, bench: Bench) -> str:
         return table([""], [])
     rows, seeds = [], plan.SEEDS[:1]  # other formats were measured there
     for name, (bits, _) in OTHERS.items():
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, "others", seeds)) for t in tuned)])
+        rows.append([name, f"{bits:.3f}", *(number(results.values(bench.name, t, name, "others", seeds)) for t in tuned)])
     for name in NAMES:
         bits = Precision(name).bits_per_weight()
-        rows.append([name, f"{bits:.2f}", *(number(results.values(bench.name, t, name, seeds=seeds)) for t in tuned)])
+        rows.append([name, f"{bits:.3f}", *(number(results.values(bench.name, t, name, seeds=seeds)) for t in tuned)])
     rows.sort(key=lambda row: float(row[1]))
     text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
     four = {"int4 QAT": ("int4 QAT, groups of 64", "4.25"), "fixed:E5M3": ("`fixed:E5M3`", "4.08"), "best": ("`best`", "4.08")}

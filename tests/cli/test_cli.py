@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -71,7 +73,7 @@ def test_inspect_counts_what_is_there(packed):
     for number, row in enumerate(reversed(shown["precisions"]), 1):
         assert row["shards"] == SHARDS[:number]
         assert row["bytes"] == sum((packed / name).stat().st_size for name in SHARDS[:number])
-        assert row["bits_per_weight"] == pytest.approx(3 + number + 5 / 64, abs=1e-3)
+        assert row["bits_per_weight"] == pytest.approx(3 + number + 8 / 64, abs=1e-3)
     model = otaro.load(packed, "E5M3")
     weights = {name: module.weight for name, module in model.sefp.modules.items() if name.endswith("down_proj")}
     row = next(row for row in shown["modules"] if row["type"] == "down_proj")
@@ -79,9 +81,10 @@ def test_inspect_counts_what_is_there(packed):
     assert row["weights"] == sum(weight.numel() for weight in weights.values())
     zeros = sum(int((weight == 0).sum()) for weight in weights.values())
     assert row["zero_share"] == zeros / row["weights"]
-    exponents = [model.sefp.nested.exponents(f"{name}.weight") for name in weights]
-    assert row["min_exponent"] == min(int(e.min()) for e in exponents)
-    assert row["max_exponent"] == max(int(e.max()) for e in exponents)
+    stored = load_file(MODEL_DIR / "model.safetensors")
+    scales = torch.cat([otaro.encode(stored[f"{name}.weight"]).scales.abs().flatten() for name in weights])
+    assert (row["min_scale"], row["max_scale"]) == (float(scales.min()), float(scales.max()))
+    assert shown["exact_zeros"] == 0
 
 
 def test_inspect_counts_the_zeros_of_truncate_on_both_sides_of_zero(tmp_path):

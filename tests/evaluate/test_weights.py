@@ -11,6 +11,8 @@ import otaro
 from otaro.errors import WeightError
 from otaro.evaluate.weights import MOST_SHIFT, WeightTally, analyze_weights, place
 from otaro.file.checkpoint import Checkpoint
+from tests.sefp import oracle
+from tests.sefp.exact import fractions
 
 NAMES = [str(p) for p in otaro.PRECISIONS]
 
@@ -20,38 +22,32 @@ def exponent(value):
     return math.frexp(value)[1]
 
 
-def by_hand(rows, group_size, reconstruction):
-    """The definitions at the head of the module, one weight at a time."""
+def by_hand(pieces, group_size, reconstruction):
+    """The definitions at the head of the module, one weight at a time; scales and codes are the oracle's."""
     counted, shifts, kinds, lost = Counter(), Counter(), {True: [], False: []}, Counter()
     squares, errors = 0.0, Counter()
-    for row in rows.tolist():
-        for start in range(0, len(row), group_size):
-            group = row[start : start + group_size]
+    for piece in pieces:
+        groups = [fractions(group) for row in piece for group in row.split(group_size)]
+        _, scales, codes = oracle.encoded(groups, reconstruction)
+        for group, s, finest in zip(groups, scales, codes, strict=True):
             sizes = [abs(w) for w in group]
             first = sizes.index(max(sizes))
-            e = max(exponent(max(sizes)), -15) if max(sizes) else -15
             ranked = sorted(sizes, reverse=True)
             dominated = len(group) > 1 and ranked[0] > 0 and ranked[0] >= 4 * ranked[1]
             counted["groups"] += 1
             counted["dominated"] += dominated
-            for index, w in enumerate(group):
+            for index, (w, code) in enumerate(zip(group, finest, strict=True)):
                 counted["weights"] += 1
                 counted["zeros"] += w == 0
-                squares += w * w
+                squares += float(w) ** 2
                 if index != first and w:
-                    shift = min(e - exponent(w), MOST_SHIFT)
+                    shift = min(exponent(ranked[0]) - exponent(w), MOST_SHIFT)
                     shifts[shift] += 1
                     kinds[dominated].append(shift)
-                code = math.floor(w / 2.0 ** (e - 8)) + 16
-                counted["clamped"] += reconstruction == "midpoint" and code > 255
                 for m, name in zip(range(8, 2, -1), NAMES, strict=True):
-                    step = 2.0 ** (e - m)
-                    if reconstruction == "truncate":
-                        value = math.copysign(math.floor(abs(w) / step) * step, w)
-                    else:
-                        value = ((min(code, 255) >> (8 - m)) + 0.5) * step - 2.0 ** (e - 3) / 2
+                    value = oracle.value(oracle.shifted(code, m), s, m, reconstruction)
                     lost[name] += bool(w) and abs(value - w) >= abs(w)
-                    errors[name] += (value - w) ** 2
+                    errors[name] += float(value - w) ** 2
     total = sum(shifts.values())
     mean = {kind: sum(found) / len(found) if found else None for kind, found in kinds.items()}
     return {
@@ -60,19 +56,18 @@ def by_hand(rows, group_size, reconstruction):
         "outlier_groups": counted["dominated"] / counted["groups"],
         "zeros": counted["zeros"] / counted["weights"],
         "lost": {name: lost[name] / (counted["weights"] - counted["zeros"]) for name in NAMES},
-        "clamped": counted["clamped"] / counted["weights"],
         "error": {name: math.sqrt(errors[name] / squares) for name in NAMES},
     }
 
 
 def assert_same(found, expected):
-    for key in ("shifts", "mean_shift", "outlier_groups", "zeros", "lost", "clamped"):
+    for key in ("shifts", "mean_shift", "outlier_groups", "zeros", "lost"):
         assert found[key] == expected[key], key
     assert found["error"] == pytest.approx(expected["error"], rel=1e-6)
 
 
 def awkward(rows, length):
-    """Weights with outliers, zeros, ties, weights at the edges of steps, and a range of exponents beyond what 5 bits hold."""
+    """Weights with outliers, zeros, ties, weights at the edges of steps, and a range of scales beyond what a byte holds."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(rows, length, generator=generator) * 2.0 ** torch.randint(-20, 3, (rows, 1), generator=generator)
     weights[:, ::7] *= 16  # outliers
@@ -90,7 +85,7 @@ def test_counts_are_those_of_a_plain_loop(group_size, length, reconstruction):
     tally = WeightTally(group_size, reconstruction)
     tally.add(weights[:10])
     tally.add(weights[10:])
-    expected = by_hand(weights, group_size, reconstruction)
+    expected = by_hand([weights[:10], weights[10:]], group_size, reconstruction)
     assert_same(tally.summary(), expected)
     assert sum(expected["lost"].values()) > 0
     if group_size > 1:
@@ -98,13 +93,13 @@ def test_counts_are_those_of_a_plain_loop(group_size, length, reconstruction):
 
 
 def test_the_group_worked_by_hand():
-    weights = torch.tensor([[0.5, 0.04, -0.01, 0.0]])
+    weights = torch.tensor([[0.5, 0.04, -0.007, 0.0]])
     shown = {}
     for kind in ("truncate", "midpoint"):
         tally = WeightTally(64, kind)
         tally.add(weights)
         shown[kind] = tally.summary()
-    assert shown["truncate"]["shifts"] | {"4": 0.5, "6": 0.5} == shown["truncate"]["shifts"]
+    assert shown["truncate"]["shifts"] | {"4": 0.5, "7": 0.5} == shown["truncate"]["shifts"]
     assert shown["truncate"]["outlier_groups"] == 1
     assert shown["truncate"]["lost"]["E5M4"] == pytest.approx(2 / 3)
     assert shown["midpoint"]["lost"]["E5M4"] == pytest.approx(1 / 3)
@@ -124,7 +119,7 @@ def test_a_checkpoint_is_counted_tensor_by_tensor(make_checkpoint):
     name = "model.layers.1.mlp.experts.down_proj"
     module = next(module for module in result["modules"] if module["module"] == name)
     assert (module["layer"], module["projection"]) == (1, "mlp.experts.down_proj")
-    assert_same(module["by_group_size"]["16"], by_hand(tensors[name], 16, "midpoint"))
+    assert_same(module["by_group_size"]["16"], by_hand([tensors[name]], 16, "midpoint"))
     # Overall is not the mean of the modules' shares but the share in all their weights.
     lost = sum(
         m["by_group_size"]["64"]["lost"]["E5M3"] * torch.count_nonzero(tensors[key])

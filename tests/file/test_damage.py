@@ -93,7 +93,7 @@ def test_a_truncated_shard_is_refused(victim, plane, keep, message):
         AutoModelForCausalLM.from_pretrained(victim)
 
 
-@pytest.mark.parametrize(("plane", "name"), [(3, LAYER), (3, f"{LAYER}.exponents"), (3, NORM), (4, LAYER), (8, LAYER)])
+@pytest.mark.parametrize(("plane", "name"), [(3, LAYER), (3, f"{LAYER}.scales"), (3, NORM), (4, LAYER), (8, LAYER)])
 def test_a_flipped_byte_of_data_is_found_and_its_tensor_named(victim, plane, name):
     header, data = read_shard(shard(victim, plane))
     start, end = header[name]["data_offsets"]
@@ -238,15 +238,15 @@ def test_a_header_length_beyond_the_file_is_refused(victim, length):
         (b"", "is not valid JSON"),
         (b"{}", "is not an OTARo shard"),
         (b'{"__metadata__": "otaro"}', "is not an OTARo shard"),
-        (b'{"__metadata__": {"otaro": "1"}}', "the header has no seal"),
-        (b'{"__metadata__": {"otaro": "1", "seal": 5}}', "the header has no seal"),
-        (b'{"__metadata__": {"otaro": "2"}}', "has format version '2', this program reads version '1'; pack the model again"),
-        (b'{"__metadata__": {"otaro": 1}}', "has format version 1, this program reads version '1'"),
+        (b'{"__metadata__": {"otaro": "2"}}', "the header has no seal"),
+        (b'{"__metadata__": {"otaro": "2", "seal": 5}}', "the header has no seal"),
+        (b'{"__metadata__": {"otaro": "1"}}', "has format version '1', this program reads version '2'; pack the checkpoint anew"),
+        (b'{"__metadata__": {"otaro": 2}}', "has format version 2, this program reads version '2'"),
         (b'{"a": {"dtype": 1%s}}' % (b"0" * 5000), "is not valid JSON"),
     ],
     ids=[
         *("deep-objects", "deep-arrays", "array", "null", "not-utf8", "empty", "no-metadata", "text-metadata", "no-seal"),
-        *("number-seal", "version-2", "number-version", "huge-number"),
+        *("number-seal", "version-1", "number-version", "huge-number"),
     ],
 )
 def test_a_header_that_is_no_header_is_refused(victim, text, message):
@@ -404,7 +404,7 @@ def test_a_tensor_too_many_in_a_plane_is_refused(victim):
         ({"group_size": 64.0}, "the group size is 64.0, not"),
         ({"group_size": True}, "the group size is True, not"),
         ({"group_size": None}, "the group size is None, not"),
-        ({"group_size": 32}, r"model.embed_tokens.weight.exponents is U8 \[150\] .* implies U8 \[225\]"),
+        ({"group_size": 32}, r"embed_tokens.weight.scales is F8_E4M3 \[120, 2\] .* implies F8_E4M3 \[120, 3\]"),
         ({"reconstruction": "round"}, "unknown reconstruction 'round'"),
         ({"reconstruction": ["midpoint"]}, r"unknown reconstruction \['midpoint'\]"),
         ({"reconstruction": None}, "unknown reconstruction None"),
@@ -416,7 +416,13 @@ def test_a_tensor_too_many_in_a_plane_is_refused(victim):
         ({"shapes": {LAYER: [96, 96.0]}}, rf"{LAYER} has the impossible shape \[96, 96.0\]"),
         ({"shapes": {LAYER: [True, 96]}}, rf"{LAYER} has the impossible shape \[True, 96\]"),
         ({"shapes": {LAYER: "96"}}, rf"{LAYER} has the impossible shape '96'"),
-        ({"shapes": {LAYER: [96, 96], f"{LAYER}.exponents": [96, 96]}}, f"{LAYER} has the impossible shape"),
+        ({"shapes": {LAYER: [96, 96], f"{LAYER}.scales": [96, 96]}}, f"{LAYER} has the impossible shape"),
+        ({"scale_exponents": None}, "'sefp' does not give one scale exponent for every packed tensor"),
+        ({"scale_exponents": {}}, "'sefp' does not give one scale exponent for every packed tensor"),
+        ({"scale_exponents": [LAYER]}, "'sefp' does not give one scale exponent for every packed tensor"),
+        ({"zeros": -1}, "'sefp' says that -1 weights are zero"),
+        ({"zeros": 10**12}, "'sefp' says that 1000000000000 weights are zero"),
+        ({"zeros": None}, "'sefp' says that None weights are zero"),
         ({"shapes": {LAYER: [96, 128]}}, rf"{LAYER} is U8 \[96, 48\] where .* implies U8 \[96, 64\]"),
         ({"shapes": {LAYER: [96, HUGE]}}, rf"{LAYER} is U8 \[96, 48\] where .* implies"),
         ({"shapes": {"z": [96, 96]}}, "lacks the tensor z"),
@@ -425,9 +431,22 @@ def test_a_tensor_too_many_in_a_plane_is_refused(victim):
 )
 def test_a_base_shard_that_describes_the_model_wrongly_is_refused(victim, changes, message):
     header, data = read_shard(shard(victim, 3))
+    if isinstance(changes.get("shapes"), dict):
+        changes = changes | {"scale_exponents": dict.fromkeys(changes["shapes"], 0), "zeros": 0}
     edit_json(header["__metadata__"], "sefp", **changes)
     write_sealed(shard(victim, 3), header, data)
     with pytest.raises(FormatError, match=f"model-m3.safetensors: .*{message}|model-m3.safetensors {message}"):
+        NestedDirectory(victim)
+
+
+@pytest.mark.parametrize("exponent", [-14, 8, 0.0, True, "0", None, 10**9], ids=repr)
+def test_a_scale_exponent_that_no_writer_gives_is_refused(victim, exponent):
+    header, data = read_shard(shard(victim, 3))
+    stated = json.loads(header["__metadata__"]["sefp"])
+    edit_json(header["__metadata__"], "sefp", scale_exponents=stated["scale_exponents"] | {LAYER: exponent})
+    write_sealed(shard(victim, 3), header, data)
+    message = rf"the scale exponent of {LAYER} is {exponent!r}, not a number from -13 to 7"
+    with pytest.raises(FormatError, match=f"model-m3.safetensors: {message}"):
         NestedDirectory(victim)
 
 

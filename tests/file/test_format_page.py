@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import otaro
+from otaro.errors import FormatError
 from otaro.file.header import BASE, Schema
-from otaro.file.io import NestedDirectory, NestedWriter
-from otaro.file.planes import PLANES, pack_codes, pack_exponents
+from otaro.file.io import NestedDirectory, NestedWriter, PackedRows
+from otaro.file.planes import PLANES, pack_codes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "FORMAT.md").read_text()
@@ -24,12 +25,12 @@ def write_example(target: Path, reconstruction: str) -> dict[str, torch.Tensor]:
         "a.weight": ((numbers * 37 % 101 - 50) / 64).reshape(6, 70),
         "b.experts": ((numbers * 53 % 97 - 48) / 4096).reshape(2, 3, 70)[..., :33].contiguous(),
     }
-    weights["a.weight"][0, 3] = 60000.0
+    weights["a.weight"][0, 3] = 30000.0
     schema = Schema(64, reconstruction, {name: tuple(weight.shape) for name, weight in weights.items()})
     with NestedWriter.create(target, schema, {"norm.weight": (torch.bfloat16, (4,))}) as writer:
         for name, weight in weights.items():
             rows = weight.reshape(-1, weight.shape[-1])
-            writer.append_rows(name, otaro.encode(rows, reconstruction=reconstruction))
+            writer.append_rows(name, PackedRows.of(otaro.encode(rows, reconstruction=reconstruction), zeros=int((rows == 0).sum())))
         writer.append_stored(BASE, "norm.weight", torch.tensor([1.0, 0.5, -2.0, 3.0], dtype=torch.bfloat16))
     return weights
 
@@ -53,11 +54,11 @@ def test_the_reader_of_the_page_reads_what_the_package_writes(example, precision
 def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
     block = PAGE.split("Worked bytes.")[1].split("## Shards")[0]
     stated = {
-        name.strip(): value.split("(")[0].split() for name, value in re.findall(r"(exponents|base |plane \d) +(.*)", block)
+        name.strip(): value.split("(")[0].split() for name, value in re.findall(r"(scales|base |plane \d) +(.*)", block)
     }
     t = otaro.encode(torch.tensor([[0.8, -0.3, 0.02]]))
     base, planes = pack_codes(t.finest_codes)
-    made = {"exponents": pack_exponents(t.exponents), "base": base[0]}
+    made = {"scales": t.scale_bytes[0], "base": base[0]}
     made |= {f"plane {number}": plane[0] for number, plane in zip(PLANES, planes, strict=True)}
     assert stated.keys() == made.keys()
     for name, values in stated.items():
@@ -71,11 +72,16 @@ def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
 def test_files_of_this_version_never_change(tmp_path, reconstruction):
     """Golden bytes: if this fails, the format has changed, and the version must change with it."""
     write_example(tmp_path / "example", reconstruction)
-    golden = GOLDEN / f"version1-{reconstruction}"
+    golden = GOLDEN / f"version2-{reconstruction}"
     names = sorted(path.name for path in golden.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "example").iterdir())
     for name in names:
         assert (tmp_path / "example" / name).read_bytes() == (golden / name).read_bytes(), name
+
+
+def test_a_directory_of_version_1_is_refused_with_the_command_that_packs_anew():
+    with pytest.raises(FormatError, match=r"format version '1', .* reads version '2'; .* `otaro pack CHECKPOINT OUT`"):
+        NestedDirectory(GOLDEN / "version1")
 
 
 def test_the_identity_is_the_digest_of_digests_that_the_page_defines(example):
@@ -85,7 +91,7 @@ def test_the_identity_is_the_digest_of_digests_that_the_page_defines(example):
     digests = nested.base.header.digests
     items = [str(nested.schema.group_size), nested.schema.reconstruction]
     for name in nested.schema.packed:
-        items += [name, digests[name + ".exponents"], digests[name]]
+        items += [name, str(nested.schema.scale_exponents[name]), digests[name + ".scales"], digests[name]]
         items += [nested.plane(p).header.digests[name] for p in PLANES]
     packed = hashlib.sha256("".join(item + "\n" for item in items).encode()).hexdigest()
     text = f"{packed}\nnorm.weight\nBF16\n4\n{digests['norm.weight']}\n"

@@ -7,11 +7,8 @@ import torch
 
 from otaro.file.planes import (
     blocks,
-    exponent_bytes,
     pack_codes,
-    pack_exponents,
     unpack_codes,
-    unpack_exponents,
 )
 from otaro.sefp.precision import PRECISIONS
 
@@ -177,49 +174,3 @@ def test_packing_changes_nothing_and_memory_layout_does_not_matter():
     spread[:, : base.shape[-1]] = base
     assert torch.equal(unpack_codes(spread[:, : base.shape[-1]], planes, 70), codes.T)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((base, *planes), kept, strict=True))
-
-
-# Exponents
-
-
-@pytest.mark.parametrize(
-    ("exponents", "expected"),
-    [
-        ([], ""),
-        ([-15], "00"),
-        ([16], "1f"),
-        ([0], "0f"),
-        ([-14], "01"),
-        ([-15, -14, 16], "20 7c"),
-        ([16] * 8, "ff ff ff ff ff"),
-        ([-15, -14, -13, -12, -11, -10, -9, -8], "20 88 41 8a 39"),
-        ([-15] * 8 + [-14], "00 00 00 00 00 01"),
-    ],
-    ids=str,
-)
-def test_the_bytes_of_exponents_are_pinned(exponents, expected):
-    assert raw(pack_exponents(torch.tensor(exponents, dtype=torch.int8))) == bytes.fromhex(expected)
-
-
-@pytest.mark.parametrize("count", range(41))
-def test_exponents_are_a_stream_of_five_bit_numbers_and_come_back(count):
-    exponents = torch.randint(-15, 17, (count,), generator=torch.Generator().manual_seed(count)).to(torch.int8)
-    stream = sum((e + 15) << (5 * i) for i, e in enumerate(exponents.tolist()))
-    packed = pack_exponents(exponents)
-    assert raw(packed) == stream.to_bytes(exponent_bytes(count), "little")
-    assert exponent_bytes(count) == (5 * count + 7) // 8
-    back = unpack_exponents(packed, (count,))
-    assert back.dtype == torch.int8
-    assert torch.equal(back, exponents)
-
-
-@pytest.mark.parametrize("place", range(8))
-def test_every_exponent_survives_at_every_place(place):
-    exponents = torch.arange(-15, 17, dtype=torch.int8).roll(place)
-    assert torch.equal(unpack_exponents(pack_exponents(exponents), (32,)), exponents)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5), (3, 0)], ids=str)
-def test_exponents_of_any_shape_come_back_in_it(shape):
-    exponents = torch.arange(torch.Size(shape).numel(), dtype=torch.int8).reshape(shape) - 15
-    assert torch.equal(unpack_exponents(pack_exponents(exponents), shape), exponents)

@@ -182,9 +182,6 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __expf(float x) { return expf(x); }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
-}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   unsigned result = 0;

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from otaro.errors import KernelError
-from otaro.file.planes import exponent_word_count, exponent_words, pack_exponents, unpack_exponent_words
 from otaro.kernels import cuda, nvrtc, ops, reference
-from otaro.runtime.modules import PackedWeight
+from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 
 from . import emulated
 from .packed import GRIDS, Packed, make_activations, make_packed, same_bits
@@ -25,44 +24,32 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def streamed(packed: Packed) -> Packed:
-    return packed._replace(exponents=exponent_words(packed.exponents))
-
-
 def on_gpu(packed: Packed) -> Packed:
     return packed._replace(
-        base=packed.base.cuda(), exponents=packed.exponents.cuda(), planes=[plane.cuda() for plane in packed.planes]
+        base=packed.base.cuda(), scales=packed.scales.cuda(), planes=[plane.cuda() for plane in packed.planes]
     )
 
 
+SIZES = (2.0**-90, 2.0**-80, 1.0, 2.0**100)
+"""Of activations: below and at the smallest power of two that they share, and where the largest products still are finite."""
+
+
+def with_every_scale(bits: int, truncate: bool, scale_exponent: int) -> Packed:
+    """64 rows of 16 groups: each of the 256 scale bytes is the first, the second, the third and the fourth of some word."""
+    packed = make_packed(64, 1024, 64, scale_exponent=scale_exponent).at(bits, truncate)
+    row, group = torch.arange(64)[:, None], torch.arange(16)
+    scales = row + 64 * ((group // 4 + group) % 4)
+    assert all(len(scales[:, place::4].unique()) == 256 for place in range(4))
+    return packed._replace(scales=scales.to(torch.uint8))
+
+
+def one_unit_each(size: float) -> torch.Tensor:
+    """16 tokens, each with activations in a unit of its own: a product then shows one scale, and nothing hides it."""
+    x = torch.rand(16, 16, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return (x * torch.eye(16)[..., None]).flatten(1) * size
+
+
 # Without a GPU
-
-
-@pytest.mark.parametrize("count", [1, 6, 7, 8, 64, 1000])
-def test_a_stream_of_exponents_is_the_files_with_room_to_read_on(count):
-    exponents = torch.randint(-15, 17, (count,), dtype=torch.int8)
-    words = exponent_words(exponents)
-    assert len(words) == exponent_word_count(count)
-    bytes_of_file = pack_exponents(exponents)
-    assert torch.equal(words.view(torch.uint8)[: len(bytes_of_file)], bytes_of_file)
-    assert torch.equal(unpack_exponent_words(words, (count,)), exponents)
-
-
-@pytest.mark.parametrize("tokens", [2, 12])
-def test_a_stream_of_exponents_means_the_same_everywhere(tokens):
-    packed, x = make_packed(6, 300, 64, 5), make_activations(tokens, 300).clamp(-100, 100)
-    stream = streamed(packed)
-    assert same_bits(ops.linear(x, *stream), ops.linear(x, *packed))
-    assert same_bits(ops.decode(*stream, torch.float32), ops.decode(*packed, torch.float32))
-    ids = torch.tensor([5, 0])
-    assert same_bits(ops.embedding(ids, *stream, torch.float32), ops.embedding(ids, *packed, torch.float32))
-    assert torch.equal(stream.rows(slice(2, 4)).exponents, packed.exponents[2:4])
-
-
-def test_a_stream_of_another_length_is_refused():
-    packed = streamed(make_packed(6, 300, 64, 5))
-    with pytest.raises(KernelError, match=r"a stream of exponents must be int32 \[7\]"):
-        ops.decode(*packed._replace(exponents=packed.exponents[:-1]), torch.float32)
 
 
 def test_cuda_can_be_asked_for_and_leaves_the_cpu_alone(monkeypatch):
@@ -100,7 +87,7 @@ def test_sources_compile_for_a_gpu_that_is_not_there(constants):
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
-    common = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "STREAM": 1, "WIDE": 1, "RAGGED": 0}
+    common = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "WIDE": 1, "QUADRUPLE": 1, "RAGGED": 0}
     flags = (
         "--gpu-architecture=sm_90",
         "--std=c++17",
@@ -126,22 +113,22 @@ def emulation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "bits", "truncate", "tokens", "stream"),
+    ("shape", "bits", "truncate", "tokens"),
     [
-        ((50, 1024, 64), 3, False, 1, True),
-        ((18, 2048, 64), 4, True, 1, True),
-        ((33, 200, 64), 8, False, 1, False),
-        ((16, 1100, 64), 8, True, 2, True),
-        ((17, 200, 64), 6, False, 3, False),
-        ((20, 300, 96), 5, True, 8, True),
-        ((5, 1056, 32), 7, False, 16, True),
-        ((3, 700, 128), 4, False, 20, False),
+        ((50, 1024, 64), 3, False, 1),
+        ((18, 2048, 64), 4, True, 1),
+        ((33, 200, 64), 8, False, 1),
+        ((16, 1100, 64), 8, True, 2),
+        ((17, 1200, 64), 6, False, 3),  # 19 units
+        ((20, 300, 96), 5, True, 8),
+        ((5, 1152, 32), 7, False, 16),  # 36 units: scales are loaded four at a time, and rows end within a step
+        ((3, 700, 128), 4, False, 20),
     ],
     ids=str,
 )
-def test_emulated_products_are_those_of_the_reference(emulation, shape, bits, truncate, tokens, stream):
+def test_emulated_products_are_those_of_the_reference(emulation, shape, bits, truncate, tokens):
     packed, x = make_packed(*shape, seed=sum(shape)).at(bits, truncate), make_activations(tokens, shape[1])
-    assert same_bits(cuda.linear(x, streamed(packed) if stream else packed), reference.linear(x, packed))
+    assert same_bits(cuda.linear(x, packed), reference.linear(x, packed))
 
 
 def test_activations_stay_out_of_shared_memory_where_a_gpu_has_too_little(emulation, monkeypatch):
@@ -159,7 +146,7 @@ def test_activations_stay_out_of_shared_memory_where_a_gpu_has_too_little(emulat
 
 
 def test_emulated_matrices_share_a_launch(emulation):
-    matrices = [make_packed(rows, 576, 64, 4, seed=rows) for rows in (64, 17, 33)]
+    matrices = [make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)]
     x, biases = make_activations(2, 576), [None, torch.randn(17), None]
     outs = [torch.full((2, len(one.base)), 7.0) for one in matrices]
     cuda.products(cuda.to_digits(x, 64), 2, matrices, outs, biases)
@@ -168,13 +155,39 @@ def test_emulated_matrices_share_a_launch(emulation):
         assert same_bits(out, expected if bias is None else expected + bias)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 16], ids="{} tokens".format)
+def test_emulated_products_know_every_scale_byte(emulation, tokens):
+    for scale_exponent in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT):
+        packed = with_every_scale(8, False, scale_exponent)
+        for size in SIZES:
+            x = one_unit_each(size)
+            expected = reference.linear(x, packed)
+            assert expected.isfinite().all()
+            assert same_bits(torch.cat([cuda.linear(some, packed) for some in x.split(tokens)]), expected)
+
+
+def test_emulated_scales_may_lie_anywhere(emulation):
+    """Four are loaded as one word where they make up one, and else one by one."""
+    packed, x = make_packed(20, 1024, 64, 5), make_activations(4, 1024)
+    elsewhere = torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:].view_as(packed.scales).copy_(packed.scales)
+    assert elsewhere.data_ptr() % 2 == 1
+    assert same_bits(cuda.linear(x, packed._replace(scales=elsewhere)), reference.linear(x, packed))
+
+
+def test_emulated_rows_know_every_scale_byte(emulation):
+    for scale_exponent in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT):
+        for bits, truncate in ((3, False), (8, False), (8, True)):
+            packed = with_every_scale(bits, truncate, scale_exponent)
+            assert same_bits(cuda.decode(packed), reference.decode(packed))
+
+
 @pytest.mark.parametrize("shape", [(5, 65, 64), (7, 300, 96), (4, 192, 32)], ids=str)
 def test_emulated_rows_are_those_of_the_reference(emulation, shape):
     ids = torch.tensor([shape[0] - 1, 0])
     for (bits, truncate), dtype in zip(((3, False), (5, True), (8, False)), cuda._TYPES, strict=True):
         packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
         expected = reference.decode(packed, dtype)
-        assert same_bits(cuda.decode(streamed(packed), dtype), expected)
+        assert same_bits(cuda.decode(packed, dtype), expected)
         assert same_bits(cuda.embedding(ids, packed, dtype), expected[ids])
         for got, law in zip(cuda.quantise(expected, shape[2]), reference.quantise(expected, shape[2]), strict=True):
             assert same_bits(got, law)
@@ -194,7 +207,7 @@ def test_products_are_those_of_the_reference(number):
         packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
         expected = reference.linear(x, packed)
         for tokens in (1, (2, 3, 8, 16)[(number + turn) % 4]):
-            got = cuda.linear(x[:tokens].cuda(), on_gpu(streamed(packed)))
+            got = cuda.linear(x[:tokens].cuda(), on_gpu(packed))
             assert same_bits(got.cpu(), expected[:tokens]), f"E5M{bits}, truncate={truncate}, {tokens} tokens"
 
 
@@ -202,15 +215,29 @@ def test_products_are_those_of_the_reference(number):
 @pytest.mark.parametrize(("bits", "truncate"), GRIDS)
 def test_every_precision_at_a_plain_shape(bits, truncate):
     packed, x = make_packed(48, 4096, 64, seed=bits).at(bits, truncate), make_activations(1, 4096)
-    assert same_bits(cuda.linear(x.cuda(), on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
+    assert same_bits(cuda.linear(x.cuda(), on_gpu(packed)).cpu(), reference.linear(x, packed))
 
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_small_products_of_every_count_are_those_of_the_reference(tokens):
-    packed, x = make_packed(37, 200, 64, 4), make_activations(tokens, 200)  # the last unit has one block, not two
-    assert same_bits(ops.linear(x.cuda(), *on_gpu(packed)).cpu(), reference.linear(x, packed))
-    assert same_bits(ops.linear(x.cuda(), *on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
+    for length in (200, 512):  # the last unit has one block, not two; scales are loaded four at a time
+        packed, x = make_packed(37, length, 64, 4), make_activations(tokens, length)
+        assert same_bits(ops.linear(x.cuda(), *on_gpu(packed)).cpu(), reference.linear(x, packed))
+
+
+@needs_gpu
+@pytest.mark.parametrize("scale_exponent", [MIN_SCALE_EXPONENT, 0, MAX_SCALE_EXPONENT])
+def test_small_every_scale_byte_is_known(scale_exponent):
+    for bits, truncate in ((3, False), (8, True), (8, False)):
+        packed = with_every_scale(bits, truncate, scale_exponent)
+        assert same_bits(ops.decode(*on_gpu(packed), torch.float32).cpu(), reference.decode(packed))
+    for size in SIZES:
+        x = one_unit_each(size)
+        expected = reference.linear(x, packed)
+        for tokens in (1, 2, 16):
+            got = [cuda.linear(some, on_gpu(packed)) for some in x.cuda().split(tokens)]
+            assert same_bits(torch.cat(got).cpu(), expected), f"{tokens} tokens, activations of {size}"
 
 
 @needs_gpu
@@ -221,9 +248,8 @@ def test_small_decoded_rows_are_those_of_the_reference(shape, dtype):
     for bits, truncate in GRIDS:
         packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
         expected = reference.decode(packed, dtype)
-        for form in (packed, streamed(packed)):
-            assert same_bits(ops.decode(*on_gpu(form), dtype).cpu(), expected), f"E5M{bits}, truncate={truncate}"
-            assert same_bits(ops.embedding(ids.cuda(), *on_gpu(form), dtype).cpu(), expected[ids])
+        assert same_bits(ops.decode(*on_gpu(packed), dtype).cpu(), expected), f"E5M{bits}, truncate={truncate}"
+        assert same_bits(ops.embedding(ids.cuda(), *on_gpu(packed), dtype).cpu(), expected[ids])
 
 
 @needs_gpu
@@ -259,7 +285,7 @@ def test_many_tokens_are_as_good_as_the_plain_product(rows, tokens):
     values = reference.decode(packed)
     exact = torch.nn.functional.linear(x.double(), values.double(), bias.double())
     plain = torch.nn.functional.linear(x.cuda(), values.cuda(), bias.cuda()).cpu()
-    got = ops.linear(x.cuda(), *on_gpu(streamed(packed)), bias.cuda()).cpu()
+    got = ops.linear(x.cuda(), *on_gpu(packed), bias.cuda()).cpu()
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
 
 
@@ -268,12 +294,12 @@ def test_many_tokens_are_as_good_as_the_plain_product(rows, tokens):
 def test_while_integers_are_faster_many_tokens_are_integers_too(bits, tokens):
     packed, x = make_packed(50, 576, 64, bits), make_activations(tokens, 576)
     assert tokens <= cuda.INTEGER_TOKENS[bits - 3]
-    assert same_bits(ops.linear(x.cuda(), *on_gpu(streamed(packed))).cpu(), reference.linear(x, packed))
+    assert same_bits(ops.linear(x.cuda(), *on_gpu(packed)).cpu(), reference.linear(x, packed))
 
 
 @needs_gpu
 def test_small_matrices_share_a_launch():
-    matrices = [make_packed(rows, 576, 64, 4, seed=rows) for rows in (64, 17, 33)]
+    matrices = [make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)]
     x, biases = make_activations(2, 576), [None, torch.randn(17), None]
     outs = [torch.full((2, len(one.base)), 7.0, device="cuda") for one in matrices]
     digits = cuda.to_digits(x.cuda(), 64)
@@ -287,7 +313,7 @@ def test_small_matrices_share_a_launch():
 
 @needs_gpu
 def test_products_can_be_captured_into_a_graph_on_any_stream():
-    packed, x = on_gpu(streamed(make_packed(100, 4096, 64, 4))), make_activations(1, 4096).cuda()
+    packed, x = on_gpu(make_packed(100, 4096, 64, 4)), make_activations(1, 4096).cuda()
     expected = ops.linear(x, *packed)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -300,18 +326,3 @@ def test_products_can_be_captured_into_a_graph_on_any_stream():
             graph.replay()
             stream.synchronize()
             assert same_bits(got, expected * factor)
-
-
-@needs_gpu
-def test_packed_weights_keep_exponents_as_their_device_reads_them(nested_dir):
-    import otaro
-
-    model = otaro.load(nested_dir, "E5M4")
-    weight = next(module for module in model.modules() if isinstance(module, PackedWeight))
-    before = weight.exponents.clone()
-    values = weight.decode(4, torch.float32)
-    model.cuda()
-    assert weight.exponents.dtype == torch.int32
-    assert same_bits(weight.decode(4, torch.float32).cpu(), values)
-    model.cpu()
-    assert torch.equal(weight.exponents, before)

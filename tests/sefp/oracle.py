@@ -1,23 +1,28 @@
 """SEFP in exact arithmetic: what the design says, sentence by sentence, with integers and fractions and nothing else.
 
-It shares no line and no trick with the codec: exponents are found by counting up, shifts are floor divisions, floats are
-taken apart bit by bit. Slow, and easy to check by reading.
+It shares no line and no trick with the codec: scales are looked up in a list of all, shifts are floor divisions, floats
+are taken apart bit by bit. Slow, and easy to check by reading.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from fractions import Fraction
 from functools import cache
 
 RECONSTRUCTIONS = ("midpoint", "truncate")
 MANTISSA_BITS = (8, 7, 6, 5, 4, 3)
-EXPONENTS = range(-15, 17)
+SCALE_EXPONENTS = range(-13, 8)
 
 FIELDS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23)}
 """Exponent bits and fraction bits of a float."""
 
 POWERS = {e: Fraction(2) ** e for e in range(-200, 130)}
+FLOAT8 = [Fraction(f, 512) for f in range(8)] + [(8 + f) * POWERS[e - 10] for e in range(1, 16) for f in range(8)]
+"""What the bytes 0x00 to 0x7f stand for."""
+SCALES = FLOAT8[:-1]
+"""Those that writers use: in ascending order, from 0 to 448."""
 
 
 @cache
@@ -43,26 +48,47 @@ def fraction_of_float(number: float) -> Fraction:
     return fraction
 
 
-def shared_exponent(group: list[Fraction]) -> int:
-    """The smallest integer e with a < 2^e, a being the largest magnitude, but at least -15."""
-    largest = max(abs(w) for w in group)
-    e = -15
-    while not largest < POWERS[e]:
-        e += 1
-    return e
+def holds(scale: Fraction, group: list[Fraction]) -> bool:
+    """Whether `midpoint`'s grid with this scale, which may be negative, reaches all weights."""
+    return all(-17 * abs(scale) <= 16 * w * (1 if scale >= 0 else -1) <= 15 * abs(scale) for w in group)
 
 
-def step(e: int, m: int) -> Fraction:
-    """The spacing at m mantissa bits."""
-    return POWERS[e - m]
-
-
-def finest_code(w: Fraction, e: int, reconstruction: str) -> int:
-    """The code at 8 mantissa bits."""
+def need(group: list[Fraction], reconstruction: str) -> Fraction:
+    """The least scale that holds a group, of any number there is; negative where that is less."""
+    if not any(group):
+        return Fraction(0)
     if reconstruction == "truncate":
-        q = abs(w) // step(e, 8)
+        largest, e = max(abs(w) for w in group), -30  # no scale is smaller
+        while not largest < POWERS[e]:
+            e += 1
+        return POWERS[e]
+    above, below = max(max(group), 0), max(-min(group), 0)
+    upright = max(above * Fraction(16, 15), below * Fraction(16, 17))
+    mirrored = max(below * Fraction(16, 15), above * Fraction(16, 17))
+    return -mirrored if mirrored < upright else upright
+
+
+def scale_exponent(needs: list[Fraction]) -> int:
+    """The first one with which the largest need is at most 448."""
+    return next(k for k in SCALE_EXPONENTS if max(map(abs, needs), default=0) <= 448 * POWERS[k])
+
+
+def scale(needed: Fraction, k: int) -> Fraction:
+    """The first float8 that is not below the need, with its sign and the power of two."""
+    found = SCALES[bisect_left(SCALES, abs(needed) / POWERS[k])] * POWERS[k]
+    return -found if needed < 0 else found
+
+
+def finest_code(w: Fraction, s: Fraction, place: int, reconstruction: str) -> int:
+    """The code at 8 mantissa bits of the weight at a place of its group."""
+    if reconstruction == "truncate":
+        q = abs(w) // (s / 256) if s else 0
         return q if w >= 0 else -q - 1
-    return max(-256, min(255, (w + step(e, 3) / 2) // step(e, 8)))
+    if w == 0:
+        return 15 if bin(place).count("1") % 2 else 16
+    code = w // (s / 256) + 16
+    assert -256 <= code <= 256  # 256: on the upper end of the grid
+    return min(255, code)
 
 
 def shifted(code: int, m: int) -> int:
@@ -71,14 +97,21 @@ def shifted(code: int, m: int) -> int:
 
 
 @cache
-def value(code: int, e: int, m: int, reconstruction: str) -> Fraction:
+def value(code: int, s: Fraction, m: int, reconstruction: str) -> Fraction:
     """The value of a code that is at m mantissa bits."""
+    step = s / 2**m
     if reconstruction == "truncate":
-        return (code + 1 if code < 0 else code) * step(e, m)
-    return (code + Fraction(1, 2)) * step(e, m) - step(e, 3) / 2
+        return (code + 1 if code < 0 else code) * step
+    return (code + Fraction(1, 2)) * step - s / 16
 
 
-def encodable_codes(m: int, reconstruction: str) -> list[int]:
-    """The codes at m bits that encoding can give: |w| < 2^e leaves `midpoint` none below -240 at 8 bits."""
-    lowest = -240 if reconstruction == "midpoint" else -256
-    return sorted({shifted(code, m) for code in range(lowest, 256)})
+def encoded(groups: list[list[Fraction]], reconstruction: str) -> tuple[int, list[Fraction], list[list[int]]]:
+    """Scale exponent, scales and E5M8 codes of a tensor that is these groups."""
+    needs = [need(group, reconstruction) for group in groups]
+    k = scale_exponent(needs)
+    scales = [scale(one, k) for one in needs]
+    codes = [
+        [finest_code(w, s, place, reconstruction) for place, w in enumerate(group)]
+        for group, s in zip(groups, scales, strict=True)
+    ]
+    return k, scales, codes

@@ -15,7 +15,7 @@ from otaro.sefp.codec import encode
 from otaro.sefp.precision import PRECISIONS
 
 from . import oracle
-from .exact import fractions, units, value_in_units
+from .exact import fractions
 
 RECONSTRUCTIONS = pytest.mark.parametrize("reconstruction", oracle.RECONSTRUCTIONS)
 AT_EVERY_PRECISION = pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -25,14 +25,14 @@ def all_patterns(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
-def finite_float16() -> torch.Tensor:
+def encodable_float16() -> torch.Tensor:
     patterns = all_patterns(torch.float16)
-    return patterns[patterns.isfinite()]
+    return patterns[patterns.abs() < 32768]  # false for NaN
 
 
 def encodable_bfloat16() -> torch.Tensor:
     patterns = all_patterns(torch.bfloat16)
-    return patterns[patterns.abs() < 65536]  # false for NaN
+    return patterns[patterns.abs() < 32768]
 
 
 def random_float32(count: int = 20_000) -> torch.Tensor:
@@ -42,15 +42,15 @@ def random_float32(count: int = 20_000) -> torch.Tensor:
     significands = torch.randint(-(2**24) + 1, 2**24, (count // 2,), generator=generator).float()
     near = torch.ldexp(significands, torch.randint(-50, -8, (count // 2,), generator=generator))
     both = torch.cat([anywhere.view(torch.float32), near])
-    return both[both.abs() < 65536]
+    return both[both.abs() < 32768]
 
 
 def float32_around_powers_of_two() -> torch.Tensor:
-    """2^k for all k that float32 has, subnormal ones too, with both neighbours and both signs; 2^16 and up left out."""
+    """2^k for all k that float32 has, subnormal ones too, with both neighbours and both signs; 2^15 and up left out."""
     powers = torch.cat([1 << torch.arange(23), torch.arange(1, 144) << 23]).to(torch.int32)
     magnitudes = torch.cat([powers - 1, powers, powers + 1]).view(torch.float32)
     both = torch.cat([magnitudes, -magnitudes])
-    return both[both.abs() < 65536]
+    return both[both.abs() < 32768]
 
 
 def alone(weights: torch.Tensor) -> torch.Tensor:
@@ -81,11 +81,11 @@ def beside_a_larger_one(weights: torch.Tensor) -> torch.Tensor:
 
 
 INPUTS = {
-    "every float16 alone": lambda: alone(finite_float16()),
-    "every float16, shuffled": lambda: shuffled(finite_float16()),
-    "every float16, neighbours": lambda: neighbours(finite_float16()),
-    "every float16, groups spanning all magnitudes": lambda: spanning(finite_float16()),
-    "every float16 beside a larger one": lambda: beside_a_larger_one(finite_float16()),
+    "every float16 alone": lambda: alone(encodable_float16()),
+    "every float16, shuffled": lambda: shuffled(encodable_float16()),
+    "every float16, neighbours": lambda: neighbours(encodable_float16()),
+    "every float16, groups spanning all magnitudes": lambda: spanning(encodable_float16()),
+    "every float16 beside a larger one": lambda: beside_a_larger_one(encodable_float16()),
     "every bfloat16 alone": lambda: alone(encodable_bfloat16()),
     "every bfloat16 beside a larger one": lambda: beside_a_larger_one(encodable_bfloat16()),
     "random float32 alone": lambda: alone(random_float32()),
@@ -103,61 +103,45 @@ def groups(source: str) -> torch.Tensor:
     return INPUTS[source]()
 
 
-@cache
-def numbers(source: str) -> list[Fraction]:
-    """The same weights, flat and exact."""
-    return fractions(groups(source))
+SPANS = (2.0**15, 2.0**-3, 2.0**-16)
+"""A tensor has one scale exponent: weights that are small beside others have coarse scales. So smaller ones are tried alone."""
 
 
 @cache
-def oracle_exponents(source: str) -> list[int]:
-    weights, size = numbers(source), groups(source).shape[-1]
-    return [oracle.shared_exponent(weights[i : i + size]) for i in range(0, len(weights), size)]
-
-
-@cache
-def oracle_codes(source: str, reconstruction: str) -> list[int]:
-    """At E5M8, flat."""
-    exponents, size = oracle_exponents(source), groups(source).shape[-1]
-    return [oracle.finest_code(w, exponents[i // size], reconstruction) for i, w in enumerate(numbers(source))]
-
-
-@cache
-def encoded(source: str, reconstruction: str) -> codec.SefpTensor:
-    weight = groups(source)
-    return encode(weight, weight.shape[-1], reconstruction)
+def tensors(source: str) -> list[torch.Tensor]:
+    """All groups as one tensor, then those below a limit each as one."""
+    largest = groups(source).float().abs().amax(-1)
+    below = [groups(source)[largest < limit] for limit in SPANS]
+    return [one for one in below if len(one)]
 
 
 @FROM_EVERY_INPUT
 @RECONSTRUCTIONS
-def test_shared_exponents_are_the_oracles(source, reconstruction):
-    exponents = encoded(source, reconstruction).exponents
-    assert exponents.dtype == torch.int8
-    assert exponents.shape == (len(groups(source)), 1)
-    assert torch.equal(exponents.flatten().long(), torch.tensor(oracle_exponents(source)))
-
-
-@FROM_EVERY_INPUT
-@RECONSTRUCTIONS
-@AT_EVERY_PRECISION
-def test_codes_and_values_are_the_oracles(source, reconstruction, precision):
-    m, size = precision.mantissa_bits, groups(source).shape[-1]
-    exponents = oracle_exponents(source)
-    codes = [oracle.shifted(code, m) for code in oracle_codes(source, reconstruction)]
-    values = [value_in_units(code, exponents[i // size], m, reconstruction) for i, code in enumerate(codes)]
-
-    tensor = encoded(source, reconstruction)
-    got, decoded = tensor.codes(precision), tensor.decode(precision)
-    assert (got.dtype, decoded.dtype) == (torch.int16, torch.float32)
-    assert got.shape == decoded.shape == groups(source).shape
-    assert torch.equal(got.flatten().long(), torch.tensor(codes))
-    assert torch.equal(units(decoded).flatten(), torch.tensor(values).double())
+def test_scales_and_codes_are_the_oracles(source, reconstruction):
+    for weight in tensors(source):
+        size = weight.shape[-1]
+        numbers = fractions(weight)
+        k, scales, codes = oracle.encoded([numbers[i : i + size] for i in range(0, len(numbers), size)], reconstruction)
+        tensor = encode(weight, size, reconstruction)
+        assert tensor.scale_exponent == k
+        assert (tensor.scale_bytes.dtype, tensor.scales.dtype) == (torch.uint8, torch.float32)
+        assert tensor.scales.shape == (len(weight), 1)
+        assert fractions(tensor.scales) == scales
+        assert tensor.finest_codes.dtype == torch.int16
+        assert tensor.finest_codes.tolist() == codes
+        exact = torch.tensor(codes)
+        for p in PRECISIONS:
+            assert torch.equal(tensor.codes(p).long(), exact.div(2 ** (8 - p.mantissa_bits), rounding_mode="floor"))
 
 
 def test_the_inputs_are_what_their_names_promise():
-    assert len(finite_float16()) == 2**16 - 2 * 2**10
-    assert len(encodable_bfloat16()) == 2 * (127 + 16) * 2**7
-    assert set(oracle_exponents("every float16 beside a larger one")) == set(oracle.EXPONENTS)
+    assert len(encodable_float16()) == 2 * 30 * 2**10
+    assert len(encodable_bfloat16()) == 2 * (127 + 15) * 2**7
+    beside = tensors("every float16 beside a larger one")
+    met = [encode(one, 2) for one in beside]
+    assert [one.scale_exponent for one in met] == [7, -11, -13]
+    for tensor in met[:2]:
+        assert len(tensor.scale_bytes.unique()) == 2 * len(oracle.SCALES) - 1, "every byte but that of minus zero"
     significands = random_float32().view(torch.int32) & 0x7FFFFF
     assert ((significands & 0x7F) != 0).sum() > 19_000 // 2  # more than 16 significant bits
     span = groups("every float16, groups spanning all magnitudes").float().abs()
@@ -183,15 +167,15 @@ def float16_bit_fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return pattern >> 15, torch.where(field > 0, fraction | 1024, fraction), field.clamp(min=1)
 
 
-@pytest.mark.parametrize("exponent", oracle.EXPONENTS)
+@pytest.mark.parametrize("exponent", range(-15, 16))
 def test_truncation_of_float16_cuts_its_own_mantissa_bits(exponent):
     """For every weight below 2^e: line the significand up with the shared exponent, keep m bits, drop the rest."""
-    weight = finite_float16()
+    weight = encodable_float16()
     weight = weight[weight.float().abs() < 2.0**exponent]
     reaching = torch.full_like(weight, 2.0 ** (exponent - 1))  # makes the shared exponent e
     sign, significand, field = float16_bit_fields(weight)
     tensor = encode(torch.stack([weight, reaching], -1), 2, "truncate")
-    assert (tensor.exponents == exponent).all()
+    assert (tensor.scales == 2.0**exponent).all()
     negative = (sign == 1) & (significand > 0)
     for at in PRECISIONS:
         dropped = (exponent - at.mantissa_bits) - (field - 25)
@@ -211,8 +195,8 @@ def test_the_examples_in_the_docstrings_run(module):
 
 def test_the_example_worked_by_hand_is_right():
     tensor = encode(torch.tensor([0.8, -0.3, 0.02]))
-    assert tensor.exponents.tolist() == [0]
-    assert tensor.codes("E5M8").tolist() == [220, -61, 21]
-    assert [round(v, 4) for v in tensor.decode("E5M8").tolist()] == [0.7988, -0.2988, 0.0215]
-    assert tensor.codes("E5M3").tolist() == [6, -2, 0]
-    assert tensor.decode("E5M3").tolist() == [0.75, -0.25, 0]
+    assert tensor.scales.tolist() == [-13 / 16]
+    assert tensor.codes("E5M8").tolist() == [-237, 110, 9]
+    assert [round(v, 4) for v in tensor.decode("E5M8").tolist()] == [0.8014, -0.2999, 0.0206]
+    assert tensor.codes("E5M3").tolist() == [-8, 3, 0]
+    assert [round(v, 4) for v in tensor.decode("E5M3").tolist()] == [0.8125, -0.3047, 0]

@@ -12,7 +12,7 @@ import torch
 from otaro.errors import WeightError
 from otaro.sefp import codec
 from otaro.sefp.codec import encode
-from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.sefp.precision import PRECISIONS
 
 from . import oracle
 from .exact import fractions, of_pattern
@@ -26,76 +26,119 @@ def random_weight(*shape: int) -> torch.Tensor:
 
 
 def assert_same(a: codec.SefpTensor, b: codec.SefpTensor) -> None:
-    assert torch.equal(a.exponents, b.exponents)
+    assert a.scale_exponent == b.scale_exponent
+    assert torch.equal(a.scale_bytes, b.scale_bytes)
     assert torch.equal(a.finest_codes, b.finest_codes)
 
 
 def assert_one_group_as_the_oracle(weight: torch.Tensor, reconstruction: str) -> None:
-    tensor, numbers = encode(weight, reconstruction=reconstruction), fractions(weight)
-    e = oracle.shared_exponent(numbers)
-    codes = [oracle.finest_code(w, e, reconstruction) for w in numbers]
-    assert tensor.exponents.tolist() == [e]
+    tensor = encode(weight, reconstruction=reconstruction)
+    k, (s,), (codes,) = oracle.encoded([fractions(weight)], reconstruction)
+    assert (tensor.scale_exponent, fractions(tensor.scales)) == (k, [s])
     assert tensor.finest_codes.tolist() == codes
     for p in PRECISIONS:
         m = p.mantissa_bits
-        assert fractions(tensor.decode(p)) == [oracle.value(oracle.shifted(c, m), e, m, reconstruction) for c in codes]
+        assert fractions(tensor.decode(p)) == [oracle.value(oracle.shifted(c, m), s, m, reconstruction) for c in codes]
 
 
 # Numbers
 
 
 @FLOATS
-@RECONSTRUCTIONS
-def test_both_zeros_have_the_same_code(dtype, reconstruction):
-    codes = encode(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), reconstruction=reconstruction).finest_codes
-    assert codes[0] == codes[1] == (16 if reconstruction == "midpoint" else 0)
+def test_an_exact_zero_is_put_above_or_below_by_its_place_and_so_evenly(dtype):
+    weight = torch.tensor([0.0, -0.0] * 32 + [1.0], dtype=dtype)
+    codes = encode(weight, 65).finest_codes[:64].tolist()
+    assert codes[:8] == [16, 15, 15, 16, 15, 16, 16, 15]
+    assert codes.count(16) == codes.count(15) == 32
+    values = {str(p): encode(weight, 65).decode(p)[:64] for p in PRECISIONS}
+    assert all(abs(v).unique().numel() == 1 and v.sum() == 0 for v in values.values())
+    assert [float(abs(v[0])) * 512 for v in values.values()] == [1.0, 2.0, 4.0, 8.0, 16.0, 0.0]
+
+
+@FLOATS
+def test_truncation_keeps_both_zeros(dtype):
+    assert encode(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), reconstruction="truncate").finest_codes[:2].tolist() == [0, 0]
 
 
 @FLOATS
 @RECONSTRUCTIONS
-def test_an_all_zero_group_has_the_smallest_exponent(dtype, reconstruction):
-    tensor = encode(torch.zeros(2, 64, dtype=dtype), reconstruction=reconstruction)
-    assert tensor.exponents.tolist() == [[-15], [-15]]
-    for p in PRECISIONS:
-        is_zero = reconstruction == "truncate" or p == Precision("E5M3")
-        expected = 0.0 if is_zero else 2.0 ** (-15 - p.mantissa_bits - 1)
-        assert (tensor.decode(p) == expected).all()
+def test_a_group_of_zeros_has_the_scale_zero_and_stays_zero_at_every_precision(dtype, reconstruction):
+    weight = torch.cat([torch.zeros(1, 64, dtype=dtype), torch.ones(1, 64, dtype=dtype)])
+    tensor = encode(weight, reconstruction=reconstruction)
+    assert tensor.scale_bytes[0].tolist() == [0]
+    assert all((tensor.decode(p)[0] == 0).all() for p in PRECISIONS)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        ([15 / 16], -0.9375),  # mirrored, needs 15/17
+        ([1.0], -1.0),  # mirrored, needs 16/17
+        ([17 / 16], -1.0),  # the end of the longer side
+        ([17 / 16 * (1 + 2.0**-23)], -1.125),
+        ([15 / 16, -15 / 16], 1.0),  # a tie: upright; the end of the shorter side
+        ([15 / 16 * (1 + 2.0**-23), -15 / 16], -1.0),
+        ([-17 / 16, 15 / 16], 1.0),
+        ([17 / 16, -15 / 16], -1.0),
+        ([1.0, -1.0], 1.125),
+        ([2.0**-30], -(2.0**-22)),  # the smallest there is
+        ([32768 * (1 - 2.0**-24)], -(2.0**15)),
+    ],
+)
+def test_the_scale_is_the_smallest_that_holds_the_group(weight, scale):
+    assert encode(torch.tensor(weight)).scales.tolist() == [scale]
 
 
 @pytest.mark.parametrize(
     ("largest", "exponent"),
     [
-        (2.0**-149, -15),
-        (2.0**-24, -15),
-        (2.0**-16, -15),
+        (2.0**-149, -22),
+        (2.0**-23, -22),
+        (2.0**-22, -21),
         (2.0**-15 * (1 - 2.0**-24), -15),
         (2.0**-15, -14),
-        (2.0**-14, -13),
         (0.5, 0),
         (1 - 2.0**-24, 0),
         (1.0, 1),
         (32768 - 2.0**-9, 15),
-        (32768.0, 16),
-        (65504.0, 16),
-        (65536 - 2.0**-8, 16),
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
-def test_the_exponent_is_the_smallest_power_of_two_above(largest, exponent, sign):
-    assert encode(torch.tensor([0.0, sign * largest])).exponents.tolist() == [exponent]
+def test_the_papers_scale_is_the_smallest_power_of_two_above(largest, exponent, sign):
+    assert encode(torch.tensor([0.0, sign * largest]), reconstruction="truncate").scales.tolist() == [2.0**exponent]
+
+
+def test_scales_that_are_small_beside_the_largest_lose_fraction_bits_and_then_differences():
+    """With 448 as the largest a byte holds four bits down to 2^-6, then multiples of 2^-9."""
+    needed = torch.tensor([448.0, 2.0**-6 * 1.875, 2.0**-7 * 1.875, 2.0**-9 * 1.875, 2.0**-12])
+    tensor = encode((needed * 15 / 16).repeat_interleave(2).view(5, 2) * torch.tensor([1.0, -1.0]))
+    assert tensor.scale_exponent == 0
+    assert tensor.scales.flatten().tolist() == [448.0, 2.0**-6 * 1.875, 2.0**-6, 2.0**-8, 2.0**-9]
+
+
+@RECONSTRUCTIONS
+def test_rows_are_encoded_as_the_whole_is_with_its_scale_exponent(reconstruction):
+    weight = random_weight(6, 128) * 10.0 ** torch.arange(-5.0, 1.0).unsqueeze(-1)
+    whole = encode(weight, reconstruction=reconstruction)
+    rows = [encode(row, reconstruction=reconstruction, scale_exponent=whole.scale_exponent) for row in weight]
+    assert torch.equal(whole.scale_bytes, torch.stack([row.scale_bytes for row in rows]))
+    assert torch.equal(whole.finest_codes, torch.stack([row.finest_codes for row in rows]))
+    with pytest.raises(WeightError, match=r"^weight needs a scale_exponent from -7 to 7, got -13"):
+        encode(torch.tensor([3.0]), scale_exponent=-13)
+    with pytest.raises(WeightError, match="to 7, got 8"):
+        encode(torch.tensor([3.0]), scale_exponent=8)
 
 
 @RECONSTRUCTIONS
 @pytest.mark.parametrize(
     ("tiny", "large"),
-    [(-1e-45, 40000.0), (-1e-45, 60000.0), (-3e-45, 300.0), (-1e-30, 0.5), (-1e-38, 40000.0), (-1e-45, 2.0**-20)],
+    [(-1e-45, 30000.0), (-3e-45, 300.0), (-1e-30, 0.5), (-1e-38, 30000.0), (-1e-45, 2.0**-20)],
 )
 def test_a_tiny_negative_weight_is_below_zero_whatever_stands_beside_it(tiny, large, reconstruction):
     weight = torch.tensor([tiny, large, -tiny, 0.0])
     assert_one_group_as_the_oracle(weight, reconstruction)
     codes = encode(weight, reconstruction=reconstruction).finest_codes.tolist()
-    assert codes[0] == (15 if reconstruction == "midpoint" else -1)
-    assert codes[2] == codes[3] == (16 if reconstruction == "midpoint" else 0)
+    assert (codes[0], codes[2]) == ((16, 15) if reconstruction == "midpoint" else (-1, 0))  # mirrored, as large is positive
 
 
 @RECONSTRUCTIONS
@@ -114,8 +157,8 @@ def test_an_outlier_costs_the_tiny_weights_of_its_group_and_no_other(reconstruct
     weight = torch.full((128,), 0.01)
     weight[5] = 100.0
     tensor = encode(weight, reconstruction=reconstruction)
-    assert tensor.exponents.tolist() == [7, -6]
-    assert tensor.finest_codes[6] == (16 if reconstruction == "midpoint" else 0)
+    assert tensor.scales.tolist() == ([-96.0, -0.009765625] if reconstruction == "midpoint" else [128.0, 2.0**-6])
+    assert tensor.finest_codes[6] == (15 if reconstruction == "midpoint" else 0)
     alone = encode(weight[64:], reconstruction=reconstruction)
     assert torch.equal(tensor.decode("E5M8")[64:], alone.decode("E5M8"))
     assert (tensor.decode("E5M8")[64:] - 0.01).abs().max() < 2.0**-14
@@ -127,26 +170,26 @@ def test_an_outlier_costs_the_tiny_weights_of_its_group_and_no_other(reconstruct
 @RECONSTRUCTIONS
 @pytest.mark.parametrize("length", [1, 31, 33, 63, 64, 65, 100, 200])
 def test_a_row_is_its_groups_one_by_one_the_last_one_short(length, reconstruction):
-    weight = random_weight(3, length) * torch.tensor([[1e-3], [1.0], [1e3]])
+    weight = random_weight(3, length) * torch.tensor([[0.1], [1.0], [10.0]])
     tensor = encode(weight, reconstruction=reconstruction)
-    assert tensor.exponents.shape == (3, math.ceil(length / 64))
+    assert tensor.scales.shape == (3, math.ceil(length / 64))
     for row in range(3):
         for group, part in enumerate(weight[row].split(64)):
             alone = encode(part, reconstruction=reconstruction)
             at = slice(64 * group, 64 * group + 64)
-            assert tensor.exponents[row, group] == alone.exponents[0]
+            assert tensor.scales[row, group] == alone.scales[0]
             assert torch.equal(tensor.finest_codes[row, at], alone.finest_codes)
             assert torch.equal(tensor.decode("E5M5")[row, at], alone.decode("E5M5"))
 
 
 @RECONSTRUCTIONS
 @pytest.mark.parametrize("group_size", [16, 32, 48, 64, 128, 256])
-def test_any_group_size_shares_one_exponent_to_a_group(group_size, reconstruction):
+def test_any_group_size_shares_one_scale_to_a_group(group_size, reconstruction):
     weight = random_weight(2, 400)
     tensor = encode(weight, group_size, reconstruction)
     parts = weight.split(group_size, -1)
-    expected = [[oracle.shared_exponent(fractions(part[row])) for part in parts] for row in range(2)]
-    assert tensor.exponents.tolist() == expected
+    _, scales, _ = oracle.encoded([fractions(part[row]) for row in range(2) for part in parts], reconstruction)
+    assert fractions(tensor.scales) == scales
     by_part = torch.cat([encode(part, group_size, reconstruction).decode("E5M6") for part in parts], -1)
     assert torch.equal(tensor.decode("E5M6"), by_part)
 
@@ -156,10 +199,10 @@ def test_any_group_size_shares_one_exponent_to_a_group(group_size, reconstructio
 def test_leading_dimensions_are_rows(shape, reconstruction):
     weight = random_weight(*shape)
     tensor = encode(weight, reconstruction=reconstruction)
-    assert tensor.exponents.shape == (*shape[:-1], 2)
+    assert tensor.scales.shape == (*shape[:-1], 2)
     assert tensor.finest_codes.shape == tensor.decode("E5M3").shape == shape
     rows = encode(weight.reshape(-1, 70), reconstruction=reconstruction)
-    assert torch.equal(tensor.exponents.reshape(-1, 2), rows.exponents)
+    assert torch.equal(tensor.scales.reshape(-1, 2), rows.scales)
     assert torch.equal(tensor.decode("E5M7").reshape(-1, 70), rows.decode("E5M7"))
 
 
@@ -168,7 +211,7 @@ def test_a_scalar_is_a_group_of_one(reconstruction):
     scalar = encode(torch.tensor(-0.3), reconstruction=reconstruction)
     row = encode(torch.tensor([-0.3]), reconstruction=reconstruction)
     assert scalar.finest_codes.shape == scalar.codes("E5M4").shape == scalar.decode("E5M4").shape == ()
-    assert torch.equal(scalar.exponents, row.exponents)
+    assert torch.equal(scalar.scales, row.scales)
     assert scalar.decode("E5M4") == row.decode("E5M4")[0]
 
 
@@ -177,7 +220,7 @@ def test_a_scalar_is_a_group_of_one(reconstruction):
 def test_an_empty_tensor_stays_empty(shape, reconstruction):
     tensor = encode(torch.empty(shape), reconstruction=reconstruction)
     assert tensor.finest_codes.shape == tensor.codes("E5M3").shape == shape
-    assert tensor.exponents.shape == (*shape[:-1], math.ceil(shape[-1] / 64))
+    assert tensor.scales.shape == (*shape[:-1], math.ceil(shape[-1] / 64))
     assert tensor.decode("E5M4").shape == shape
 
 
@@ -199,11 +242,11 @@ def test_neither_encoding_nor_decoding_changes_its_input(dtype, reconstruction):
     before = weight.clone()
     tensor = encode(weight, reconstruction=reconstruction)
     assert torch.equal(weight, before)
-    codes, exponents = tensor.finest_codes.clone(), tensor.exponents.clone()
+    codes, scales = tensor.finest_codes.clone(), tensor.scale_bytes.clone()
     for p in PRECISIONS:
         tensor.decode(p)
     assert torch.equal(tensor.finest_codes, codes)
-    assert torch.equal(tensor.exponents, exponents)
+    assert torch.equal(tensor.scale_bytes, scales)
 
 
 @RECONSTRUCTIONS
@@ -213,7 +256,7 @@ def test_a_tensor_of_many_chunks_is_its_rows_one_by_one(reconstruction):
     tensor = encode(weight, reconstruction=reconstruction)
     rows = [encode(row, reconstruction=reconstruction) for row in weight]
     assert torch.equal(tensor.finest_codes, torch.stack([row.finest_codes for row in rows]))
-    assert torch.equal(tensor.exponents, torch.stack([row.exponents for row in rows]))
+    assert torch.equal(tensor.scales, torch.stack([row.scales for row in rows]))
     assert torch.equal(tensor.decode("E5M4"), torch.stack([row.decode("E5M4") for row in rows]))
 
 
@@ -221,7 +264,7 @@ def test_a_tensor_of_many_chunks_is_its_rows_one_by_one(reconstruction):
 @pytest.mark.parametrize("chunk", [1, 99, 100, 101, 250, 700])
 def test_the_size_of_a_chunk_is_invisible(chunk, reconstruction, monkeypatch):
     weight = random_weight(7, 100)
-    weight[3:5] *= 1e4  # exponents above 8 in some chunks and not in others
+    weight[3:5] *= 1e3
     whole = encode(weight, reconstruction=reconstruction)
     values = whole.decode("E5M5")
     monkeypatch.setattr(codec, "_CHUNK", chunk)
@@ -235,9 +278,10 @@ def test_the_size_of_a_chunk_is_invisible(chunk, reconstruction, monkeypatch):
 def test_decoding_into_a_given_tensor_fills_it_with_the_same_values(length, dtype, reconstruction):
     tensor = encode(random_weight(5, length), reconstruction=reconstruction)
     out = torch.zeros(5, 2 * length, dtype=dtype)[:, :length]  # rows that do not follow one another
-    codec.decode_codes(tensor.codes("E5M5"), tensor.exponents, 5, 64, reconstruction, out=out)
+    codec.decode_codes(tensor.codes("E5M5"), tensor.scales, 5, 64, reconstruction, out=out)
     assert torch.equal(out, tensor.decode("E5M5").to(dtype))
-    assert torch.equal(codec.decode_codes(tensor.codes("E5M5"), tensor.exponents, 5, 64, reconstruction), out.float())
+    alone = codec.decode_codes(tensor.codes("E5M5"), tensor.scales, 5, 64, reconstruction)
+    assert torch.equal(alone, tensor.decode("E5M5"))
 
 
 def test_a_parameter_is_encoded_like_its_data_and_without_a_graph():
@@ -248,12 +292,12 @@ def test_a_parameter_is_encoded_like_its_data_and_without_a_graph():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_bits_per_weight_count_the_exponents_that_are_stored(precision):
+def test_bits_per_weight_count_the_scales_that_are_stored(precision):
     at = precision.mantissa_bits + 1
-    assert encode(torch.ones(3, 128)).bits_per_weight(precision) == at + 0.078125 == precision.bits_per_weight()
-    assert encode(torch.ones(3, 128), 32).bits_per_weight(precision) == precision.bits_per_weight(32) == at + 5 / 32
-    assert encode(torch.ones(3, 96)).bits_per_weight(str(precision)) == at + 10 / 96 > precision.bits_per_weight()
-    assert encode(torch.tensor(1.0)).bits_per_weight(precision) == at + 5
+    assert encode(torch.ones(3, 128)).bits_per_weight(precision) == at + 0.125 == precision.bits_per_weight()
+    assert encode(torch.ones(3, 128), 32).bits_per_weight(precision) == precision.bits_per_weight(32) == at + 8 / 32
+    assert encode(torch.ones(3, 96)).bits_per_weight(str(precision)) == at + 16 / 96 > precision.bits_per_weight()
+    assert encode(torch.tensor(1.0)).bits_per_weight(precision) == at + 8
 
 
 # Refusals
@@ -273,11 +317,11 @@ def test_what_is_not_finite_is_refused_by_name_and_index(bad, dtype, reconstruct
 
 @RECONSTRUCTIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("bad", [65536.0, -65536.0, 2.0**17, -(2.0**127)])
-def test_magnitudes_from_65536_on_are_refused_by_name_and_index(bad, dtype, reconstruction):
+@pytest.mark.parametrize("bad", [32768.0, -32768.0, 2.0**17, -(2.0**127)])
+def test_magnitudes_from_32768_on_are_refused_by_name_and_index(bad, dtype, reconstruction):
     weight = torch.ones(5, 70, dtype=dtype)
     weight[4, 3] = bad
-    with pytest.raises(WeightError, match=re.escape(f"lm_head[4, 3] is {bad:g}, and SEFP holds magnitudes below 2^16 = 65536")):
+    with pytest.raises(WeightError, match=re.escape(f"lm_head[4, 3] is {bad:g}, and SEFP holds magnitudes below 2^15 = 32768")):
         encode(weight, reconstruction=reconstruction, name="lm_head")
 
 

@@ -1,70 +1,71 @@
-"""Which float formats hold the decoded values: the claims at the head of the codec, over every code and exponent there is."""
+"""The claims of exactness at the head of the codec, over every code and every scale there is."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from otaro.sefp.codec import decode_codes, encode
+from otaro.sefp.codec import decode_codes, finest_codes, scale_values
 from otaro.sefp.precision import PRECISIONS
 
 from . import oracle
-from .exact import units, value_in_units
+from .exact import fractions
 
-EVERY_GRID = pytest.mark.parametrize(
-    ("precision", "reconstruction"), [(p, r) for p in PRECISIONS for r in oracle.RECONSTRUCTIONS], ids=str
-)
-EXPONENTS = torch.tensor(list(oracle.EXPONENTS), dtype=torch.int8).unsqueeze(-1)
+RECONSTRUCTIONS = pytest.mark.parametrize("reconstruction", oracle.RECONSTRUCTIONS)
+EVERY_BYTE = torch.arange(256).to(torch.uint8)
+EXTREME_EXPONENTS = pytest.mark.parametrize("scale_exponent", [min(oracle.SCALE_EXPONENTS), 0, max(oracle.SCALE_EXPONENTS)])
 
 
-def every_value(precision, reconstruction) -> tuple[list[int], torch.Tensor]:
-    """The codes that encoding can give at a precision, and their values [32 exponents, codes]."""
+@pytest.mark.parametrize("scale_exponent", oracle.SCALE_EXPONENTS)
+def test_every_byte_is_the_number_that_the_oracle_says(scale_exponent):
+    values = fractions(scale_values(EVERY_BYTE, scale_exponent))
+    expected = [number * oracle.POWERS[scale_exponent] for number in oracle.FLOAT8]
+    assert values == [*expected, *(-number for number in expected)]
+
+
+def test_bytes_are_those_of_torchs_float8_but_for_its_two_nans():
+    theirs = EVERY_BYTE.view(torch.float8_e4m3fn).float()
+    assert EVERY_BYTE[theirs.isnan()].tolist() == [0x7F, 0xFF]
+    assert torch.equal(scale_values(EVERY_BYTE, 0)[~theirs.isnan()], theirs[~theirs.isnan()])
+
+
+@RECONSTRUCTIONS
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@EXTREME_EXPONENTS
+def test_float32_holds_the_value_of_every_code_at_every_scale(precision, reconstruction, scale_exponent):
+    """In units of step/2 and of the smallest scale values are whole numbers below 2^28, which float64 multiplies exactly."""
     m = precision.mantissa_bits
-    codes = oracle.encodable_codes(m, reconstruction)
-    rows = torch.tensor(codes, dtype=torch.int16).expand(len(EXPONENTS), -1)
-    return codes, decode_codes(rows, EXPONENTS, m, len(codes), reconstruction)
+    codes = torch.arange(-(2**m), 2**m, dtype=torch.int16).expand(256, -1)
+    values = decode_codes(codes, scale_values(EVERY_BYTE, scale_exponent).unsqueeze(-1), m, codes.shape[1], reconstruction)
+    halves = 2 * (codes.double() + (codes < 0)) if reconstruction == "truncate" else 2 * codes.double() + 1 - 2.0 ** (m - 3)
+    smallest = torch.tensor([float(512 * number) for number in oracle.FLOAT8], dtype=torch.float64)
+    expected = halves * torch.cat([smallest, -smallest]).unsqueeze(-1)
+    assert expected.abs().max() < 2**28
+    assert torch.equal(values.double() * 2.0 ** (m + 1 + 9 - scale_exponent), expected)
+    for byte in (0x01, 0x3A, 0x7E, 0x7F, 0xB5):  # and these sums are the oracle's
+        s = fractions(scale_values(EVERY_BYTE[byte : byte + 1], scale_exponent))[0]
+        assert fractions(values[byte]) == [oracle.value(code, s, m, reconstruction) for code in codes[0].tolist()]
 
 
-def lost_by(dtype: torch.dtype, precision, reconstruction) -> set[tuple[int, int]]:
-    """The (exponent, code) whose value does not survive `dtype`."""
-    codes, values = every_value(precision, reconstruction)
-    lost = (values.to(dtype).float() != values).nonzero().tolist()
-    return {(oracle.EXPONENTS[row], codes[column]) for row, column in lost}
-
-
-@pytest.mark.parametrize("reconstruction", oracle.RECONSTRUCTIONS)
-@pytest.mark.parametrize("exponent", oracle.EXPONENTS)
-def test_encoding_gives_exactly_the_codes_that_count_as_encodable(exponent, reconstruction):
-    """Half steps from one end of the range to the other meet every interval."""
-    weight = torch.arange(-511, 512) * 2.0 ** (exponent - 9)
-    tensor = encode(weight, len(weight), reconstruction)
-    assert tensor.exponents.tolist() == [exponent]
-    for precision in PRECISIONS:
-        got = tensor.codes(precision).unique().tolist()
-        assert got == oracle.encodable_codes(precision.mantissa_bits, reconstruction)
-
-
-@EVERY_GRID
-def test_float32_holds_every_value(precision, reconstruction):
-    codes, values = every_value(precision, reconstruction)
-    m = precision.mantissa_bits
-    expected = [[value_in_units(code, e, m, reconstruction) for code in codes] for e in oracle.EXPONENTS]
-    assert torch.equal(units(values), torch.tensor(expected).double())
-
-
-@EVERY_GRID
-def test_float16_holds_every_value_but_minus_65536(precision, reconstruction):
-    exception = str(precision) == "E5M3" and reconstruction == "midpoint"
-    assert lost_by(torch.float16, precision, reconstruction) == ({(16, -8)} if exception else set())
-    assert oracle.value(-8, 16, 3, "midpoint") == -65536
-
-
-@EVERY_GRID
-def test_bfloat16_holds_every_value_but_the_outer_half_of_midpoint_at_e5m8(precision, reconstruction):
-    """Values there are odd multiples n of step(8)/2. From |n| = 257 on, which is |value| > 2^e / 2, n has 9 bits."""
-    exceptions = set()
-    if str(precision) == "E5M8" and reconstruction == "midpoint":
-        codes = oracle.encodable_codes(8, "midpoint")
-        exceptions = {(e, code) for e in oracle.EXPONENTS for code in codes if abs(2 * code - 31) > 256}
-        assert all(abs(oracle.value(code, e, 8, "midpoint")) > oracle.POWERS[e] / 2 for e, code in exceptions)
-    assert lost_by(torch.bfloat16, precision, reconstruction) == exceptions
+@RECONSTRUCTIONS
+@EXTREME_EXPONENTS
+def test_floors_are_right_on_every_border_and_beside_it(reconstruction, scale_exponent):
+    """Weights on each border between two codes at every scale, and the nearest float32 on both sides of it."""
+    scales = scale_values(EVERY_BYTE[1:0x7F], scale_exponent)
+    if reconstruction == "midpoint":
+        scales = torch.cat([scales, -scales])
+        borders = torch.arange(-272, 240)
+    else:
+        scales = scales[torch.frexp(scales).mantissa == 0.5]
+        borders = torch.arange(-255, 256)
+    border = (borders * scales.unsqueeze(-1) / 256).unsqueeze(-1)
+    assert torch.equal(border.squeeze(-1).double() * 256, borders * scales.double().unsqueeze(-1)), "borders are float32s"
+    up, down = (torch.nextafter(border, torch.full_like(border, toward)) for toward in (torch.inf, -torch.inf))
+    weight = torch.cat([border, up, down], -1)
+    steps = weight.double() / scales.double().view(-1, 1, 1) * 256
+    weight = weight.where((steps >= borders[0]) & (steps < borders[-1] + 1), 0.0).flatten(1)  # what is off the grid
+    codes = finest_codes(weight, scales.unsqueeze(-1), weight.shape[1], reconstruction)
+    for row in range(0, len(scales), 7 if len(scales) > 100 else 1):
+        s = fractions(scales[row : row + 1])[0]
+        expected = [oracle.finest_code(w, s, place, reconstruction) for place, w in enumerate(fractions(weight[row]))]
+        assert codes[row].tolist() == expected

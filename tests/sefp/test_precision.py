@@ -125,9 +125,9 @@ def test_no_precision_has_other_mantissa_bits(bits):
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("E5M8", 9.078125), ("E5M7", 8.078125), ("E5M6", 7.078125), ("E5M5", 6.078125), ("E5M4", 5.078125), ("E5M3", 4.078125)],
+    [("E5M8", 9.125), ("E5M7", 8.125), ("E5M6", 7.125), ("E5M5", 6.125), ("E5M4", 5.125), ("E5M3", 4.125)],
 )
-def test_bits_per_weight_are_sign_mantissa_and_a_share_of_the_exponent(name, bits):
+def test_bits_per_weight_are_sign_mantissa_and_a_share_of_the_scale(name, bits):
     assert Precision(name).bits_per_weight() == bits
     assert Precision(name).bits_per_weight(64) == bits
-    assert Precision(name).bits_per_weight(32) == bits + 5 / 64
+    assert Precision(name).bits_per_weight(32) == bits + 8 / 64

@@ -97,7 +97,7 @@ def weights(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Count what sharing an exponent costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
+    """Count what sharing a scale costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
 
     Reads the checkpoint a few thousand rows at a time.
     """
@@ -261,7 +261,7 @@ def _show_weights(result: dict[str, Any]) -> None:
     shown = ("E5M4", "E5M3")
     table = _table(
         f"{result['weights']:,} weights in {len(result['modules'])} tensors, {result['reconstruction']}",
-        "groups of", "outlier groups", "mean shift", "clamped",
+        "groups of", "outlier groups", "mean shift", "zeros",
         *(f"{kind} {name}" for kind in ("lost", "error") for name in shown),
     )  # fmt: skip
     for size, found in result["overall"].items():
@@ -269,12 +269,12 @@ def _show_weights(result: dict[str, Any]) -> None:
             size,
             f"{found['outlier_groups']:.3%}",
             f"{sum(int(shift) * (share or 0.0) for shift, share in found['shifts'].items()):.2f}",
-            f"{found['clamped']:.2%}",
+            f"{found['zeros']:.2%}",
             *(f"{found[kind][name] or 0.0:.1%}" for kind in ("lost", "error") for name in shown),
         )
     console.out.print(table)
     console.out.print(
-        "outlier group: its largest weight is at least 4 times the second. shift: bits of a weight below its group's exponent. "
+        "outlier group: its largest weight is at least 4 times the second. shift: bits of a weight below the largest of its group. "
         "lost: zero would be as close. error: root mean square, relative to the weights'.",
         highlight=False,
     )

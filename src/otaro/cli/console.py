@@ -55,7 +55,7 @@ ReconstructionOption = Annotated[
 GroupSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Weights that share an exponent, a multiple of 32. By default as the model was tuned, else 64.",
+        help="Weights that share a scale, a multiple of 32. By default as the model was tuned, else 64.",
         show_default=False,
     ),
 ]

@@ -164,7 +164,7 @@ def _show(summary: Summary, measured: dict[str, Measured]) -> None:
         table.add_column(heading, justify="right")
     for row in summary.precisions:
         assert row.bytes is not None  # just packed, so complete
-        cells = [f"{row.bits_per_weight:.2f}", console.size(row.bytes)]
+        cells = [f"{row.bits_per_weight:.3f}", console.size(row.bytes)]
         for values in measured.values():
             cost = values[row.precision] / values[finest] - 1
             shown = f"{cost:+.1%}".replace("-0.0%", "+0.0%")
@@ -174,7 +174,7 @@ def _show(summary: Summary, measured: dict[str, Measured]) -> None:
     coarsest = summary.precisions[-1]
     usual, ours = measured[USUAL], measured[OURS]
     console.out.print(
-        f"At {coarsest.precision}, {coarsest.bits_per_weight:.2f} bits a weight, tuning once for all gives "
+        f"At {coarsest.precision}, {coarsest.bits_per_weight:.3f} bits a weight, tuning once for all gives "
         f"{ours[coarsest.precision]:.2f} instead of {usual[coarsest.precision]:.2f}; at {finest} {ours[finest]:.2f} against "
         f"{usual[finest]:.2f}. One file holds all six.",
         highlight=False,

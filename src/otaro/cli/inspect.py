@@ -52,7 +52,7 @@ def show(summary: Summary) -> None:
     console.out.print(f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}", highlight=False)
     console.out.print(
         f"{summary.packed_weights:,} packed weights and {summary.other_parameters:,} others, "
-        f"{summary.reconstruction}, groups of {summary.group_size}",
+        f"{summary.reconstruction}, groups of {summary.group_size}, {summary.exact_zeros:.1%} exact zeros",
         highlight=False,
     )
     sizes = Table(title="By precision", title_justify="left")
@@ -65,20 +65,20 @@ def show(summary: Summary) -> None:
             row.precision,
             _shards(row),
             console.size(row.bytes) if row.bytes is not None else "-",
-            f"{row.bits_per_weight:.2f}",
+            f"{row.bits_per_weight:.3f}",
             f"{row.ratio_to_fp16:.1%}" if row.ratio_to_fp16 is not None else "-",
         )
     console.out.print(sizes)
     modules = Table(title="By kind of module", title_justify="left")
     modules.add_column("module")
-    for heading in ("tensors", "weights", "exponents", "zero at E5M3"):
+    for heading in ("tensors", "weights", "scales", "zero at E5M3"):
         modules.add_column(heading, justify="right")
     for module in summary.modules:
         modules.add_row(
             module.type,
             str(module.tensors),
             f"{module.weights:,}",
-            f"{module.min_exponent} to {module.max_exponent}",
+            f"{module.min_scale:.2g} to {module.max_scale:.2g}",
             f"{module.zero_share:.1%}",
         )
     console.out.print(modules)

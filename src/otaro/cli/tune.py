@@ -73,7 +73,7 @@ def tune(
     average: Annotated[float | None, _option(AVERAGE_HELP)] = None,
     rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
-    group_size: Annotated[int | None, _option("Weights that share an exponent (64).")] = None,
+    group_size: Annotated[int | None, _option("Weights that share a scale (64).")] = None,
     optimizer: Annotated[Literal["adamw", "adamw8bit", "sgd"] | None, _option(OPTIMIZER_HELP)] = None,
     lr: Annotated[float | None, _option("Peak learning rate.")] = None,
     schedule: Annotated[Literal["cosine", "linear", "constant"] | None, _option("cosine, linear or constant.")] = None,

@@ -284,10 +284,10 @@ def _finish(chart: Any, height: int) -> Spec:
 
 
 def _tick(precision: str, group_size: int | None) -> str:
-    """`E5M4|5.08`: two lines under the axis."""
+    """`E5M4|5.125`: two lines under the axis."""
     if precision == FULL:
         return shown(precision)
-    return f"{precision}|{Precision(precision).bits_per_weight(group_size):.2f}" if group_size else precision
+    return f"{precision}|{Precision(precision).bits_per_weight(group_size):.3f}" if group_size else precision
 
 
 def _step_axis(alt: Any) -> Any:

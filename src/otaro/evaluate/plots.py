@@ -198,7 +198,7 @@ def _weights(figure: Figure, result: dict[str, Any]) -> None:
         errors.plot(precisions, _numbers([found["error"][p] for p in precisions]), color=colour, marker="o", label=label)
     most = len(result["overall"][sizes[0]]["shifts"]) - 1
     shifts.set_xticks(range(0, most + 1, 2), [f"{s}+" if s == most else str(s) for s in range(0, most + 1, 2)])
-    shifts.set(xlabel="bits below the group's exponent", ylabel="share of weights but the largest", title="Right shifts")
+    shifts.set(xlabel="bits below the group's largest", ylabel="share of weights but the largest", title="Right shifts")
     shares = [result["overall"][size]["outlier_groups"] or 0.0 for size in sizes]
     outliers.bar(sizes, [100 * share for share in shares], color="0.55")
     for index, share in enumerate(shares):

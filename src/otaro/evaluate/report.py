@@ -180,7 +180,7 @@ class _Report:
         rows = [[word("FP16"), Cell(size(whole), whole), Cell("16.00", 16), Cell("100.0%", 1), word("")]]
         for row in summary.precisions:
             if row.bytes is not None and row.ratio_to_fp16 is not None:
-                bits = Cell(f"{row.bits_per_weight:.2f}", row.bits_per_weight)
+                bits = Cell(f"{row.bits_per_weight:.3f}", row.bits_per_weight)
                 share = Cell(f"{row.ratio_to_fp16:.1%}", row.ratio_to_fp16)
                 shards = word(", ".join(name.removesuffix(".safetensors") for name in row.shards))
                 rows.append([word(row.precision), Cell(size(row.bytes), row.bytes), bits, share, shards])
@@ -293,12 +293,12 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(share_cell(figures[key]) for key in ("outlier_groups", "clamped")),
+                    *(share_cell(figures[key]) for key in ("outlier_groups", "zeros")),
                     *(error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
-            headings = ["group size", "outlier groups", "clamped codes", *map(shown, names)]
+            headings = ["group size", "outlier groups", "exact zeros", *map(shown, names)]
             note = (
                 "At each precision the root mean square error relative to the weights', and below it the share of weights lost."
             )
@@ -399,7 +399,7 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
         lines.append(f"<dd class=figure>{number(after.values[name])}</dd>")
     if name in sizes:
         lines.append(f"<dd>{size(sizes[name])}</dd>")
-    lines.append(f"<dd>{bits:.2f} bits</dd>")
+    lines.append(f"<dd>{bits:.3f} bits</dd>")
     if before and name in before.values:
         lines.append(f"<dd>{number(before.values[name])} before tuning</dd>")
     return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'

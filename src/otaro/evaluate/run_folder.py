@@ -251,7 +251,7 @@ def _read_weights(path: Path) -> dict[str, Any] | None:
     _need(bool(stored.get("overall")), path, 'no "overall"')
     for size, figures in _mapping(stored, "overall", path, keys=None).items():
         sound = size.isdecimal() and isinstance(figures, dict)
-        sound = sound and all(_is_number_or_null(figures.get(key)) for key in ("outlier_groups", "clamped"))
+        sound = sound and all(_is_number_or_null(figures.get(key)) for key in ("outlier_groups", "zeros"))
         for key in ("lost", "error"):
             sound = sound and isinstance(figures.get(key), dict) and figures[key].keys() <= set(NAMES)
             sound = sound and all(map(_is_number_or_null, figures[key].values()))

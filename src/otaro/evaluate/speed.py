@@ -388,8 +388,8 @@ def weight_bytes_per_token(model: Any, precision: Precision) -> int:
         name = module.packed.name
         if isinstance(module, SefpEmbedding):
             continue  # reads a row
-        # Exponents as they lie in memory: a byte each, on a GPU five bits.
-        size = module.packed.exponents.nbytes + sum(prod(plane[name][1]) for plane in entries)
+        # Scales as they lie in memory: a byte each.
+        size = module.packed.scales.nbytes + sum(prod(plane[name][1]) for plane in entries)
         if isinstance(module, SefpExperts):
             size = size * model.config.num_experts_per_tok // module.packed.shape[0]
         sizes[name] = size  # by name: what is shared is read once

@@ -1,25 +1,26 @@
-"""What sharing an exponent does to the weights of a checkpoint: the outlier question, for several group sizes.
+"""What sharing a scale does to the weights of a checkpoint: the outlier question, for several group sizes.
 
-One large weight raises the exponent of its whole group, and the others are shifted right to match: at m mantissa bits a
+One large weight raises the scale of its whole group, and the others are shifted right to match: at m mantissa bits a
 weight that is shifted by s keeps m - s significant bits. How often that happens, and what it costs, is counted here.
 
-  shift       of a nonzero weight: its group's exponent less its own, both the smallest e with |w| < 2^e. Counted for all
-              but the (first) largest weight of each group; `shifts` are shares of these, the last one being of
-              `MOST_SHIFT` and more.
+  shift       of a nonzero weight: the exponent of its group's largest less its own, each the smallest e with |w| < 2^e.
+              Counted for all but the (first) largest weight of each group; `shifts` are shares of these, the last one
+              being of `MOST_SHIFT` and more.
   outlier     a group is dominated by an outlier if its largest weight is at least `OUTLIER_RATIO` times as large as the
               second largest, which is two bits above it. A group of a single weight has nobody to dominate.
   lost        a nonzero weight is lost at a precision if zero in its place would be at least as close: |value - w| >= |w|.
               For `truncate` these are the weights below one step, whose value is zero. For `midpoint` at E5M3 likewise those
               whose value is zero, below half a step. Its finer grids have no zero but +-step/2 in the middle, and lose what is
               not above step/4.
-  clamped     the code of the weight was cut at 255 (`midpoint` only: w >= 15/16 * 2^e).
   error       root of the summed squares of value - w, relative to that of the weights.
 
-By hand, one group of four, w = [0.5, 0.04, -0.01, 0]: e = 0 (0.5 < 2^0), the others' own exponents are -4 and -6, so the
-shifts are 4 and 6 and the group is dominated. At E5M4 the step is 1/16: `truncate` makes 0.04 and -0.01 zero, two of three
-lost; `midpoint` makes them +-1/32, and of these only -0.01 would be better off as zero.
+By hand, one group of four, w = [0.5, 0.04, -0.007, 0]: the exponent of 0.5 is 0, those of the others are -4 and -7, so the
+shifts are 4 and 7 and the group is dominated. `truncate` has the scale 1, at E5M4 the step 1/16: it makes 0.04 and -0.007
+zero, two of three lost. `midpoint` has the scale -1/2 and the step 1/32: it makes them 3/64 and -1/64, and of these only
+-0.007 would be better off as zero.
 
-Tensors are read a few thousand rows at a time, as `otaro pack` reads them; no model is in memory.
+Tensors are read a few thousand rows at a time, and each of these pieces is encoded as a tensor of its own; no model is in
+memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torch.nn.functional import pad
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import Checkpoint
 from otaro.file.summary import module_type
-from otaro.sefp.codec import MAX_CODE, MIDPOINT_SHIFT, Reconstruction, encode, first_refused, power_of_two, refusal
-from otaro.sefp.precision import FINEST, PRECISIONS
+from otaro.sefp.codec import Reconstruction, encode, first_refused, refusal
+from otaro.sefp.precision import PRECISIONS
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 OUTLIER_RATIO = 4
@@ -96,7 +97,7 @@ class WeightTally:
 
     def __init__(self, group_size: int, reconstruction: Reconstruction) -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
-        counts = {"weights": 1, "zeros": 1, "clamped": 1, "groups": 1, "outliers": 1, "lost": len(PRECISIONS)}
+        counts = {"weights": 1, "zeros": 1, "groups": 1, "outliers": 1, "lost": len(PRECISIONS)}
         self._counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in counts.items()}
         self._shifts = torch.zeros(2, MOST_SHIFT + 1, dtype=torch.int64)  # in groups with an outlier, in the others
         self._squares = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)  # of the weights, of the errors
@@ -104,22 +105,18 @@ class WeightTally:
     def add(self, rows: torch.Tensor) -> None:
         """Count a matrix whose rows are whole, so that groups begin where they do in the tensor."""
         encoded = encode(rows, self.group_size, self.reconstruction)
-        rows, length, groups = rows.float(), rows.shape[-1], encoded.exponents.shape[-1]
+        rows, length, groups = rows.float(), rows.shape[-1], encoded.scale_bytes.shape[-1]
 
         # [rows, groups, group_size]. What fills up a short group is zero, and zeros are in none of these counts.
         grouped = pad(rows, (0, groups * self.group_size - length)).unflatten(-1, (groups, self.group_size))
-        exponents = encoded.exponents.int().unsqueeze(-1)
         largest, at = grouped.abs().max(-1, keepdim=True)
         others = grouped.abs().scatter_(-1, at, 0.0)
         members = torch.full((groups, 1), self.group_size)
         members[-1] = length - (groups - 1) * self.group_size
         dominated = (largest >= OUTLIER_RATIO * others.amax(-1, keepdim=True)) & (largest > 0) & (members > 1)
-        shifts = (exponents - torch.frexp(others).exponent).clamp_(max=MOST_SHIFT)
+        shifts = (torch.frexp(largest).exponent - torch.frexp(others).exponent).clamp_(max=MOST_SHIFT)
         for index, chosen in enumerate((dominated, ~dominated)):
             self._shifts[index] += torch.bincount(shifts[(others > 0) & chosen], minlength=MOST_SHIFT + 1)
-        if self.reconstruction == "midpoint":
-            cut_from = (MAX_CODE + 1 - MIDPOINT_SHIFT) * power_of_two(exponents - FINEST)
-            self._counts["clamped"] += (grouped >= cut_from).sum()
         self._counts["groups"] += largest.numel()
         self._counts["outliers"] += dominated.sum()
 
@@ -153,7 +150,6 @@ class WeightTally:
             "lost": {
                 str(p): _share(n, weights - zeros) for p, n in zip(PRECISIONS, self._counts["lost"].tolist(), strict=True)
             },
-            "clamped": _share(int(self._counts["clamped"]), weights),
             "error": {
                 str(p): (error / squares[0]) ** 0.5 if squares[0] else None
                 for p, error in zip(PRECISIONS, squares[1:], strict=True)

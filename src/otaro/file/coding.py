@@ -27,7 +27,7 @@ _LARGEST = 1 << 20  # bytes of a file that states a few options
 
 
 def is_group_size(value: object) -> bool:
-    """Whether weights can share exponents by so many."""
+    """Whether weights can share scales by so many."""
     return type(value) is int and 0 < value < 1 << 31 and value % 32 == 0
 
 
@@ -38,7 +38,7 @@ def is_reconstruction(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Coding:
-    """How many weights share an exponent, and what a code stands for."""
+    """How many weights share a scale, and what a code stands for."""
 
     group_size: int = GROUP_SIZE
     reconstruction: Reconstruction = "midpoint"

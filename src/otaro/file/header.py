@@ -43,9 +43,10 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,  # of scales
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SCALE_DTYPE = "F8_E4M3"  # of scales alone
+_ITEM_SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {SCALE_DTYPE: 1}
 
 _NO_DIGEST = "0" * 64
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -90,7 +91,7 @@ class Schema:
         entries = {n: ("U8", (*shape[:-1], per_block * blocks(shape[-1]))) for n, shape in self.packed.items()}
         if plane == BASE:
             for name in self.packed:
-                entries[name + SCALES] = ("F8_E4M3", self.scales_shape(name))
+                entries[name + SCALES] = (SCALE_DTYPE, self.scales_shape(name))
         return entries
 
     def stated(self) -> str:
@@ -128,7 +129,7 @@ def draft_header(
     entries: dict[str, Entry] = {}
     end = 0
     for name, (dtype, shape) in {**needed, **wide, **scales}.items():
-        start, end = end, end + prod(shape) * DTYPES[dtype].itemsize
+        start, end = end, end + prod(shape) * _ITEM_SIZES[dtype]
         entries[name] = Entry(dtype, shape, start, end)
     metadata = {
         "format": "pt",
@@ -198,7 +199,7 @@ def read_header(path: Path, plane: int) -> Header:
         raise FormatError(f"{path} is not an OTARo shard: its header has no format version")
     if metadata["otaro"] != VERSION:
         raise FormatError(
-            f"{path} has format version {str(metadata['otaro'])[:20]!r}, this program reads version {VERSION!r}; "
+            f"{path} has format version {metadata['otaro']!r:.20}, this program reads version {VERSION!r}; "
             "pack the checkpoint anew with `otaro pack CHECKPOINT OUT`, or use the release that wrote it"
         )
     _check_seal(path, text, metadata)
@@ -283,9 +284,9 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int) -> dic
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise FormatError(f"{path}: the header entry of {name} is malformed") from None
-        if not isinstance(dtype, str) or dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in _ITEM_SIZES or (dtype == SCALE_DTYPE and not name.endswith(SCALES)):
             raise FormatError(f"{path}: {name} has the unknown dtype {dtype!r}")
-        if end - start != prod(shape) * DTYPES[dtype].itemsize:
+        if end - start != prod(shape) * _ITEM_SIZES[dtype]:
             raise FormatError(f"{path}: {name} claims {end - start} bytes, {dtype} {list(shape)} takes another number")
         entries[name] = Entry(dtype, shape, start, end)
     reached = 0

@@ -11,6 +11,7 @@ import torch
 
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
+from otaro.sefp.codec import scale_values
 from otaro.sefp.precision import COARSEST, PRECISIONS, Precision
 
 _CHUNK = 1 << 24  # bytes looked at together
@@ -36,8 +37,9 @@ class ModuleSummary:
     type: str
     tensors: int
     weights: int
-    min_exponent: int
-    max_exponent: int
+    min_scale: float
+    max_scale: float
+    """The smallest and the largest magnitude of its scales; groups of zeros, whose scale is 0, aside."""
     zero_share: float
     """Share of weights that are zero at the coarsest precision."""
 
@@ -52,6 +54,8 @@ class Summary:
     reconstruction: str
     packed_weights: int
     other_parameters: int
+    exact_zeros: float
+    """Share of packed weights that were zero before they were encoded."""
     precisions: list[PrecisionSummary]
     modules: list[ModuleSummary]
 
@@ -73,6 +77,7 @@ def summarize(nested: NestedDirectory, progress: Callable[[int, int], None] = la
         reconstruction=schema.reconstruction,
         packed_weights=weights,
         other_parameters=other,
+        exact_zeros=schema.zeros / weights,
         precisions=[_precision(nested, p, weights, other) for p in PRECISIONS],
         modules=list(_modules(nested, weights, progress)),
     )
@@ -99,11 +104,11 @@ def _modules(nested: NestedDirectory, total: int, progress: Callable[[int, int],
         zeros, ranges = 0, []
         for name in names:
             zeros += _zeros(nested, name)
-            exponents = nested.exponents(name)
-            ranges += [int(exponents.min()), int(exponents.max())]
+            sizes = scale_values(nested.scale_bytes(name), nested.schema.scale_exponents[name]).abs_()
+            ranges += [float(sizes[sizes > 0].min()), float(sizes.max())] if sizes.any() else []
             done += prod(nested.schema.packed[name])
             progress(done, total)
-        yield ModuleSummary(kind, len(names), weights, min(ranges), max(ranges), zeros / weights)
+        yield ModuleSummary(kind, len(names), weights, min(ranges, default=0.0), max(ranges, default=0.0), zeros / weights)
 
 
 def module_type(name: str) -> str:

@@ -102,5 +102,5 @@ def _aligned(tensor: torch.Tensor) -> Any:
 
 
 def _views(packed: Packed) -> tuple[Any, ...]:
-    planes = [plane.numpy() for plane in packed.planes]
-    return packed.base.numpy(), packed.exponents.numpy(), planes, packed.length, packed.group_size, packed.truncate
+    base, scales, planes, *numbers = packed
+    return base.numpy(), scales.numpy(), [plane.numpy() for plane in planes], *numbers

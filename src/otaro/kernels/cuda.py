@@ -1,8 +1,7 @@
 """The CUDA kernels of `cuda_src/` behind the functions of `reference`: same names, same arguments, same bits.
 
 Two things go beyond them, for a decoder: `Digits`, activations that are integers already, and `products`, which multiplies them
-with several matrices in one launch. Exponents may be int8, one for each group, or the file's own stream of five bits each
-(`file.planes.exponent_words`), which is what a model on a GPU keeps.
+with several matrices in one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from otaro.errors import KernelError
-from otaro.file.planes import BLOCK, blocks
+from otaro.file.planes import BASE_BYTES, BLOCK, blocks
 from otaro.kernels import nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
@@ -92,13 +91,13 @@ def products(
 ) -> None:
     """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows]."""
     like = matrices[0]
-    if any(one[3:] != like[3:] or one.bits != like.bits or one.exponents.dtype != like.exponents.dtype for one in matrices):
+    if any(one[3:6] != like[3:6] or one.bits != like.bits for one in matrices):  # scale exponents may differ
         raise KernelError(
             "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
         )
     if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
-    if any((32 if one.streamed else 5) * one.exponents.numel() >= 1 << 32 or one.base.numel() >= 16 << 32 for one in matrices):
+    if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
@@ -106,8 +105,8 @@ def products(
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
-        room, like.streamed,
-        count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        room, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
         count % (_LANES * unit // BLOCK) != 0, shared,
     )  # fmt: skip
     parameters = _Linear()
@@ -132,7 +131,7 @@ def products(
 
 @cache
 def _linear_kernel(
-    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, stream: bool, wide: bool,
+    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
     ragged: bool, shared: int,
 ) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
     """The kernel, its threads, and how many of its blocks the GPU runs at a time.
@@ -144,7 +143,8 @@ def _linear_kernel(
     units = min(span, max(1, 4 // tokens))
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
-        TOKENS=tokens, SPAN=span, UNITS=units, STREAM=stream, WIDE=wide, RAGGED=ragged, SHARED=shared > 0, DEPTH=depth,
+        TOKENS=tokens, SPAN=span, UNITS=units, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0,
+        DEPTH=depth,
     )  # fmt: skip
     threads = _WARP * _LANES // span
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -170,7 +170,6 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
     if count <= rows:
         return torch.nn.functional.linear(x, decode(packed, x.dtype), bias)
     out = torch.empty(len(x), count, dtype=x.dtype, device=x.device)
-    packed = packed.unstreamed()  # once, not for each tile
     for start in range(0, count, rows):
         some = slice(start, start + rows)
         values = decode(packed.rows(some), x.dtype)
@@ -186,7 +185,7 @@ def _decode(packed: Packed, ids: torch.Tensor | None, count: int, dtype: torch.d
     packed = _aligned_rows(packed)
     kernel = nvrtc.kernel(
         "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
-        STREAM=packed.streamed, IDS=ids is not None,
+        IDS=ids is not None,
     )  # fmt: skip
     groups = -(-packed.length // packed.group_size)
     parameters = _Decode(
@@ -217,8 +216,9 @@ def packed_parameter(packed: Packed) -> PackedParameter:
         raise KernelError("packed rows must lie at multiples of 16 bytes; clone() them")
     planes = [plane.data_ptr() for plane in packed.planes] + [None] * (5 - len(packed.planes))
     return PackedParameter(
-        packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.exponents.data_ptr(), len(packed.base)
-    )
+        packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.scales.data_ptr(), len(packed.base),
+        packed.scale_exponent,
+    )  # fmt: skip
 
 
 def _activations(digits: Digits, first: int = 0) -> ActivationsParameter:
@@ -229,7 +229,8 @@ class PackedParameter(ctypes.Structure):
     """`Packed` of sefp.cuh."""
 
     _fields_ = (
-        ("base", ctypes.c_void_p), ("planes", ctypes.c_void_p * 5), ("exponents", ctypes.c_void_p), ("rows", ctypes.c_int64),
+        ("base", ctypes.c_void_p), ("planes", ctypes.c_void_p * 5), ("scales", ctypes.c_void_p), ("rows", ctypes.c_int64),
+        ("scale_exponent", ctypes.c_int),
     )  # fmt: skip
 
 

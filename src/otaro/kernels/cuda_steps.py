@@ -95,9 +95,7 @@ class CudaSteps:
         if isinstance(weight, torch.Tensor):
             x.copy_(weight.index_select(0, ids))
             return
-        constants = {
-            "BITS": weight.bits, "TRUNCATE": weight.truncate, "STREAM": weight.streamed, "GROUP_SIZE": weight.group_size,
-        }  # fmt: skip
+        constants = {"BITS": weight.bits, "TRUNCATE": weight.truncate, "GROUP_SIZE": weight.group_size}
         blocks = weight.base.shape[1] // 16
         groups = -(-weight.length // weight.group_size)
         parameters = _Embed(cuda.packed_parameter(weight), ids.data_ptr(), x.data_ptr(), weight.length, blocks, groups)

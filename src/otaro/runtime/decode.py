@@ -256,9 +256,8 @@ def cannot_hold(kv: Precision | None) -> OtaroError:
 
 def _matrix(packed: PackedWeight) -> Any:
     """The native view of a packed weight."""
-    schema = packed.nested.schema
-    truncate = schema.reconstruction == "truncate"
-    return _cpu.Matrix(packed.base.numpy(), packed.exponents.numpy(), packed.shape[-1], schema.group_size, truncate)
+    base, scales, _, *numbers = packed._packed(BASE)
+    return _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
 
 
 def _choose() -> str:

@@ -178,7 +178,7 @@ def needs_of(least: torch.Tensor, most: torch.Tensor, reconstruction: Reconstruc
         largest = torch.maximum(below, above)
         exponents = torch.frexp(largest).exponent  # the smallest e with largest < 2^e
         powers = torch.ldexp(torch.ones_like(largest), exponents)
-        return torch.where(largest > 0, powers, largest)
+        return torch.where((largest > 0) & largest.isfinite(), powers, largest)
     upright = torch.maximum(above * 16 / 15, below * 16 / 17)
     mirrored = torch.maximum(below * 16 / 15, above * 16 / 17)
     return torch.where(mirrored < upright, -mirrored, upright)

@@ -28,13 +28,9 @@ inline void check_sizes(int64_t length, int group_size) {
   check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
 }
 
-// Products of powers of two are exact only for the exponents that the format can hold: those of 5 bits. Written so that a
-// compiler makes vectors of it.
-inline void check_exponents(const Packed& weight) {
-  uint8_t beyond = 0;
-  const int64_t count = weight.rows * weight.groups();
-  for (int64_t i = 0; i < count; ++i) beyond |= static_cast<uint8_t>(weight.exponents[i] + 15) & 0xe0;
-  check(!beyond, "exponents must lie between -15 and 16");
+// With others, products of steps and activations' powers of two would not all be normal numbers, and so not exact.
+inline void check_scale_exponent(int exponent) {
+  check(exponent >= kMinScaleExponent && exponent <= kMaxScaleExponent, "scale_exponent must lie between -13 and 7");
 }
 
 }  // namespace otaro

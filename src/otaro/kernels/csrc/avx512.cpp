@@ -224,15 +224,14 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
       }
     }
     __m512i low[16];
-    alignas(16) int8_t exponents[kTileRows];
+    alignas(16) uint8_t scales[kTileRows];
     for (int r = 0; r < kTileRows; ++r) {
       low[r] = codes(r).low;
-      exponents[r] = weight.exponents[row_of(r) * groups + unit / per_group];
+      scales[r] = weight.scales[row_of(r) * groups + unit / per_group];
     }
     transpose(low);
-    const __m512i biased = _mm512_add_epi32(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(exponents))),
-                                            _mm512_set1_epi32(127 - means.shift));
-    const __m512 steps = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+    const __m256 in_steps = unit_steps<means.shift>(weight);
+    const __m512 steps = _mm512_insertf32x8(_mm512_castps256_ps512(steps_of(scales, in_steps)), steps_of(scales + 8, in_steps), 1);
     for (int t = 0; t < x.tokens; ++t) {
       const int8_t* at = digits + t * 4 * kBlock;
       const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();

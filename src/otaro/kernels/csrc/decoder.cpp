@@ -94,12 +94,13 @@ Packed Cache::packed(std::byte* part) const {
   rows.length = head_;
   rows.group_size = kCacheGroup;
   rows.bits = bits_;
+  rows.of_cache = true;
   if (part) {
     auto* at = reinterpret_cast<uint8_t*>(part);
     rows.base = at;
     at += kSegment * rows.blocks() * kBaseBytes;
     for (int p = 0; p < bits_ - kCoarsest; ++p, at += kSegment * rows.blocks() * kPlaneBytes) rows.planes[p] = at;
-    rows.exponents = reinterpret_cast<int8_t*>(at);
+    rows.scales = at;
   }
   return rows;
 }
@@ -211,7 +212,7 @@ struct Decoder::Run {
     for (int p = 0; p < rows.bits - kCoarsest; ++p)
       planes[p] = const_cast<uint8_t*>(rows.planes[p]) + at * rows.blocks() * kPlaneBytes;
     return floats.encode(row, shape.head, rows.bits, const_cast<uint8_t*>(rows.base) + at * rows.blocks() * kBaseBytes, planes,
-                         const_cast<int8_t*>(rows.exponents) + at * rows.groups());
+                         reinterpret_cast<int8_t*>(const_cast<uint8_t*>(rows.scales)) + at * rows.groups());
   }
 
   Activations query_activations = {};  // of every token and head, for a packed cache

@@ -30,25 +30,24 @@ using Vector = Array<const float, 1>;
 // A packed matrix of the mapped file at its coarsest. It never changes: further planes are a decoder's, under its mutex.
 struct Matrix {
   Packed packed;
-  Bytes base;
-  Array<const int8_t, 2> exponents;
+  Bytes base, scales;
 
-  Matrix(Bytes base_, Array<const int8_t, 2> exponents_, int64_t length, int group_size, bool truncate)
-    : base(std::move(base_)), exponents(std::move(exponents_)) {
+  Matrix(Bytes base_, Bytes scales_, int64_t length, int group_size, bool truncate, int scale_exponent)
+    : base(std::move(base_)), scales(std::move(scales_)) {
     check_sizes(length, group_size);
+    check_scale_exponent(scale_exponent);
     packed.rows = static_cast<int64_t>(base.shape(0));
     packed.length = length;
     packed.group_size = group_size;
     packed.truncate = truncate;
+    packed.scale_exponent = scale_exponent;
     check(has_columns(base, packed, packed.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
-    check(has_columns(exponents, packed, packed.groups()), "exponents must be [rows, groups]");
+    check(has_columns(scales, packed, packed.groups()), "scales must be [rows, groups]");
     packed.base = base.data();
-    packed.exponents = exponents.data();
-    check_exponents(packed);
+    packed.scales = scales.data();
   }
 
-  template <class Columns>
-  static bool has_columns(const Columns& array, const Packed& packed, int64_t columns) {
+  static bool has_columns(const Bytes& array, const Packed& packed, int64_t columns) {
     return static_cast<int64_t>(array.shape(0)) == packed.rows && static_cast<int64_t>(array.shape(1)) == columns;
   }
 };
@@ -279,8 +278,8 @@ void release_pages(const Bytes& bytes) {
 void define_decoder(nb::module_& m) {
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   nb::class_<Matrix>(m, "Matrix")
-    .def(nb::init<Bytes, Array<const int8_t, 2>, int64_t, int, bool>(), plain("base"), plain("exponents"), "length"_a,
-         "group_size"_a, "truncate"_a);
+    .def(nb::init<Bytes, Bytes, int64_t, int, bool, int>(), plain("base"), plain("scales"), "length"_a, "group_size"_a,
+         "truncate"_a, "scale_exponent"_a);
   nb::class_<Cache>(m, "Cache")
     .def_prop_ro("length", length)
     .def_prop_ro("nbytes", bytes_of)

@@ -28,28 +28,29 @@ void check_aligned(const AnyArray& array, const char* what) {
   check(reinterpret_cast<uintptr_t>(array.data()) % alignof(decltype(*array.data())) == 0, what);
 }
 
-Packed packed(const Bytes& base, const Array<const int8_t, 2>& exponents, const std::vector<Bytes>& planes, int64_t length,
-              int group_size, bool truncate) {
+Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length, int group_size,
+              bool truncate, int scale_exponent) {
   Packed weight;
   check_sizes(length, group_size);
+  check_scale_exponent(scale_exponent);
   check(planes.size() <= kPlanes, "there are at most five planes");
   weight.rows = static_cast<int64_t>(base.shape(0));
   weight.length = length;
   weight.group_size = group_size;
   weight.truncate = truncate;
+  weight.scale_exponent = scale_exponent;
   weight.bits = kCoarsest + static_cast<int>(planes.size());
   const auto has = [&](const auto& array, int64_t columns) {
     return static_cast<int64_t>(array.shape(0)) == weight.rows && static_cast<int64_t>(array.shape(1)) == columns;
   };
   check(has(base, weight.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
-  check(has(exponents, weight.groups()), "exponents must be [rows, groups]");
+  check(has(scales, weight.groups()), "scales must be [rows, groups]");
   for (size_t p = 0; p < planes.size(); ++p) {
     check(has(planes[p], weight.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
     weight.planes[p] = planes[p].data();
   }
   weight.base = base.data();
-  weight.exponents = exponents.data();
-  check_exponents(weight);
+  weight.scales = scales.data();
   return weight;
 }
 
@@ -63,9 +64,9 @@ Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, co
   return activations;
 }
 
-void linear(const Array<const float, 2>& x, const Bytes& base, const Array<const int8_t, 2>& exponents,
-            const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, const Array<float, 2>& out) {
-  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes,
+            int64_t length, int group_size, bool truncate, int scale_exponent, const Array<float, 2>& out) {
+  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows, "out must be [tokens, rows]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
   nb::gil_scoped_release released;
@@ -74,9 +75,9 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Array<const
   multiply(chosen, Pool::shared(), weight, quantised(chosen, x, weight, scratch), out.data());
 }
 
-void dots(const Array<const float, 2>& x, const Bytes& base, const Array<const int8_t, 2>& exponents,
-          const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, const Array<int32_t, 3>& out) {
-  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes,
+          int64_t length, int group_size, bool truncate, int scale_exponent, const Array<int32_t, 3>& out) {
+  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(x.shape(0) <= kMaxTokens, "at most eight tokens");
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
           static_cast<int64_t>(out.shape(2)) == weight.units(), "out must be [tokens, rows, units]");
@@ -114,9 +115,10 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
 }
 
 // The values of the rows with the given numbers, or of all rows.
-void decode(const Bytes& base, const Array<const int8_t, 2>& exponents, const std::vector<Bytes>& planes, int64_t length,
-            int group_size, bool truncate, const std::optional<Array<const int64_t, 1>>& rows, const Array<float, 2>& out) {
-  const Packed weight = packed(base, exponents, planes, length, group_size, truncate);
+void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length, int group_size,
+            bool truncate, int scale_exponent, const std::optional<Array<const int64_t, 1>>& rows,
+            const Array<float, 2>& out) {
+  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : weight.rows;
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
         "out must be [rows, length]");
@@ -141,13 +143,13 @@ void decode(const Bytes& base, const Array<const int8_t, 2>& exponents, const st
 NB_MODULE(_cpu, m) {
   using namespace otaro;
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };  // a copy would swallow what is written to it
-  m.def("linear", linear, plain("x"), plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a,
-        "truncate"_a, plain("out"));
-  m.def("dots", dots, plain("x"), plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
-        plain("out"));
+  m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
+        "truncate"_a, "scale_exponent"_a, plain("out"));
+  m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
+        "scale_exponent"_a, plain("out"));
   m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
-  m.def("decode", decode, plain("base"), plain("exponents"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
-        plain("rows").none(), plain("out"));
+  m.def("decode", decode, plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
+        "scale_exponent"_a, plain("rows").none(), plain("out"));
   m.def("unit_size", [](int group_size) {
     Packed weight;
     weight.group_size = group_size;

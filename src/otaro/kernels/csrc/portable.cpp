@@ -81,7 +81,7 @@ void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t e
     for (int64_t unit = 0; unit < x.units; ++unit) {
       int32_t dots[kMaxTokens];
       unit_dots<M, Truncate>(weight, x, row, unit, dots, 1);
-      const float step = power_of_two(weight.exponents[row * groups + unit / per_group] - means.shift);
+      const float step = step_of(weight, row * groups + unit / per_group, means.shift);
       for (int t = 0; t < x.tokens; ++t)
         lanes[t][unit % kLanes] += static_cast<float>(dots[t]) * (step * x.scales[t * x.units + unit]);
     }
@@ -108,7 +108,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
     uint16_t u[kBlock];
     unpack<M>(weight, row * blocks + b, u);
     const int64_t at = b * kBlock, count = weight.length - at < kBlock ? weight.length - at : kBlock;
-    const float step = power_of_two(weight.exponents[row * weight.groups() + at / weight.group_size] - means.shift);
+    const float step = step_of(weight, row * weight.groups() + at / weight.group_size, means.shift);
     for (int64_t i = 0; i < count; ++i) {
       const int code = means.raise_negative ? u[i] + !(u[i] >> M) : u[i];
       out[at + i] = static_cast<float>(means.factor * code + means.constant) * step;

@@ -7,11 +7,15 @@
 //      whole units. Activations are cut the same way.
 //   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <= kMaxActivation.
 //   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code at the precision in
-//      use and (n, k) say what it means: the value of a weight is (n u + k) * 2^(exponent - shift). `Meaning` below.
+//      use and (n, k) say what it means: a weight is (n u + k) steps, and a step is scale * 2^-shift. `Meaning` below.
 //      |I| < 2^31, so 32-bit integers are exact in any order.
-//   4. float(I), rounded to nearest, times the two powers of two, is the unit's term. Unit i is added to lane i mod 16, units in
-//      ascending order; then lane j gets lane j + 8, then j + 4, j + 2, j + 1 added. Every step is one IEEE operation on
-//      float32 and none is fused, so that every backend returns the same bits, whatever its registers or threads.
+//   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which is exact, is the
+//      unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8, then j + 4,
+//      j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none is fused, so that every backend returns the
+//      same bits, whatever its registers or threads.
+//
+// None of these floats is ever subnormal, and a scale byte becomes a float without a detour through such: a CPU that is told
+// to flush them computes the same.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +34,11 @@ constexpr int kManyTokens = 16;  // from here on `Kernels::many` pays
 // The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most 127 in magnitude.
 constexpr int kMaxActivation = 32639;
 constexpr int kActivationBits = 15;
-// Exponents below this count as this: products of the smallest powers of two stay normal numbers.
+// Exponents below this count as this: its product with the smallest step, 2^-126, is a normal number.
 constexpr int kMinActivationExponent = -80;
+constexpr int kMinScaleExponent = -13, kMaxScaleExponent = 7;
 
-// What a stored u means at m bits: the weight is (factor * u + constant) * 2^(exponent - shift).
+// What a stored u means at m bits: the weight is (factor * u + constant) * scale * 2^-shift.
 struct Meaning {
   int factor, constant, shift;
   bool raise_negative;  // `truncate` stores negative weights in one's complement: where u's top bit is clear, u counts as u + 1
@@ -44,15 +49,18 @@ constexpr Meaning meaning(int bits, bool truncate) {
                   : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
 }
 
-// A packed matrix, as it lies in the mapped file; exponents are unpacked, one signed byte each.
+// A packed matrix, as it lies in the mapped file. A scale is a byte: a sign, four bits e and three bits f are
+// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. In a packed cache it is 2^byte instead.
 struct Packed {
   const uint8_t* base = nullptr;
   const uint8_t* planes[kPlanes] = {};
-  const int8_t* exponents = nullptr;
+  const uint8_t* scales = nullptr;
   int64_t rows = 0, length = 0;
   int group_size = 64;
   int bits = kCoarsest;  // mantissa bits in use; planes[0 .. bits - 4] are present
   bool truncate = false;
+  int scale_exponent = 0;
+  bool of_cache = false;  // its scales are exponents of two, signed, and its units single blocks
 
   int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
   int unit_blocks() const { return group_size % (2 * kBlock) ? 1 : 2; }

@@ -237,19 +237,33 @@ OTARO_INLINE __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// The steps 2^(exponent - shift) of `count` units from `unit` on, at most eight.
+// A scale byte with its sign, exponent and fraction moved to where a half has them is 2^-8 of the scale: halves have one more
+// bit of exponent. The CPU turns subnormal halves into floats in any mode. These are the steps of eight bytes.
+constexpr int kHalfExponent = 8;
+
 template <int Shift>
-OTARO_INLINE __m256 steps_of(const int8_t* exponents, int64_t per_group, int64_t unit, int count) {
-  __m128i bytes;
-  if (count == 8 && per_group == 1) {
-    bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents + unit));
-  } else {
-    int8_t some[8] = {};
-    for (int i = 0; i < count; ++i) some[i] = exponents[(unit + i) / per_group];
-    bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(some));
-  }
-  const __m256i biased = _mm256_add_epi32(_mm256_cvtepi8_epi32(bytes), _mm256_set1_epi32(127 - Shift));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+OTARO_INLINE __m256 unit_steps(const Packed& weight) {
+  return _mm256_set1_ps(power_of_two(weight.scale_exponent + kHalfExponent - Shift));
+}
+
+OTARO_INLINE __m256 steps_of(const uint8_t* scales, __m256 unit_steps) {
+  const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)));
+  const __m128i halves = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(halves), unit_steps);
+}
+
+// The steps of `count` units from `unit` on, at most eight, of any matrix; `scales` are those of the row.
+template <int Shift>
+OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit, int count) {
+  uint8_t some[8] = {};
+  const int64_t per_group = weight.units_per_group();
+  if (count == 8 && per_group == 1)
+    std::memcpy(some, scales + unit, sizeof some);
+  else
+    for (int i = 0; i < count; ++i) some[i] = scales[(unit + i) / per_group];
+  if (!weight.of_cache) return steps_of(some, unit_steps<Shift>(weight));
+  const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift)), 23));
 }
 
 // The integers I of `count` units of a token.
@@ -294,11 +308,11 @@ OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations&
 
 // The end of a row, out of line: `count` units with all the care they may need.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const int8_t* exponents, int64_t per_group,
+__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight, const uint8_t* scales,
                                         int64_t unit, int count, bool odd, __m256* lanes) {
   typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
   some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
-  const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, per_group, unit, count);
+  const __m256 steps = some_steps<meaning(M, Truncate).shift>(weight, scales, unit, count);
   const int tokens = Tokens ? Tokens : x.tokens;
   for (int t = 0; t < tokens; ++t)
     lanes[t] = _mm256_add_ps(lanes[t], terms<Machine, M, Truncate>(sums[t], x, t, unit, count, steps));
@@ -306,12 +320,11 @@ __attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations
 
 // Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
 template <class Machine, int M, bool Truncate, int Tokens>
-OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, int8_t exponent, int64_t unit, __m256* lanes) {
+OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float step, int64_t unit, __m256* lanes) {
   constexpr Meaning means = meaning(M, Truncate);
   const int tokens = Tokens ? Tokens : x.tokens;
   typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
   unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 0, true, x, unit, sums, 0);
-  const float step = power_of_two(exponent - means.shift);
 #pragma GCC unroll 1
   for (int t = 0; t < tokens; ++t) {
     const int64_t slot = t * x.units + unit;
@@ -322,14 +335,15 @@ OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, int8_t ex
 
 // The whole eights of units of a row, for one token. Lanes and others take turns; in the end 0 + 1 is 1 + 0.
 template <class Machine, int M, bool Truncate>
-OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const int8_t* exponents, int64_t units, __m256& lanes, __m256& others) {
+OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const uint8_t* scales, __m256 unit_steps, int64_t units,
+                             __m256& lanes, __m256& others) {
   lanes = others = _mm256_setzero_ps();
   for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
     typename Machine::Sums sums[1][8];
     bytes.prefetch(16);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-    const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
+    const __m256 steps = steps_of(scales + unit, unit_steps);
     const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
     lanes = others;
     others = added;
@@ -345,35 +359,36 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
   x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
   const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
   const int left = static_cast<int>(units - whole);
-  const int8_t* exponents = weight.exponents + begin * groups;
+  const uint8_t* scales = weight.scales + begin * groups;
+  const __m256 in_steps = unit_steps<means.shift>(weight);
   Bytes<M> bytes(weight, begin);
   int64_t row = begin;
   for (; left == 1 && row + 8 <= end; row += 8) {
     __m256 lanes[8], others[8];
     typename Machine::Sums sums[1][8];
-    int8_t last[8];
+    uint8_t last[8];
 #pragma GCC unroll 1
-    for (int r = 0; r < 8; ++r, exponents += groups) {
-      add_eights<Machine, M, Truncate>(bytes, x, exponents, whole, lanes[r], others[r]);
+    for (int r = 0; r < 8; ++r, scales += groups) {
+      add_eights<Machine, M, Truncate>(bytes, x, scales, in_steps, whole, lanes[r], others[r]);
       bytes.prefetch(2);
       unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
       bytes.skip(2);
-      last[r] = exponents[whole];
+      last[r] = scales[whole];
     }
     const __m256i products = Machine::across(sums[0]), offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
     const __m256i dots = _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-    const __m256 scales = _mm256_mul_ps(steps_of<means.shift>(last, 1, 0, 8), _mm256_set1_ps(x.scales[whole]));
+    const __m256 factors = _mm256_mul_ps(steps_of(last, in_steps), _mm256_set1_ps(x.scales[whole]));
     float terms[8];
-    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), scales));
+    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
     for (int r = 0; r < 8; ++r) {
       const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
       out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
     }
   }
-  for (; row < end; ++row, exponents += groups) {
+  for (; row < end; ++row, scales += groups) {
     __m256 lanes, others;
-    add_eights<Machine, M, Truncate>(bytes, x, exponents, whole, lanes, others);
-    if (left) add_rest<Machine, M, Truncate, 1, true>(bytes, x, exponents, 1, whole, left, false, &lanes);
+    add_eights<Machine, M, Truncate>(bytes, x, scales, in_steps, whole, lanes, others);
+    if (left) add_rest<Machine, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
     bytes.skip(2 * left);
     out[row] = sum_lanes(_mm256_add_ps(lanes, others));
   }
@@ -382,12 +397,14 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
 // Any number of tokens, any shape.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+  constexpr int kShift = meaning(M, Truncate).shift;
   const int tokens = Tokens ? Tokens : x.tokens;
   const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
   const bool odd = Pair && weight.blocks() % 2;
   const int64_t whole = Pair && per_group == 1 ? (units - odd) / 8 * 8 : 0;  // units that need no care
-  const int8_t* exponents = weight.exponents + begin * groups;
-  for (int64_t row = begin; row < end; ++row, exponents += groups) {
+  const uint8_t* scales = weight.scales + begin * groups;
+  const __m256 in_steps = unit_steps<kShift>(weight);
+  for (int64_t row = begin; row < end; ++row, scales += groups) {
     Bytes<M> bytes(weight, row);
     __m256 lanes[2][Tokens ? Tokens : kMaxTokens];
     for (int t = 0; t < tokens; ++t) lanes[0][t] = lanes[1][t] = _mm256_setzero_ps();
@@ -396,18 +413,18 @@ void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64
       typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
 #pragma GCC unroll 1
       for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = steps_of<meaning(M, Truncate).shift>(exponents, 1, unit, 8);
+      const __m256 steps = steps_of(scales + unit, in_steps);
 #pragma GCC unroll 1
       for (int t = 0; t < tokens; ++t)
         lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
     }
     if (Pair && per_group == 1 && !odd && units - unit == 1) {
-      add_one<Machine, M, Truncate, Tokens>(bytes, x, exponents[unit], unit, lanes[unit / 8 % 2]);
+      add_one<Machine, M, Truncate, Tokens>(bytes, x, step_of(weight, row * groups + unit, kShift), unit, lanes[unit / 8 % 2]);
       unit = units;
     }
     for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
       const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
-      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, exponents, per_group, unit, count, odd && unit + count == units,
+      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, weight, scales, unit, count, odd && unit + count == units,
                                                    lanes[unit / 8 % 2]);
     }
     for (int t = 0; t < tokens; ++t) out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
@@ -455,8 +472,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (int64_t b = 0; b < blocks; ++b) {
     const Avx2::Codes<M, Truncate> codes(bytes, b);
-    const __m256 step =
-      _mm256_set1_ps(power_of_two(weight.exponents[row * groups + b * kBlock / weight.group_size] - means.shift));
+    const __m256 step = _mm256_set1_ps(step_of(weight, row * groups + b * kBlock / weight.group_size, means.shift));
     alignas(32) uint8_t low[kBlock];
     alignas(32) int8_t negative[kBlock] = {};
     _mm256_store_si256(reinterpret_cast<__m256i*>(low), _mm256_permutevar8x32_epi32(codes.low, in_order));

@@ -4,14 +4,13 @@
 // A step has up to 16 tokens. Each belongs to a sequence and has a position in it; both are read from the GPU's memory, so that a
 // captured launch serves all positions.
 //
-// Constants that kernels do not need may be left out: BITS, TRUNCATE, STREAM, GROUP_SIZE (embed); UNIT (32 or 64), HALF_IN, HALF_OUT
+// Constants that kernels do not need may be left out: BITS, TRUNCATE, GROUP_SIZE (embed); UNIT (32 or 64), HALF_IN, HALF_OUT
 // (normalise, quantise), VECTORS (normalise); HEAD, KV_BITS (place; 0 is float16).
 #include "sefp.cuh"
 
 #ifndef BITS
 #define BITS 3
 #define TRUNCATE 0
-#define STREAM 0
 #define GROUP_SIZE 64
 #endif
 #ifndef UNIT
@@ -68,8 +67,7 @@ extern "C" __global__ void embed(const __grid_constant__ Embed p) {
   uint32_t planes[BITS > kCoarsest ? BITS - kCoarsest : 1];
 #pragma unroll
   for (int k = 0; k < BITS - kCoarsest; ++k) planes[k] = p.matrix.planes[k][at] >> j;
-  const int exponent = exponent_at<STREAM>(p.matrix.exponents, row * p.groups + 4 * quad / GROUP_SIZE);
-  const float step = power_of_two(exponent - means.shift);
+  const float step = step_of(p.matrix.scales[row * p.groups + 4 * quad / GROUP_SIZE], step_factor(p.matrix, means.shift));
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int u = base >> 8 * i & 15;

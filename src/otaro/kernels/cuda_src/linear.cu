@@ -10,17 +10,21 @@
 // the bytes of other units. So one accumulator serves several units of few tokens, or one unit of four tokens, and thread t ends
 // up with both digits of what columns 2t and 2t + 1 stand for.
 //
-// Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS, SPAN, UNITS (1, 2, 4; at most SPAN), STREAM, WIDE (rows
-// have an even number of blocks), RAGGED (rows are not a multiple of 16 units), SHARED (activations fit into shared memory), DEPTH (steps loaded ahead).
+// Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS, SPAN, UNITS (1, 2, 4; at most SPAN), WIDE (rows have an
+// even number of blocks), QUADRUPLE (rows have four scales or a multiple of that, at addresses that are multiples of four, one for
+// each unit), RAGGED (rows are not a multiple of 16 units), SHARED (activations fit into shared memory), DEPTH (steps loaded ahead).
 #include "sefp.cuh"
 
 constexpr int kWarps = kLanes / SPAN, kRows = 16, kMatrices = 3;
 constexpr int kPlanes = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
+constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;           // zeros below u in its byte
+constexpr Meaning means = meaning(BITS, TRUNCATE);
 constexpr int kThreads = 4 / UNITS;                        // that share a unit, and tokens of an accumulator
 constexpr int kWords = UNIT_BLOCKS * UNITS;                // base words of a thread's piece: one for each `mma`
 constexpr int kBlocks = kWords > 4 ? 2 : 1, kQuads = kWords > 4 ? 8 : 2 * kWords;  // blocks of a piece, quads of each
 constexpr int kParts = SPAN / UNITS;                       // accumulators that a step fills, one after the other
 constexpr int kAccumulators = (TOKENS + kThreads - 1) / kThreads;
+constexpr bool kTogether = QUADRUPLE && kParts > 1;        // the scales of a warp's units are loaded as one word
 
 struct Linear {
   Packed matrix[kMatrices];
@@ -36,14 +40,14 @@ struct Linear {
 struct Step {
   uint32_t base[2][kParts][kWords];
   uint32_t planes[2][kParts][kBlocks][kPlanes ? kPlanes : 1];
-  uint32_t exponents[2][STREAM ? 2 : kParts];  // STREAM: a window of the stream
+  int scales[2][kTogether ? 1 : kParts];
 };
 
 // Where a warp is, tile after tile and step after step; of each of the thread's rows the number of its first piece's block, and of
-// its first exponent (STREAM: the bit).
+// its first group.
 struct Place {
   int tile, step;
-  uint32_t block[2], exponent[2];
+  uint32_t block[2], group[2];
 };
 
 // Activations of a part: digits of the thread's column, and the terms of what its accumulators are for.
@@ -103,35 +107,26 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) step.planes[r][j][b][k] = words[b];
       }
-      if constexpr (!STREAM) {
-        // A unit may have its exponent and no block of this thread's: another token's sum needs it all the same.
+      if constexpr (!kTogether) {
+        // A unit may have its scale and no block of this thread's: another token's sum needs it all the same.
         const int one = unit + UNITS * j + t / kThreads;
-        step.exponents[r][j] = 0;
-        if (!RAGGED || one < p.units)
-          step.exponents[r][j] = __ldg(static_cast<const int8_t*>(matrix.exponents) + at.exponent[r] + one / UNITS_PER_GROUP);
+        step.scales[r][j] = 0;
+        if (!RAGGED || one < p.units) step.scales[r][j] = __ldg(matrix.scales + at.group[r] + one / UNITS_PER_GROUP);
       }
     }
-    if constexpr (STREAM) {
-      // A warp may be past the end of its row, where it multiplies nothing; past the last row it would read outside the tensor.
-      const int there = RAGGED ? min(unit, p.units - 1) : unit;
-      const uint32_t bit = at.exponent[r] + 5 * (there / UNITS_PER_GROUP);
-      const uint32_t* words = static_cast<const uint32_t*>(matrix.exponents) + (bit >> 5);
-      step.exponents[r][0] = __ldg(words);
-      step.exponents[r][1] = __ldg(words + 1);
+    if constexpr (kTogether) {
+      using Word = Choice<SPAN == 4, int, short>::Type;
+      step.scales[r][0] = 0;
+      if (!RAGGED || unit < p.units) step.scales[r][0] = __ldg(reinterpret_cast<const Word*>(matrix.scales + at.group[r] + unit));
     }
   }
 }
 
-// The exponent of part j of a thread's row.
-__device__ __forceinline__ int exponent_of(const Step& step, const Place& at, int r, int j) {
-  if constexpr (STREAM) {
-    const int unit = first_unit(at), first = unit / UNITS_PER_GROUP;
-    const int group = (unit + UNITS * j + threadIdx.x % 4 / kThreads) / UNITS_PER_GROUP;
-    const uint32_t window = __funnelshift_r(step.exponents[r][0], step.exponents[r][1], at.exponent[r] + 5 * first);
-    return static_cast<int>(window >> 5 * (group - first) & 31) - 15;
-  } else {
-    return static_cast<int>(step.exponents[r][j]);
-  }
+// The scale byte of part j of a thread's row.
+__device__ __forceinline__ int scale_of(const Step& step, int r, int j) {
+  if constexpr (!kTogether) return step.scales[r][j];
+  const int one = UNITS * j + threadIdx.x % 4 / kThreads;
+  return static_cast<int8_t>(step.scales[r][0] >> 8 * one);
 }
 
 // Activations where a warp finds them fast. Few tokens' are copied to shared memory at the start, by each warp those of its own units.
@@ -185,10 +180,8 @@ __device__ __forceinline__ void fetch(const Linear& p, const Activations& x, int
 }
 
 // Adds the terms of part j of a step to the lanes.
-__device__ __forceinline__ void compute(const Linear& p, const Step& step, const Place& at, int j, const Fetched& x,
+__device__ __forceinline__ void compute(const Linear& p, const Step& step, const Place& at, int j, const Fetched& x, float factor,
                                         float (&lanes)[kAccumulators][2]) {
-  constexpr Meaning means = meaning(BITS, TRUNCATE);
-  constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;  // zeros below u in its byte
   const int t = threadIdx.x % 4;
   int c[kBlocks][kAccumulators][4] = {}, d[kBlocks][kAccumulators][4] = {};  // one for each block: chains are slow
 #pragma unroll
@@ -221,6 +214,7 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
     }
   }
   const int one = first_unit(at) + UNITS * j + t / kThreads;
+  const float steps[2] = {step_of(scale_of(step, 0, j), factor), step_of(scale_of(step, 1, j), factor)};
 #pragma unroll
   for (int n = 0; n < kAccumulators; ++n) {
     if ((TOKENS > 1 && kThreads * n + t % kThreads >= p.tokens) || (RAGGED && one >= p.units)) continue;
@@ -235,8 +229,7 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
       int dot = 256 * high + low;
       if constexpr (BITS == 8) dot = 2 * dot + 256 * last_high + last_low;
       dot = means.factor * dot + constant;
-      const float scale = __fmul_rn(power_of_two(exponent_of(step, at, r, j) - means.shift - kSpare), x.term[n].scale);
-      lanes[n][r] = __fadd_rn(lanes[n][r], __fmul_rn(__int2float_rn(dot), scale));
+      lanes[n][r] = __fadd_rn(lanes[n][r], __fmul_rn(__int2float_rn(dot), __fmul_rn(steps[r], x.term[n].scale)));
     }
   }
 }
@@ -268,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
     for (int r = 0; r < 2; ++r) {
       const uint32_t row = static_cast<uint32_t>(min(static_cast<int64_t>(at.tile) * kRows + g + 8 * r, matrix.rows - 1));
       at.block[r] = row * p.blocks + (SPAN * warp + t / kThreads) * UNIT_BLOCKS + t % kThreads * kWords / kBaseWords;
-      at.exponent[r] = row * p.groups * (STREAM ? 5 : 1);
+      at.group[r] = row * p.groups;
     }
   };
   const auto advance = [&](Place& at) {
@@ -297,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
 #pragma unroll
   for (int n = 0; n < kAccumulators; ++n) mine[n] = g / 2 / kThreads == t / kThreads && kThreads * n + g / 2 % kThreads < p.tokens;
   const Activations x = nearby(p);
+  const float factor = step_factor(matrix, means.shift + kSpare);
   Fetched fetched = {};
   float lanes[kParts][kAccumulators][2] = {};
   int parity = 0;
@@ -307,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
         fetch(p, x, first_unit(now), j, mine, fetched);
-        compute(p, loaded[d], now, j, fetched, lanes[j]);
+        compute(p, loaded[d], now, j, fetched, factor, lanes[j]);
       }
       load_next(loaded[d]);
       if (now.step + 1 == steps) {

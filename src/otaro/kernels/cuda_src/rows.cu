@@ -1,6 +1,6 @@
 // Activations to integers, and packed rows to values.
 //
-// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantise` UNIT; for `decode` BITS, TRUNCATE, STREAM, IDS.
+// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantise` UNIT; for `decode` BITS, TRUNCATE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -64,7 +64,8 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
 #pragma unroll
   for (int k = 0; k < kPlanes; ++k) planes[k] = p.packed.planes[k][block] >> (2 * in_block);
   unpack<BITS, 2>(base, planes, u);
-  const float step = power_of_two(exponent_at<STREAM>(p.packed.exponents, there ? row * p.groups + start / p.group_size : 0) - means.shift - kSpare);
+  const float factor = step_factor(p.packed, means.shift + kSpare);
+  const float step = step_of(p.packed.scales[there ? row * p.groups + start / p.group_size : 0], factor);
   alignas(16) Stored values[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

@@ -25,7 +25,7 @@ constexpr int kActivationBits = 15;
 constexpr int kMinActivationExponent = -80;
 constexpr unsigned kAll = 0xffffffffu;
 
-// What a stored u means at m bits: the weight is (factor * u + constant) * 2^(exponent - shift).
+// What a stored u means at m bits: the weight is (factor * u + constant) * scale * 2^-shift.
 struct Meaning {
   int factor, constant, shift;
   bool raise_negative;  // where u's top bit is clear, u counts as u + 1
@@ -36,12 +36,13 @@ __host__ __device__ constexpr Meaning meaning(int bits, bool truncate) {
                   : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
 }
 
-// A packed matrix. Exponents are one signed byte each, or the file's stream of five bits each, with two words to spare at its end.
+// A packed matrix. Scales are bytes (../../sefp/codec.py, `scale_values`); signed ones, so that a load spreads the sign.
 struct Packed {
   const uint32_t* base;
   const uint32_t* planes[5];
-  const void* exponents;
+  const int8_t* scales;
   int64_t rows;
+  int scale_exponent;
 };
 
 // What a unit of activations has besides its integers: their sum, and 2^(e - 15), or NaN where an activation was not finite.
@@ -120,16 +121,11 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// The exponent of group `index`, counted over all rows.
-template <bool Stream>
-__device__ __forceinline__ int exponent_at(const void* exponents, int64_t index) {
-  if constexpr (Stream) {
-    const uint64_t bit = 5 * static_cast<uint64_t>(index);
-    const uint32_t* words = static_cast<const uint32_t*>(exponents) + (bit >> 5);
-    return static_cast<int>(__funnelshift_r(words[0], words[1], static_cast<uint32_t>(bit)) & 31) - 15;
-  } else {
-    return static_cast<const int8_t*>(exponents)[index];
-  }
+// A scale byte's sign, exponent and fraction, put where a float32 has its own, are a number 2^120 times too small: a subnormal
+// one where the byte's exponent is 0, which a GPU multiplies like any other. So one product gives the step scale * 2^-shift.
+__device__ __forceinline__ float step_factor(const Packed& matrix, int shift) { return power_of_two(120 + matrix.scale_exponent - shift); }
+__device__ __forceinline__ float step_of(int scale, float factor) {
+  return __fmul_rn(__uint_as_float(static_cast<uint32_t>(scale) << 20 & 0x87f00000u), factor);
 }
 
 // Quantises one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if the unit is 64.
