@@ -212,12 +212,13 @@ def quantize(
     if weight.numel() == 0:
         return weight.detach().to(dtype)
     groups, needs = _groups(weight, group_size, reconstruction)
-    scales = _scales(needs, _largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
+    scales = scales_for(needs, largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
     inverses = (2.0**mantissa_bits / scales.double()).where(scales != 0, 0.0)
     steps = scales * 2.0**-mantissa_bits
-    # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
-    below = zero_cells(group_size, weight.device).double() * -1e-300
     last_middle = 2.0**mantissa_bits - 1 + midpoint_offset(mantissa_bits)
+    if mantissa_bits > COARSEST:
+        # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
+        below = zero_cells(group_size, weight.device).double() * -1e-300
     values = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
     size = min(len(groups), max(1, (_CHUNK_ON_CPU if groups.device.type == "cpu" else _CHUNK) // group_size))
     buffer = torch.empty(size, group_size, dtype=torch.float64, device=groups.device)
@@ -247,7 +248,7 @@ def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconst
         return scale_exponents_of([whole.detach()], group_size, reconstruction)[0]
     if whole.numel() == 0:
         return torch.tensor(MIN_SCALE_EXPONENT, dtype=torch.int32, device=whole.device)
-    return _largest_exponent(_groups(whole, group_size, reconstruction)[1])
+    return largest_exponent(_groups(whole, group_size, reconstruction)[1])
 
 
 def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,13 +260,13 @@ def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstructio
     return groups, needs_of(groups.amin(-1), groups.amax(-1), reconstruction)
 
 
-def _largest_exponent(needs: torch.Tensor) -> torch.Tensor:
+def largest_exponent(needs: torch.Tensor) -> torch.Tensor:
     """As `codec.smallest_scale_exponent`, without waiting for a GPU, and without an upper limit: packing has it."""
     mantissa, exponent = torch.frexp((needs.abs().amax() / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))
     return exponent - (mantissa == 0.5).int()
 
 
-def _scales(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
+def scales_for(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
     """As `codec.round_up`, in float32 and not as bytes."""
     spacings = torch.frexp(needs).exponent - (1 + FRACTION_BITS)
     units = power_of_two(torch.maximum(spacings, scale_exponent + int(math.log2(MIN_FLOAT8))))
