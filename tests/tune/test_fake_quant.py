@@ -192,6 +192,28 @@ def test_weights_that_are_made_again_give_the_gradients_of_held_ones_bit_for_bit
     assert_same_gradients(*found)
 
 
+@pytest.mark.parametrize("hold", [True, False], ids=["held", "made again"])
+def test_rows_of_an_embedding_and_single_experts_are_quantised_as_in_the_whole(make_plain, hold):
+    """Beside a row that nobody looks up, or another expert, so large that it takes scales from all others."""
+
+    def uneven() -> nn.Module:
+        model = make_plain("mixtral")
+        for parameter in map(model.get_parameter, model.packed_names):
+            if parameter.dim() == 3 or parameter is model.get_input_embeddings().weight:
+                parameter.data[1:] *= 2.0**-13
+        return model
+
+    model, precisely = prepared(uneven())
+    precisely.hold = hold
+    with precisely.at(M4):
+        found = gradients(model)
+    assert_same_gradients(found, gradients(decoded(uneven(), M4)))
+    precisely.scale_exponent = lambda whole: None  # each part on its own
+    with precisely.at(M4):
+        alone = gradients(model)
+    assert not torch.equal(alone["model.norm.weight"], found["model.norm.weight"])
+
+
 def test_a_backward_pass_after_the_precision_was_left_is_still_at_it(make_plain):
     model, precisely = prepared(make_plain())
     precisely.hold = False
