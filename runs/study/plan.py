@@ -188,7 +188,9 @@ def ablations() -> list[tuple[str, Row]]:
     for size in (32, 128, 256):
         add("group size", f"best, groups of {size}", best(group_size=size), "best")
     add("reconstruction", "best, truncate", best(reconstruction="truncate"), "best")
-    for grid in ("zero at E5M4", "zero nowhere"):
+    for scales in ("pow2", "E5M2"):
+        add("scales", f"best, {scales} scales", BEST, "best", quantizer=scales)
+    for grid in ("zero at E5M4", "zero nowhere", "zero a sixth off"):
         add("reconstruction", f"best, {grid}", BEST, "best", quantizer=grid)
     return rows
 
@@ -288,7 +290,8 @@ def smollm2_rows() -> Iterator[Job]:
     wanted = {
         "otaro, mean", "otaro, N 1", "otaro, N 5", "otaro, N 20", "otaro, lambda 3", "otaro, lambda 7", "best, 0 distilled",
         "best, no pull", "best, no average", "best, one rate", "best, weights 1 1 1 1 1 1", "best, truncate",
-        "best, zero at E5M4", "best, groups of 32", "best, groups of 128", "uniform, 0.5 distilled",
+        "best, pow2 scales", "best, E5M2 scales", "best, zero at E5M4", "best, zero a sixth off", "best, groups of 32",
+        "best, groups of 128", "uniform, 0.5 distilled",
     }  # fmt: skip
     yield from alpaca_rows(("fixed:E5M8", "fixed:E5M5", "fixed:E5M6", "fixed:E5M7"))
     for name, (options, factor) in candidates().items():

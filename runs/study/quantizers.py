@@ -8,20 +8,29 @@ what a file needs, scales included.
   Q4_0 Q5_0    llama.cpp's, blocks of 32: the value of largest magnitude, with its sign, becomes code -8 (-16)
   Q8_0         blocks of 32, scale = largest magnitude / 127
 
-`zero at E5M4` and `zero nowhere` are nested like `midpoint` and differ in where the grid lies: `midpoint` moves it by half a
-step of E5M3, so that E5M3 holds zero. Moved by half a step of E5M4 it is E5M4 that does, unmoved none does.
+The others are nested like `midpoint`, and differ in one thing from it. In the scale of a group:
+
+  pow2              a power of two above all magnitudes, which clamps the largest weights; so were the files of version 1
+  E5M2              two fraction bits and a sign, and no power of two for the whole tensor
+
+Or in where the grid lies: `midpoint` moves it by half a step of E5M3, so that E5M3 holds zero.
+
+  zero at E5M4      by half a step of E5M4
+  zero nowhere      not at all
+  zero a sixth off  by a third of a step of E5M3: zero is a sixth of a step away from a middle at every precision
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
-from otaro.sefp.codec import MIN_EXPONENT, power_of_two
-from otaro.sefp.precision import Precision
-from otaro.tune.fake_quant import Precisely
+from otaro.sefp.codec import power_of_two, zero_cells
+from otaro.sefp.precision import FINEST, GROUP_SIZE, Precision
+from otaro.tune.fake_quant import Precisely, largest_exponent, scales_for
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,16 +82,6 @@ OTHERS: dict[str, tuple[float, Round]] = {  # bits per weight, rounding
 }
 
 
-def shifted_grid(weight: torch.Tensor, mantissa_bits: int, zero_bits: int | None, group_size: int = 64) -> torch.Tensor:
-    """Middles of nested intervals, moved so that the grid of `zero_bits` holds zero; None moves nothing."""
-    values = in_groups(weight, group_size)
-    exponents = ((values.abs().amax(-1, keepdim=True).view(torch.int32) >> 23) - 126).clamp(min=MIN_EXPONENT)
-    moved = 0.0 if zero_bits is None else 2.0 ** (8 - zero_bits - 1)  # in steps of E5M8
-    codes = (values * power_of_two(8 - exponents) + moved).floor().clamp(-256, 255)
-    shift = 2.0 ** (8 - mantissa_bits)
-    return joined((((codes / shift).floor() + 0.5) * shift - moved) * power_of_two(exponents - 8), weight)
-
-
 class Rounding(Precisely):
     """Modules prepared with it read their weights through another rounding; None still means as they are."""
 
@@ -90,7 +89,17 @@ class Rounding(Precisely):
         super().__init__()
         self.rounding = rounding
 
-    def values(self, weight: torch.Tensor, precision: Precision | None, dtype: torch.dtype) -> torch.Tensor:
+    def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """There is none, unless the rounding has scales of such a kind."""
+        return None
+
+    def values(
+        self,
+        weight: torch.Tensor,
+        precision: Precision | None,
+        dtype: torch.dtype,
+        scale_exponent: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """What the weight is rounded to."""
         return (weight.detach() if precision is None else self.rounding(weight, precision)).to(dtype)
 
@@ -99,6 +108,68 @@ class Rounding(Precisely):
     ) -> list[torch.Tensor]:
         """One by one."""
         return [self.values(weight, precision, dtype or weight.dtype) for weight in weights]
+
+
+class Nested(Rounding):
+    """Middles of nested intervals, on other scales than ours or moved by another distance."""
+
+    def __init__(self, scales: Literal["E4M3", "E5M2", "pow2"], moved: float, group_size: int = GROUP_SIZE) -> None:
+        super().__init__(self.rounded)
+        self.scales, self.moved, self.group_size = scales, moved, group_size
+        """`moved` is in steps of E5M8."""
+
+    def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """As ours, of needs that depend on where the grid lies."""
+        return largest_exponent(self._needs(whole)) if self.precision and self.scales == "E4M3" else None
+
+    def values(
+        self,
+        weight: torch.Tensor,
+        precision: Precision | None,
+        dtype: torch.dtype,
+        scale_exponent: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the weight is rounded to."""
+        return (weight.detach() if precision is None else self.rounded(weight, precision, scale_exponent)).to(dtype)
+
+    def rounded(self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None) -> torch.Tensor:
+        """The middles, float32."""
+        values = in_groups(weight, self.group_size)
+        step = (self._group_scales(weight, scale_exponent) * 2.0**-FINEST).unsqueeze(-1).double()
+        codes = values.double() / step.where(step != 0, 1.0)
+        if self.moved == int(self.moved):  # zero is on a border
+            below = zero_cells(self.group_size, weight.device) if self.scales != "pow2" else 0
+            codes = codes.floor() - below * (values == 0)
+        codes = (codes + self.moved).floor().clamp(-(2**FINEST), 2**FINEST - 1)
+        cell = 2.0 ** (FINEST - precision.mantissa_bits)
+        return joined((((codes / cell).floor() + 0.5) * cell - self.moved) * step, weight).float()
+
+    def _needs(self, weight: torch.Tensor) -> torch.Tensor:
+        """The least |s| of each group with which nothing clips, negative where s is."""
+        values, reach = in_groups(weight, self.group_size).double(), self.moved * 2.0**-FINEST
+        below, above = values.amin(-1).neg().clamp(min=0), values.amax(-1).clamp(min=0)
+        longer, shorter = torch.maximum(below, above), torch.minimum(below, above)
+        needs = torch.maximum(longer / (1 + reach), shorter / (1 - reach))
+        return torch.where(above > below, -needs, needs)
+
+    def _group_scales(self, weight: torch.Tensor, scale_exponent: torch.Tensor | None) -> torch.Tensor:
+        if self.scales == "pow2":
+            largest = in_groups(weight, self.group_size).abs().amax(-1)
+            return power_of_two(torch.frexp(largest).exponent.clamp(min=-15))
+        needs = self._needs(weight)
+        if self.scales == "E4M3":
+            return scales_for(needs, largest_exponent(needs) if scale_exponent is None else scale_exponent)
+        units = power_of_two((torch.frexp(needs).exponent - 3).clamp(min=-16))
+        return torch.copysign((needs.abs() / units).ceil() * units, needs).float()
+
+
+NESTED: dict[str, tuple[Literal["E4M3", "E5M2", "pow2"], float]] = {  # scales, distance
+    "pow2": ("pow2", 16),
+    "E5M2": ("E5M2", 16),
+    "zero at E5M4": ("E4M3", 8),
+    "zero nowhere": ("E4M3", 0),
+    "zero a sixth off": ("E4M3", 32 / 3),
+}
 
 
 def precisely_for(quantizer: str, group_size: int, reconstruction: str) -> Precisely:
@@ -110,5 +181,4 @@ def precisely_for(quantizer: str, group_size: int, reconstruction: str) -> Preci
     if quantizer in OTHERS:
         rounding = OTHERS[quantizer][1]
         return Rounding(lambda weight, precision: rounding(weight))
-    zero_bits = {"zero at E5M4": 4, "zero nowhere": None}[quantizer]
-    return Rounding(lambda weight, precision: shifted_grid(weight, precision.mantissa_bits, zero_bits, group_size))
+    return Nested(*NESTED[quantizer], group_size)

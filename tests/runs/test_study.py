@@ -26,7 +26,7 @@ from runs import convert_llama2c
 from runs.study import plan, report, work, zeroshot
 from runs.study.__main__ import main
 from runs.study.observe import observe
-from runs.study.quantizers import OTHERS, Rounding, integers, shifted_grid
+from runs.study.quantizers import NESTED, OTHERS, Nested, Rounding, integers, precisely_for
 from runs.study.results import Results, append, chosen_rate, finished, is_done, read
 from runs.study.work import Places
 
@@ -63,16 +63,55 @@ def test_integers_are_the_nearest_of_their_grid(bits, weights):
         assert torch.allclose((row - own).abs(), nearest, rtol=0, atol=float(scale.max()) * 2**-20)
 
 
+@pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_moved_by_half_a_step_of_e5m3_the_grid_is_that_of_midpoint(precision, weights):
-    ours = shifted_grid(weights, precision.mantissa_bits, 3)
-    assert torch.equal(ours, quantize(weights, precision.mantissa_bits, 64, "midpoint"))
+def test_with_our_scales_and_moved_by_half_a_step_of_e5m3_the_grid_is_that_of_midpoint(precision, group_size, weights):
+    ours = Nested("E4M3", 16, group_size).rounded(weights, precision)
+    assert torch.equal(ours, quantize(weights, precision.mantissa_bits, group_size, "midpoint"))
 
 
 def test_the_grid_holds_zero_where_its_name_says():
     tiny = torch.tensor([[1.0, 1e-6, *[0.25] * 62]])
-    holds = {m: [bool(shifted_grid(tiny, m, zero)[0, 1] == 0) for zero in (3, 4, None)] for m in (3, 4, 5)}
-    assert holds == {3: [True, False, False], 4: [False, True, False], 5: [False, False, False]}
+    off = {}
+    for name in ("E5M2", "zero at E5M4", "zero nowhere", "zero a sixth off"):
+        grid = precisely_for(name, 64, "midpoint")
+        scale = float(grid._group_scales(tiny, None).abs())
+        off[name] = [float(grid.rounded(tiny, p)[0, 1].abs() * 2**p.mantissa_bits / scale) for p in PRECISIONS]
+    assert off["E5M2"] == [0.5] * 5 + [0]  # in steps
+    assert off["zero at E5M4"] == [0.5] * 4 + [0, 0.25]
+    assert off["zero nowhere"] == [0.5] * 6
+    assert off["zero a sixth off"] == pytest.approx([1 / 6] * 6)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nothing_clips_but_on_powers_of_two(name, weights):
+    for m, precision in enumerate(reversed(PRECISIONS), 3):
+        grid = precisely_for(name, 32, "midpoint")
+        half = grid._group_scales(weights, None).abs().repeat_interleave(32, -1) * 2.0 ** -(m + 1)
+        error = (grid.rounded(weights, precision) - weights).abs()
+        assert bool((error <= half).all()) == (name != "pow2"), precision
+
+
+def test_scales_are_the_least_of_their_kind(weights):
+    """Two or three fraction bits, the largest weight in the last cell; a power of two is that of version 1."""
+    weights = weights[1:]  # the first row gets too small for a full choice of scales
+    powers = 2.0 ** weights.view(5, 3, 64).abs().amax(-1).log2().floor().add(1)
+    assert torch.equal(precisely_for("pow2", 64, "midpoint")._group_scales(weights, None), powers)
+    for name, bits in (("E5M2", 2), ("zero nowhere", 3)):
+        grid = precisely_for(name, 64, "midpoint")
+        scales, needs = grid._group_scales(weights, None).abs(), grid._needs(weights).abs()
+        spacing = 2.0 ** (scales.log2().floor() - bits)
+        assert torch.equal((scales / spacing).round() * spacing, scales)
+        assert bool(((scales >= needs) & (scales - spacing < needs)).all())
+
+
+def test_parts_are_rounded_as_in_the_whole():
+    whole = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(40).unsqueeze(-1)
+    grid = precisely_for("zero at E5M4", 64, "midpoint")
+    with grid.at(PRECISIONS[0]):
+        parts = [grid(part, None, grid.scale_exponent(whole)) for part in whole.split(7)]
+        assert torch.equal(torch.cat(parts), grid(whole))
+        assert not torch.equal(grid(whole[20:]), grid(whole)[20:])
 
 
 def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on():

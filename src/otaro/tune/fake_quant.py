@@ -198,9 +198,9 @@ def quantize(
 ) -> torch.Tensor:
     """Values of `encode(weight).decode(...)` in the weight's own type or another, bit for bit, without going through integers.
 
-    Truncations compose, and so do floors: a code at m >= 4 bits is floor(w / step(m)) + 2^(m-4), the shift of 16 steps being a
-    whole number of steps there. At m = 3 it is half a step, and the floor is taken at 4 bits before it is halved. Floors
-    are right in float64, for the reason that the codec gives.
+    Truncations compose, and so do floors: a code at m bits is floor(w / step(m) + 2^(m-4)), and its value the middle of that
+    cell, less 2^(m-4) steps. Where that is a whole number of steps it need not be added at all; at m = 3 it is one half,
+    and the code is w / step(3) rounded. Floors are right in float64, for the reason that the codec gives.
     """
     dtype = dtype or weight.dtype
     if _fused(weight, group_size):
@@ -212,12 +212,13 @@ def quantize(
     if weight.numel() == 0:
         return weight.detach().to(dtype)
     groups, needs = _groups(weight, group_size, reconstruction)
-    scales = _scales(needs, _largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
-    grid_bits = mantissa_bits if reconstruction == "truncate" else max(mantissa_bits, COARSEST + 1)
-    inverses = (2.0**grid_bits / scales.double()).where(scales != 0, 0.0)
+    scales = scales_for(needs, largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
+    inverses = (2.0**mantissa_bits / scales.double()).where(scales != 0, 0.0)
     steps = scales * 2.0**-mantissa_bits
-    # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
-    below = zero_cells(group_size, weight.device).double() * -1e-300
+    last_middle = 2.0**mantissa_bits - 1 + midpoint_offset(mantissa_bits)
+    if mantissa_bits > COARSEST:
+        # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
+        below = zero_cells(group_size, weight.device).double() * -1e-300
     values = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
     size = min(len(groups), max(1, (_CHUNK_ON_CPU if groups.device.type == "cpu" else _CHUNK) // group_size))
     buffer = torch.empty(size, group_size, dtype=torch.float64, device=groups.device)
@@ -226,11 +227,10 @@ def quantize(
         codes = buffer[: len(groups) - start].copy_(groups[some]).mul_(inverses[some])
         if reconstruction == "truncate":
             codes.trunc_().add_(0.0)  # a negative zero becomes one without sign
+        elif mantissa_bits == COARSEST:
+            codes.add_(0.5).floor_().clamp_(max=last_middle)
         else:
-            codes.add_(below).floor_().add_(2.0 ** (grid_bits - COARSEST - 1))
-            if grid_bits != mantissa_bits:
-                codes.mul_(0.5).floor_()
-            codes.clamp_(max=2.0**mantissa_bits - 1).add_(midpoint_offset(mantissa_bits))
+            codes.add_(below).floor_().add_(0.5).clamp_(max=last_middle)
         values[some] = codes
         values[some].mul_(steps[some])
     return values.view(*weight.shape[:-1], -1)[..., : weight.shape[-1]].to(dtype)
@@ -248,7 +248,7 @@ def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconst
         return scale_exponents_of([whole.detach()], group_size, reconstruction)[0]
     if whole.numel() == 0:
         return torch.tensor(MIN_SCALE_EXPONENT, dtype=torch.int32, device=whole.device)
-    return _largest_exponent(_groups(whole, group_size, reconstruction)[1])
+    return largest_exponent(_groups(whole, group_size, reconstruction)[1])
 
 
 def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,13 +260,13 @@ def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstructio
     return groups, needs_of(groups.amin(-1), groups.amax(-1), reconstruction)
 
 
-def _largest_exponent(needs: torch.Tensor) -> torch.Tensor:
+def largest_exponent(needs: torch.Tensor) -> torch.Tensor:
     """As `codec.smallest_scale_exponent`, without waiting for a GPU, and without an upper limit: packing has it."""
     mantissa, exponent = torch.frexp((needs.abs().amax() / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))
     return exponent - (mantissa == 0.5).int()
 
 
-def _scales(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
+def scales_for(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
     """As `codec.round_up`, in float32 and not as bytes."""
     spacings = torch.frexp(needs).exponent - (1 + FRACTION_BITS)
     units = power_of_two(torch.maximum(spacings, scale_exponent + int(math.log2(MIN_FLOAT8))))

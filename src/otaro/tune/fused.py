@@ -150,24 +150,20 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
     scales, mirrored = _scales(values, TRUNCATE)
     unit = tl.load(scale_exponents + tl.load(line + 3)) - 9  # of which all scales are multiples: float8's smallest
     scales = tl.ceil(scales * _power_of_two(-unit)) * _power_of_two(unit)
-    grid_bits = m if TRUNCATE else tl.maximum(m, 4)
-    inverses = (_power_of_two(grid_bits) / tl.maximum(scales, 1e-12))[:, None]  # any will do for zeros
+    inverses = (_power_of_two(m) / tl.maximum(scales, 1e-12))[:, None]  # any will do for zeros
+    steps = (scales * _power_of_two(-m))[:, None]
     if TRUNCATE:
         scaled = values * inverses
         codes = tl.where(scaled < 0, tl.ceil(scaled), tl.floor(scaled)) + 0.0  # so that no zero has a sign
     else:
-        zero = values == 0
-        values = tl.where(mirrored[:, None], -values, values)
-        steps = (scales * _power_of_two(-grid_bits))[:, None]
-        # The nearest whole number, or one that is as good as near; the product has at most 13 bits, and so is exact.
-        codes = tl.floor(values * inverses + 0.5)
-        below = (values < codes * steps) | (zero & _zero_cells(GROUP))
-        codes = tl.where(below, codes - 1, codes) + _power_of_two(grid_bits - 4)
-        codes = tl.floor(codes * _power_of_two(m - grid_bits))  # by one half at 3 bits, else by one
-        codes = tl.minimum(codes, _power_of_two(m) - 1, propagate_nan=tl.PropagateNan.ALL)
-        codes = codes + (0.5 - _power_of_two(m - 4))
-        scales = tl.where(mirrored, -scales, scales)
-    values = codes * (scales * _power_of_two(-m))[:, None]
+        upright = tl.where(mirrored[:, None], -values, values)
+        shift = _power_of_two(m - 4)
+        borders = tl.floor(upright * inverses + (shift + 0.5)) - shift  # the nearest, or one that is as good as near
+        below = (upright < borders * steps) | ((values == 0) & _zero_cells(GROUP))  # a product of 13 bits: exact
+        codes = borders + tl.where(below, -0.5, 0.5)
+        codes = tl.minimum(codes, _power_of_two(m) - 0.5 - shift, propagate_nan=tl.PropagateNan.ALL)
+        steps = tl.where(mirrored[:, None], -steps, steps)
+    values = codes * steps
     tl.store(buffer + place + at, values.to(buffer.dtype.element_ty), mask=at < count)
 
 
