@@ -18,6 +18,7 @@ from otaro import encode
 from otaro.errors import OtaroError
 from otaro.file.checkpoint import Checkpoint
 from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune import plain
 from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore, scale_exponent
 from tests.conftest import SIZES
 
@@ -136,6 +137,22 @@ def test_a_part_is_quantised_as_in_the_whole(reconstruction):
         parts = [quantize(part, m, 32, reconstruction, None, exponent) for part in whole.split(7)]
         assert torch.equal(torch.cat(parts), expected.decode(f"E5M{m}"))
     assert not torch.equal(quantize(whole[16:], 3, 32, reconstruction), expected.decode(M3)[16:])
+
+
+def test_many_weights_together_have_the_values_of_each_alone(reconstruction, monkeypatch):
+    monkeypatch.setattr(plain, "TOGETHER", 1000)
+    monkeypatch.setattr(plain, "_CHUNK_ON_CPU", 200)
+    generator, precisely = torch.Generator().manual_seed(0), Precisely(64, reconstruction)
+    shapes = [(3, 64), (5, 70), (0, 64), (2, 3, 65), (20, 128), (1,), (7, 64), (128, 9)]
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+    weights = [(torch.randn(shape, generator=generator) * 10.0**-i).to(types[i % 4]) for i, shape in enumerate(shapes)]
+    weights[-1] = weights[-1].T
+    for dtype in (None, torch.bfloat16):
+        found = precisely.values_of_all(weights, M4, dtype)
+        for weight, values in zip(weights, found, strict=True):
+            expected = encode(weight, 64, reconstruction).decode(M4).to(dtype or weight.dtype)
+            assert torch.equal(values, expected)
+            assert values.dtype == expected.dtype
 
 
 def test_groups_of_zeros_have_the_scale_zero_without_a_sign(reconstruction):
