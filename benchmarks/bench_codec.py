@@ -45,7 +45,7 @@ def main() -> None:
     contenders["pack planes"] = lambda: [pack_codes(rows) for rows in t.finest_codes.split(128)]  # as `otaro pack` does
     for count, name in ((5, "E5M8"), (1, "E5M4"), (0, "E5M3")):
         contenders[f"planes to float32 {name}"] = lambda count=count: decode(
-            Packed(base, t.exponents, planes[:count], SHAPE[1], 64, truncate=False)
+            Packed(base, t.scale_bytes, planes[:count], SHAPE[1], 64, False, t.scale_exponent)
         )
     seconds = alternate(contenders, ROUNDS)
     print(f"{SHAPE[0]} x {SHAPE[1]} float16, median of {ROUNDS} alternating rounds")

@@ -86,23 +86,25 @@ def ours(weight: torch.Tensor, x: torch.Tensor, instructions: list[str]) -> Iter
         return
     encoded = encode(weight)
     base, planes = pack_codes(encoded.finest_codes)
-    copies = copies_of(base.nbytes + encoded.exponents.nbytes)
-    stored = [[tensor.clone().numpy() for tensor in (base, encoded.exponents, *planes)] for _ in range(copies)]
+    copies = copies_of(base.nbytes + encoded.scale_bytes.nbytes)
+    stored = [[tensor.clone().numpy() for tensor in (base, encoded.scale_bytes, *planes)] for _ in range(copies)]
     out = torch.empty(len(x), len(weight))
     for name in instructions:
         for precision in otaro.PRECISIONS:
             count = precision.mantissa_bits - COARSEST
             size = sum(array.nbytes for array in stored[0][: 2 + count])
-            yield f"{precision} {name}", size, copies, partial(multiply, name, x, stored, count, out)
+            yield f"{precision} {name}", size, copies, partial(multiply, name, x, stored, count, encoded.scale_exponent, out)
 
 
-def multiply(instructions: str, x: torch.Tensor, stored: list[list[Any]], planes: int, out: torch.Tensor) -> None:
+def multiply(
+    instructions: str, x: torch.Tensor, stored: list[list[Any]], planes: int, scale_exponent: int, out: torch.Tensor
+) -> None:
     """Each copy times x."""
     cpu.choose(instructions)
     kernels = importlib.import_module("otaro.kernels._cpu")  # past the checks of ops, as the decode path calls them
     given, taken, length = x.numpy(), out.numpy(), x.shape[1]
-    for base, exponents, *rest in stored:
-        kernels.linear(given, base, exponents, rest[:planes], length, GROUP_SIZE, False, taken)
+    for base, scales, *rest in stored:
+        kernels.linear(given, base, scales, rest[:planes], length, GROUP_SIZE, False, scale_exponent, taken)
 
 
 def float32(weight: torch.Tensor, x: torch.Tensor) -> Contender:

@@ -53,7 +53,7 @@ OF_COPY = 0.7
 """The share of a copy's speed that quantising for a tuning step must reach."""
 AGAINST_TRANSFORMERS, AGAINST_OWN_HALF = 2.45, 2.0
 """How many times as fast as float16 a token at E5M4 must be."""
-MEMORY_GIB = 4.83  # of weights and cache, both at E5M4
+MEMORY_GIB = 4.88  # of weights and cache, both at E5M4
 SWITCH_US = 50.0
 
 

@@ -1,7 +1,7 @@
 """LLaMA-3-8B in numbers: the shapes of its weights, what they and the cache take in memory, and random ones of that form.
 
 >>> round(weight_bytes(Precision("E5M4")) / GIB, 3), round(cache_bytes(2000, Precision("E5M4")) / GIB, 3)
-(4.747, 0.08)
+(4.791, 0.08)
 >>> round((weight_bytes(None) + cache_bytes(2000, None)) / GIB, 2)
 15.2
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks, exponent_bytes, exponent_words
+from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
 from otaro.kernels.keyvalues import GROUP
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
@@ -22,8 +22,9 @@ LAYERS = 32
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
 HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 NORM_BYTES = 2 * HIDDEN * (2 * LAYERS + 1)  # in float16; they are never packed
-EXPONENTS = (-6, -3)
-"""Of random weights: from the first to the one before the second, so that products stay in the range of half precision."""
+SCALE_EXPONENT, SCALES = -11, (12 << 3, 15 << 3)
+"""Of random weights: bytes from the first to the one before the second, 2^-6 to almost 2^-3, with either sign. So products
+stay in the range of half precision."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def matrix_bytes(rows: int, length: int, precision: Precision | None) -> int:
     if precision is None:
         return 2 * rows * length
     per_block = BASE_BYTES + (precision.mantissa_bits - COARSEST) * PLANE_BYTES
-    return rows * blocks(length) * per_block + exponent_bytes(rows * -(-length // GROUP_SIZE))
+    return rows * (blocks(length) * per_block + -(-length // GROUP_SIZE))  # a byte for each scale
 
 
 def weight_bytes(precision: Precision | None) -> int:
@@ -71,7 +72,7 @@ def product_bytes(precision: Precision | None) -> int:
 
 
 def cache_bytes(tokens: int, precision: Precision | None) -> int:
-    """Of the keys and values of so many tokens; the exponents of a packed cache are written one by one, as bytes."""
+    """Of the keys and values of so many tokens."""
     values = 2 * LAYERS * tokens * KEY_HEADS * HEAD_SIZE
     return 2 * values if precision is None else values * (1 + precision.mantissa_bits) // 8 + values // GROUP
 
@@ -93,14 +94,15 @@ def add_plane(packed: Packed) -> None:
     packed.planes.append(random_bytes(rows, PLANE_BYTES * blocks(packed.length), device))
 
 
-def random_packed(rows: int, length: int, device: str, planes: int = 5) -> tuple[Packed, torch.Tensor]:
-    """A matrix of random codes with some planes, its exponents in the file's stream; and the same exponents as int8."""
+def random_packed(rows: int, length: int, device: str, planes: int = 5) -> Packed:
+    """A matrix of random codes with some planes, and random scales."""
     base = random_bytes(rows, BASE_BYTES * blocks(length), device)
-    exponents = torch.randint(*EXPONENTS, (rows, -(-length // GROUP_SIZE)), dtype=torch.int8, device=device)
-    packed = Packed(base, exponent_words(exponents), [], length, GROUP_SIZE, False)
+    scales = torch.randint(*SCALES, (rows, -(-length // GROUP_SIZE)), dtype=torch.uint8, device=device)
+    scales |= torch.randint_like(scales, 2) << 7
+    packed = Packed(base, scales, [], length, GROUP_SIZE, False, SCALE_EXPONENT)
     for _ in range(planes):
         add_plane(packed)
-    return packed, exponents
+    return packed
 
 
 def at(packed: Packed, precision: Precision) -> Packed:

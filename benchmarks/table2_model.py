@@ -64,7 +64,7 @@ class PackedModel:
         set_precision(self._model, precision)
 
     def _matrix(self, rows: int, length: int) -> Matrix:
-        self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0)[0])
+        self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0))
         return Matrix(self._packed[-1])
 
 

@@ -57,9 +57,8 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
     """Seconds of each contender on copies of the matrices, after a check on numbers of their own."""
     smallest = sum(matrix_bytes(rows, product.length, PRECISIONS[-1]) for rows in product.rows)
     copies = ROTATED // smallest + 1
-    made = [[random_packed(rows, product.length, gpu.DEVICE) for rows in product.rows] for _ in range(copies)]
-    rotated = [[packed for packed, _ in matrices] for matrices in made]
-    checks = {str(p): check(rotated[0], [exponents for _, exponents in made[0]], p) for p in PRECISIONS}
+    rotated = [[random_packed(rows, product.length, gpu.DEVICE) for rows in product.rows] for _ in range(copies)]
+    checks = {str(p): check(rotated[0], p) for p in PRECISIONS}
     for name, outcome in checks.items():
         if outcome["wrong"]:
             say(f"WRONG: {product.name} at {name}: {outcome}")
@@ -114,7 +113,7 @@ def moved(product: Product, precision: Precision | None) -> int:
     return weights + 2 * product.length + product.length // 8 + 4 * rows
 
 
-def check(matrices: list[Packed], exponents: list[torch.Tensor], precision: Precision, tokens: int = 1) -> dict[str, Any]:
+def check(matrices: list[Packed], precision: Precision, tokens: int = 1) -> dict[str, Any]:
     """Some rows against the reference, bit for bit, and against the decoded weights in float64; every row must be written."""
     seen = [at(packed, precision) for packed in matrices]
     x = torch.randn(tokens, seen[0].length, device=gpu.DEVICE)
@@ -123,9 +122,9 @@ def check(matrices: list[Packed], exponents: list[torch.Tensor], precision: Prec
     for first in range(0, tokens, cuda.MOST_TOKENS):
         cuda.products(digits, min(cuda.MOST_TOKENS, tokens - first), seen, outs, first=first)
     same, unwritten, off, size = True, 0, 0.0, 0.0
-    for packed, bytes_, out in zip(seen, exponents, outs, strict=True):
+    for packed, out in zip(seen, outs, strict=True):
         some = torch.cat([torch.tensor([0, len(packed.base) - 1]), torch.randint(len(packed.base), (CHECKED,))]).to(gpu.DEVICE)
-        few = Packed(packed.base[some].cpu(), bytes_[some].cpu(), [plane[some].cpu() for plane in packed.planes], *packed[3:])
+        few = on_cpu(packed.rows(some))
         found = out[:, some].cpu()
         same &= torch.equal(found, reference.linear(x.cpu(), few))
         exact = x.cpu().double() @ reference.decode(few).double().T
@@ -134,6 +133,12 @@ def check(matrices: list[Packed], exponents: list[torch.Tensor], precision: Prec
     error = (off / size) ** 0.5
     right = same and error < TOLERANCE and not unwritten
     return {"error": error, "same_bits": same, "unwritten": unwritten, "wrong": not right}
+
+
+def on_cpu(packed: Packed) -> Packed:
+    """The same in the host's memory."""
+    base, scales, *planes = (part.cpu() for part in (packed.base, packed.scales, *packed.planes))
+    return packed._replace(base=base, scales=scales, planes=planes)
 
 
 def summed(seconds: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -185,14 +190,11 @@ def batch(asked: Settings) -> dict[str, Any]:
         contenders = {"float16": capture(partial(rotate_half, x, halves), enough(about, len(halves), 40))}
         checks = {}
         for precision in precisions:
-            matrices = [at(packed, precision) for packed, _ in made]
-            # Cutting a stream of exponents into tiles takes the host, which a graph cannot: tiles get them as bytes.
-            bytewise = [packed._replace(exponents=one) for packed, (_, one) in zip(matrices, made, strict=True)]
+            matrices = [at(packed, precision) for packed in made]
             for name, how in ROADS.items():
-                launch = partial(along, how, x, bytewise if name == "tiles" else matrices)
-                contenders[f"{precision} {name}"] = capture(launch, enough(about, copies, 40))
-            checks[str(precision)] = check([made[0][0]], [made[0][1]], precision, tokens)
-            checks[f"{precision} decoded"] = check_decoded(x, matrices[0], made[0][1])
+                contenders[f"{precision} {name}"] = capture(partial(along, how, x, matrices), enough(about, copies, 40))
+            checks[str(precision)] = check(made[:1], precision, tokens)
+            checks[f"{precision} decoded"] = check_decoded(x, matrices[0])
         for name, outcome in checks.items():
             if outcome["wrong"]:
                 say(f"WRONG: {tokens} tokens at {name}: {outcome}")
@@ -229,11 +231,10 @@ def along(how: Callable[..., torch.Tensor], x: torch.Tensor, matrices: list[Pack
     how(x, matrices[number % len(matrices)])
 
 
-def check_decoded(x: torch.Tensor, packed: Packed, exponents: torch.Tensor) -> dict[str, Any]:
+def check_decoded(x: torch.Tensor, packed: Packed) -> dict[str, Any]:
     """Products by decoded tiles against float64; values are rounded to float16 on the way."""
     some = torch.randint(len(packed.base), (CHECKED,), device=gpu.DEVICE)
-    few = Packed(packed.base[some].cpu(), exponents[some].cpu(), [plane[some].cpu() for plane in packed.planes], *packed[3:])
-    exact = x.cpu().double() @ reference.decode(few).double().T
+    exact = x.cpu().double() @ reference.decode(on_cpu(packed.rows(some))).double().T
     errors = {}
     for name in ("tiles", "whole"):
         found = ROADS[name](x, packed)[:, some].cpu().double()

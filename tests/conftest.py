@@ -82,7 +82,7 @@ def make_model(architecture: str, **changes: object) -> transformers.PreTrainedM
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
-        # Rows of different sizes, so that exponents differ; norms lie around one.
+        # Rows of different sizes, so that scales differ; norms lie around one.
         scales = 0.2 * 2.0 ** torch.randint(-3, 2, (*parameter.shape[:-1], 1), generator=generator)
         parameter.data = (1 + 0.2 * values if "norm" in name else values * scales).to(dtype)
     return model
@@ -176,7 +176,7 @@ def swift_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         if x.device.type != "cpu":
             return slow(x, packed)
-        return torch.cat([cpu.linear(few.contiguous(), packed.unstreamed()) for few in x.split(FEW_TOKENS)])
+        return torch.cat([cpu.linear(few.contiguous(), packed) for few in x.split(FEW_TOKENS)])
 
     monkeypatch.setattr(reference, "linear", linear)
 

@@ -45,7 +45,7 @@ def test_every_precision_is_measured_from_fine_to_coarse(measured):
 def test_bytes_per_token_are_those_of_the_matrices(measured, precision):
     result, _ = measured
     row = next(row for row in result.precisions if row.precision == str(precision))
-    assert row.weight_bytes == MATRICES * (precision.mantissa_bits + 1) // 8 + MATRICES // 64  # a byte of exponent for 64
+    assert row.weight_bytes == MATRICES * (precision.mantissa_bits + 1) // 8 + MATRICES // 64  # a byte of scale for 64
     per_token = 6 * 2 * 2 * 32 * 2  # layers, keys and values, heads, their width, float16
     assert row.kv_bytes == per_token * (QUICK.context + 2)  # the second of three tokens is the average
     assert row.kv_cache_bytes == per_token * (QUICK.context + QUICK.tokens)
@@ -111,7 +111,7 @@ def test_the_number_of_threads_is_as_before(tiny, small_read):
 def test_an_embedding_that_is_not_the_head_is_left_out(make_nested):
     model = otaro.load(make_nested("llama"))
     rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [(120, 96)]
-    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two exponents
+    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two scales
     assert weight_bytes_per_token(model, otaro.Precision("E5M3")) == expected
 
 

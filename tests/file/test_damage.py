@@ -240,7 +240,10 @@ def test_a_header_length_beyond_the_file_is_refused(victim, length):
         (b'{"__metadata__": "otaro"}', "is not an OTARo shard"),
         (b'{"__metadata__": {"otaro": "2"}}', "the header has no seal"),
         (b'{"__metadata__": {"otaro": "2", "seal": 5}}', "the header has no seal"),
-        (b'{"__metadata__": {"otaro": "1"}}', "has format version '1', this program reads version '2'; pack the checkpoint anew"),
+        (
+            b'{"__metadata__": {"otaro": "1"}}',
+            "has format version '1', this program reads version '2'; pack the checkpoint anew",
+        ),
         (b'{"__metadata__": {"otaro": 2}}', "has format version 2, this program reads version '2'"),
         (b'{"a": {"dtype": 1%s}}' % (b"0" * 5000), "is not valid JSON"),
     ],

@@ -30,7 +30,9 @@ def write_example(target: Path, reconstruction: str) -> dict[str, torch.Tensor]:
     with NestedWriter.create(target, schema, {"norm.weight": (torch.bfloat16, (4,))}) as writer:
         for name, weight in weights.items():
             rows = weight.reshape(-1, weight.shape[-1])
-            writer.append_rows(name, PackedRows.of(otaro.encode(rows, reconstruction=reconstruction), zeros=int((rows == 0).sum())))
+            writer.append_rows(
+                name, PackedRows.of(otaro.encode(rows, reconstruction=reconstruction), zeros=int((rows == 0).sum()))
+            )
         writer.append_stored(BASE, "norm.weight", torch.tensor([1.0, 0.5, -2.0, 3.0], dtype=torch.bfloat16))
     return weights
 
@@ -53,9 +55,7 @@ def test_the_reader_of_the_page_reads_what_the_package_writes(example, precision
 
 def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
     block = PAGE.split("Worked bytes.")[1].split("## Shards")[0]
-    stated = {
-        name.strip(): value.split("(")[0].split() for name, value in re.findall(r"(scales|base |plane \d) +(.*)", block)
-    }
+    stated = {name.strip(): value.split("(")[0].split() for name, value in re.findall(r"(scales|base |plane \d) +(.*)", block)}
     t = otaro.encode(torch.tensor([[0.8, -0.3, 0.02]]))
     base, planes = pack_codes(t.finest_codes)
     made = {"scales": t.scale_bytes[0], "base": base[0]}

@@ -14,6 +14,7 @@ import torch
 import otaro
 from otaro.errors import KernelError
 from otaro.kernels import cpu, ops, reference
+from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 
 from .packed import (
     GRIDS,
@@ -115,6 +116,50 @@ def test_decoded_rows_and_embeddings_are_those_of_the_reference(backend, shape, 
         assert same_bits(ops.embedding(ids.int(), *packed, dtype), expected[ids]), f"E5M{bits}, truncate={truncate}"
 
 
+@pytest.fixture(params=[False, True], ids=["subnormals kept", "subnormals flushed"])
+def flushed(request):
+    """Whether the CPU takes subnormal numbers for zero, as libraries built for fast mathematics leave it behind."""
+    if request.param and not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    torch.set_flush_denormal(False)
+    yield request.param
+    torch.set_flush_denormal(False)
+
+
+# Every byte is the only one of a row, one of eight units and more (of two registers, with one left over, a short one, or half
+# of one), and the scale of several units.
+@pytest.mark.parametrize("shape", [(256, 60, 64), (10, 1728, 64), (17, 1023, 64), (32, 256, 32), (64, 500, 128)], ids=str)
+@pytest.mark.parametrize("scale_exponent", [MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT])
+def test_every_scale_byte_means_the_same_on_every_backend_and_in_every_mode(backend, shape, scale_exponent, flushed):
+    whole = make_packed(*shape, scale_exponent=scale_exponent)
+    every = torch.arange(256, dtype=torch.uint8).repeat(2)[: whole.scales.numel()]
+    assert len(every.unique()) == 256
+    whole.scales.copy_(every.view_as(whole.scales))
+    x = make_activations(8, shape[1])
+    x[1], x[2] = 2.0**-95, x[2] * 2.0**-70  # products with the smallest powers of two that there are
+    for bits, truncate in GRIDS:
+        packed = whole.at(bits, truncate)
+        values, products = reference.decode(packed), reference_linear(x, packed)
+        torch.set_flush_denormal(flushed)
+        decoded, multiplied = ops.decode(*packed, torch.float32), [ops.linear(x[:n], *packed) for n in (1, 3, 8)]
+        torch.set_flush_denormal(False)
+        assert same_bits(decoded, values), f"E5M{bits}, truncate={truncate}"
+        for got in multiplied:
+            assert same_bits(got, products[: len(got)]), f"E5M{bits}, truncate={truncate}, {len(got)} tokens"
+
+
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("tokens", [15, 16, 67])
+def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions, tokens):
+    """As the decoder reads prompts: an instruction set may have another way for sixteen tokens and more."""
+    for shape in ((19, 960, 64), (40, 600, 128), (5, 1000, 96)):
+        x, whole = make_activations(tokens, shape[1]), make_packed(*shape, seed=tokens)
+        for bits, truncate in GRIDS:
+            packed = whole.at(bits, truncate)
+            alone = torch.cat([cpu.linear(one, packed) for one in x.split(8)])
+            assert same_bits(cpu.linear(x, packed), alone), f"E5M{bits}, truncate={truncate}, {shape}"
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, 256])
 def test_quantised_activations_are_those_of_the_reference(backend, group_size):
     largest = torch.finfo(torch.float32).max
@@ -133,6 +178,7 @@ def test_quantised_activations_are_those_of_the_reference(backend, group_size):
                 assert same_bits(got, expected)
 
 
+ONE = 0x38  # a scale byte
 EXTREME_CODES = {
     "all zeros": (0x00, 0x00),
     "all ones": (0xFF, 0xFF),
@@ -163,7 +209,7 @@ def test_nothing_overflows_or_saturates_at_the_ends_of_the_range(backend, codes,
         packed.base.fill_(codes[0])
         for plane in packed.planes:
             plane.fill_(codes[1])
-        packed.exponents.fill_(0)
+        packed.scales.fill_(ONE)
         expected = reference_linear(x, packed)
         assert same_bits(ops.linear(x, *packed), expected), f"E5M{bits}, truncate={truncate}"
         # These sums are whole numbers of steps below 2^24 in count per unit pattern, so float64 has them exactly.
@@ -228,8 +274,8 @@ def test_what_is_not_finite_stays_with_its_token(backend, bad):
 
 
 def test_products_beyond_float32_become_infinite_on_every_backend(backend):
-    packed = make_packed(5, 130, 64)
-    packed.exponents.fill_(16)
+    packed = make_packed(5, 130, 64, scale_exponent=MAX_SCALE_EXPONENT)
+    packed.scales.fill_(0x7F)
     x = torch.full((3, 130), torch.finfo(torch.float32).max)
     expected = reference_linear(x, packed)
     assert not expected.isfinite().any()
@@ -266,8 +312,8 @@ VIEWS = list(views(torch.zeros(1, 1)))
 def test_where_and_how_tensors_lie_does_not_matter(backend, form, tokens):
     packed, x = make_packed(6, 200, 64, spread=3), make_activations(tokens, 200).clamp(-100, 100)
     product, values = ops.linear(x, *packed), ops.decode(*packed, torch.float32)
-    base, exponents = views(packed.base)[form], views(packed.exponents)[form]
-    elsewhere = packed._replace(base=base, exponents=exponents, planes=[views(plane)[form] for plane in packed.planes])
+    base, scales = views(packed.base)[form], views(packed.scales)[form]
+    elsewhere = packed._replace(base=base, scales=scales, planes=[views(plane)[form] for plane in packed.planes])
     assert same_products(ops.linear(views(x)[form], *elsewhere), product, x, packed)
     assert same_bits(ops.decode(*elsewhere, torch.float32), values)
     ids = torch.tensor([[5, 0, 5, 2]])
@@ -281,7 +327,7 @@ def test_rows_that_are_stored_once_may_be_given_many_times(backend, tokens):
     packed, x = make_packed(1, 200, 64, spread=3), make_activations(1, 200).clamp(-100, 100)
     many = packed._replace(
         base=packed.base.expand(5, -1),
-        exponents=packed.exponents.expand(5, -1),
+        scales=packed.scales.expand(5, -1),
         planes=[plane.expand(5, -1) for plane in packed.planes],
     )
     got, copied = ops.linear(x.expand(tokens, -1), *many), x.repeat(tokens, 1)
@@ -292,9 +338,9 @@ def test_rows_that_are_stored_once_may_be_given_many_times(backend, tokens):
 
 def test_inputs_are_left_as_they_were(backend):
     packed, x = make_packed(6, 200, 64), make_activations(3, 200)
-    before = [one.clone() for one in (x, packed.base, packed.exponents, *packed.planes)]
+    before = [one.clone() for one in (x, packed.base, packed.scales, *packed.planes)]
     ops.linear(x, *packed), ops.linear(x.repeat(4, 1), *packed), ops.decode(*packed, torch.float32), ops.quantise(x, 64)
-    after = (x, packed.base, packed.exponents, *packed.planes)
+    after = (x, packed.base, packed.scales, *packed.planes)
     assert all(same_bits(now, then) for now, then in zip(after, before, strict=True))
 
 
@@ -444,7 +490,7 @@ def test_a_fork_in_the_middle_of_other_threads_work_does_not_hang(restored_threa
     monkeypatch.setenv(ops.OVERRIDE, "cpu")
     packed, x = make_packed(200, 500, 64), make_activations(2, 500)
     expected, done = reference_linear(x, packed), threading.Event()
-    arrays = (x.numpy(), packed.base.numpy(), packed.exponents.numpy(), [plane.numpy() for plane in packed.planes], *packed[3:])
+    arrays = (x.numpy(), packed.base.numpy(), packed.scales.numpy(), [plane.numpy() for plane in packed.planes], *packed[3:])
     cpu._cpu.set_threads(3)
 
     def work() -> None:
@@ -472,12 +518,12 @@ def test_threads_are_as_many_as_torch_uses_and_sleep_when_idle(installed, in_chi
     done = in_child("""
         import os, time, torch
         from otaro.kernels import ops
-        base, exponents = torch.zeros(4096, 64, dtype=torch.uint8), torch.zeros(4096, 2, dtype=torch.int8)
+        base, scales = torch.zeros(4096, 64, dtype=torch.uint8), torch.zeros(4096, 2, dtype=torch.uint8)
         x = torch.ones(1, 128)
         alone = len(os.listdir("/proc/self/task"))
         for threads in (1, 3, 2, 5):
             torch.set_num_threads(threads)
-            ops.linear(x, base, exponents, [], 128, 64, False)
+            ops.linear(x, base, scales, [], 128, 64, False, 0)
             print(threads, len(os.listdir("/proc/self/task")) - alone + 1)
         time.sleep(0.05)  # helpers spin for a moment
         before = time.process_time()
@@ -506,7 +552,7 @@ REFUSED = {
     "negative groups": ({"group_size": -32}, "group_size is -32"),
     "odd groups": ({"group_size": 33}, "group_size is 33"),
     "huge groups": ({"group_size": 2**40}, "group_size is"),
-    "other groups": ({"group_size": 32}, r"exponents must be torch.int8 \[4, 4\], not torch.int8 \[4, 2\]"),
+    "other groups": ({"group_size": 32}, r"scales must be torch.uint8 \[4, 4\], not torch.uint8 \[4, 2\]"),
     "six planes": ({"planes": [torch.zeros(4, 16, dtype=torch.uint8)] * 6}, "6 planes were given, and there are 5 at most"),
     "a plane too short": ({"planes": [torch.zeros(4, 12, dtype=torch.uint8)]}, r"plane 4 must be torch.uint8 \[4, 16\]"),
     "a plane of other rows": ({"planes": [torch.zeros(3, 16, dtype=torch.uint8)]}, "plane 4 must be"),
@@ -515,9 +561,10 @@ REFUSED = {
     "a flat base": ({"base": torch.zeros(256, dtype=torch.uint8)}, r"base must be torch.uint8 \[rows, 64\]"),
     "a signed base": ({"base": torch.zeros(4, 64, dtype=torch.int8)}, "base must be torch.uint8"),
     "a sparse base": ({"base": torch.ones(4, 64, dtype=torch.uint8).to_sparse()}, "base must be an ordinary tensor"),
-    "wide exponents": ({"exponents": torch.zeros(4, 2, dtype=torch.int16)}, "exponents must be torch.int8"),
-    "exponents too small": ({"exponents": torch.full((4, 2), -16, dtype=torch.int8)}, "exponents must lie between -15 and 16"),
-    "exponents too large": ({"exponents": torch.full((4, 2), 17, dtype=torch.int8)}, "exponents must lie between -15 and 16"),
+    "signed scales": ({"scales": torch.zeros(4, 2, dtype=torch.int8)}, "scales must be torch.uint8"),
+    "scales that are floats": ({"scales": torch.zeros(4, 2).to(torch.float8_e4m3fn)}, "scales must be torch.uint8"),
+    "scales too small": ({"scale_exponent": -14}, "scale_exponent is -14, and must be from -13 to 7"),
+    "scales too large": ({"scale_exponent": 8}, "scale_exponent is 8, and must be from -13 to 7"),
 }
 
 
@@ -532,6 +579,20 @@ def test_a_packed_weight_that_does_not_fit_is_refused_in_words(backend, changes,
         lambda: ops.embedding(torch.tensor([0]), *packed, torch.float32),
     ):
         with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("scale_exponent", [-14, 8, 2**31 - 1])
+def test_the_extension_itself_refuses_scales_whose_products_would_not_be_exact(scale_exponent):
+    skip_unless_runnable("portable")
+    packed = make_packed(4, 100, 64)._replace(scale_exponent=scale_exponent)
+    base, scales, _, *numbers = packed
+    for call in (
+        lambda: cpu.linear(torch.ones(1, 100), packed),
+        lambda: cpu.decode(packed),
+        lambda: cpu._cpu.Matrix(base.numpy(), scales.numpy(), *numbers),
+    ):
+        with pytest.raises(ValueError, match="scale_exponent must lie between -13 and 7"):
             call()
 
 

@@ -71,6 +71,14 @@ def weight_in_half_steps(code: int, bits: int, truncate: bool) -> int:
     return 2 * (code + 1 if code < 0 else code) if truncate else 2 * code + 1 - 2 ** (bits - 3)
 
 
+def scale_of(packed: Packed, row: int, group: int) -> Fraction:
+    """The scale of a group, by the words of the codec."""
+    byte = int(packed.scales[row, group])
+    sign, e, f = byte >> 7, byte >> 3 & 15, byte & 7
+    size = (1 + Fraction(f, 8)) * Fraction(2) ** (e - 7) if e else f * Fraction(2) ** -9
+    return (-1) ** sign * size * Fraction(2) ** packed.scale_exponent
+
+
 # Activations as integers
 
 
@@ -166,8 +174,8 @@ def test_products_are_added_in_the_order_that_the_contract_says(shape, bits, tru
         for row in range(shape[0]):
             lanes = [np.float32(0)] * 16
             for unit, dot in enumerate(dots[token, row]):
-                power = np.float32(2.0 ** (int(packed.exponents[row, unit // per_group]) - shift))
-                lanes[unit % 16] += np.float32(dot) * (power * scales[token, unit].numpy())
+                step = np.float32(scale_of(packed, row, unit // per_group) / 2**shift)
+                lanes[unit % 16] += np.float32(dot) * (step * scales[token, unit].numpy())
             for half in (8, 4, 2, 1):
                 lanes = [lanes[j] + lanes[j + half] for j in range(half)]
             assert lanes[0].dtype == np.float32
@@ -175,12 +183,15 @@ def test_products_are_added_in_the_order_that_the_contract_says(shape, bits, tru
 
 
 @pytest.mark.parametrize(("bits", "truncate"), GRIDS)
-def test_decoded_values_are_the_exact_ones(bits, truncate):
-    packed = make_packed(2, 130, 64, bits, truncate)
+@pytest.mark.parametrize(("rows", "length", "scale_exponent"), [(2, 130, -3), (256, 1, -13), (256, 1, 7)])
+def test_decoded_values_are_the_exact_ones(bits, truncate, rows, length, scale_exponent):
+    packed = make_packed(rows, length, 64, bits, truncate, scale_exponent=scale_exponent)
+    if rows == 256:
+        packed.scales[:, 0] = torch.arange(256)
     values = reference.decode(packed)
-    for row in range(2):
+    for row in range(rows):
         for k, code in enumerate(stored_codes(packed, row)):
-            step = Fraction(2) ** (int(packed.exponents[row, k // 64]) - bits)
+            step = scale_of(packed, row, k // 64) / 2**bits
             assert Fraction(values[row, k].item()) == weight_in_half_steps(code, bits, truncate) * step / 2
 
 
@@ -197,7 +208,8 @@ def test_integer_activations_are_about_as_good_as_float16_ones(precision, recons
     generator = torch.Generator().manual_seed(3)
     weight = encode(torch.randn(256, 2048, generator=generator) * 0.02, reconstruction=reconstruction)
     base, planes = pack_codes(weight.finest_codes)
-    packed = Packed(base, weight.exponents, planes[: precision.mantissa_bits - 3], 2048, 64, reconstruction == "truncate")
+    truncate, planes = reconstruction == "truncate", planes[: precision.mantissa_bits - 3]
+    packed = Packed(base, weight.scale_bytes, planes, 2048, 64, truncate, weight.scale_exponent)
     x = torch.randn(4, 2048, generator=generator)
     values = weight.decode(precision).double()
     exact = x.double() @ values.T

@@ -252,13 +252,13 @@ def test_why_not_and_what_it_serves(make_nested, llama):
     assert not decoder.serves(llama)
 
 
-def test_half_precision_models(make_nested):
-    exact = GpuDecoder.of(otaro.load(make_nested("llama"), "E5M6"))
-    expected = exact.forward(IDS[:30], exact.new_cache(), all_logits=True)
-    for dtype, rounding in ((torch.float16, 2.0**-8), (torch.bfloat16, 2.0**-5)):
-        decoder = GpuDecoder.of(otaro.load(make_nested("llama"), "E5M6", dtype=dtype))
+def test_half_precision_models(make_nested, decoded_model):
+    truth = slow(decoded_model("llama", "E5M6", "midpoint", torch.float64), IDS[:30])
+    for dtype in (torch.float16, torch.bfloat16):
+        model = otaro.load(make_nested("llama"), "E5M6", dtype=dtype)
+        decoder, theirs = GpuDecoder.of(model), error(slow(model, IDS[:30]), truth)
         for found in (token_by_token(decoder, IDS[:30]), decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True)):
-            assert (found - expected).abs().max() <= rounding * expected.abs().max()
+            assert error(found, truth) <= 2 * theirs
 
 
 def test_the_room_of_a_cache_that_is_gone_serves_the_next(llama):

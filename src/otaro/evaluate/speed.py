@@ -6,7 +6,7 @@ back to `context` tokens and times further ones singly (decode). A first round w
 over the others, and ratios are medians of the ratios within rounds.
 
 Decoding reads every weight once per token, so its time is compared with that of reading memory. The bytes per token are base
-nibbles, planes and exponents of all matrices as they lie in memory, of experts those that a token takes, plus the keys and
+nibbles, planes and scales of all matrices as they lie in memory, of experts those that a token takes, plus the keys and
 values of the tokens before. An embedding counts where it is also the head; a single row of it, norms and biases are left out.
 The yardstick is a plain read of a buffer larger than caches are, on as many threads, which takes its turn in every round; on a
 GPU it is a copy by a kernel, bytes read and written counted.

@@ -333,8 +333,6 @@ class NestedWriter:
         if original is not None and (original.entries, original.digests) == (entries, digests[BASE]):
             return original.model
         # Of planes that a copy lacks nothing is known but whose they were.
-        if original is not None and len(digests) <= len(PLANES):
-            packed = original.model
-        else:
-            packed = packed_identity(schema, digests)
+        copied = original if len(digests) <= len(PLANES) else None
+        packed = copied.model if copied is not None else packed_identity(schema, digests)
         return model_identity(packed, {name: entries[name] for name in self._unpacked}, digests[BASE])

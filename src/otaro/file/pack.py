@@ -44,7 +44,8 @@ MANY_ZEROS = 0.01
 _CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
 _TRIM_EVERY = 1 << 22  # weights
 
-_T, _R = TypeVar("_T"), TypeVar("_R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def pack(

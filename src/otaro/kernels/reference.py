@@ -9,8 +9,9 @@ these values. `linear` multiplies without leaving the integers for long:
    and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
 3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
    (n u + k) * scale * 2^-shift, see `Meaning`.
-4. float32(I), times the product of the weights' scale and the activations' power of two, which is exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order;
-   then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1. Each operation rounds once, to float32.
+4. The product of the weights' scale and the activations' power of two is exact; float32(I) times it is the unit's term.
+   Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1.
+   Each operation rounds once, to float32.
 
 So the result is the same to the last bit for every backend, instruction set and number of threads. A unit with an activation
 that is not finite gives NaN.

@@ -47,7 +47,7 @@ class Matrix:
 
     @property
     def group_size(self) -> int | None:
-        """Weights that share an exponent; None for a plain matrix."""
+        """Weights that share a scale; None for a plain matrix."""
         return None if self.plain is not None else self._packed_at(COARSEST).group_size
 
     def at(self, bits: int) -> Packed | torch.Tensor:
