@@ -91,7 +91,6 @@ class TuningRun:
         console.quiet_transformers()
         with _interruptible(self), _explained(self), ExitStack() as held:
             if processes.is_first():
-                self.out.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(alone(self.out))
                 if not self.resume:
                     self.folder.check_free()
@@ -187,7 +186,14 @@ class TuningRun:
         length, bos = self._sequence_length(model), not self.training.no_bos
         if length < (asked := self.training.sequence_length):
             console.remark(f"--sequence-length {asked} is shortened to the {length} positions of this model")
-        read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows, bos=bos)
+        read = partial(
+            load_data,
+            tokenizer=tokenizer,
+            sequence_length=length,
+            max_positions=_positions(model),
+            skip_bad_rows=self.skip_bad_rows,
+            bos=bos,
+        )
         dataset = read(self.data)
         console.remark(*dataset.remarks)
         if self.eval_data is not None:
@@ -215,8 +221,8 @@ class TuningRun:
 
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
-        positions = getattr(model.config, "max_position_embeddings", None)
-        return min(self.training.sequence_length, self.training.sequence_length if positions is None else int(positions))
+        positions = _positions(model)
+        return self.training.sequence_length if positions is None else min(self.training.sequence_length, positions)
 
     def _arguments(self) -> Any:
         import torch
@@ -432,6 +438,12 @@ def _gathered(model: Any) -> dict[str, Any]:
         if processes.is_first():
             whole[name] = tensor.cpu()
     return whole
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens a model was made for, if it says so."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return None if positions is None else int(positions)
 
 
 def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
