@@ -425,6 +425,41 @@ def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, i
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pack", "RUN", "out"],
+        ["inspect", "RUN"],
+        ["verify", "RUN"],
+        ["generate", "RUN", "--prompt", "x"],
+        ["chat", "RUN"],
+        ["bench", "RUN"],
+        ["eval", "RUN", "--text", "builtin"],
+        ["eval", "RUN/nested", "--text", "builtin", "--reference", "RUN"],
+        ["analyze", "weights", "RUN"],
+        ["analyze", "gradients", "RUN", "--text", "builtin"],
+        ["tune", "RUN", "--data", "builtin", "--out", "out"],
+        ["demo", "--model", "RUN", "--out", "out"],
+    ],
+    ids=" ".join,
+)
+def test_where_a_model_is_taken_the_folder_of_a_run_is_refused_with_where_its_model_is(packed, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (run := Path("RUN")).mkdir()
+    stated = {"model": "builtin", "data": "builtin", "options": {}, "training": {}, "processes": 1, "launcher": "otaro"}
+    (run / "config.json").write_text(json.dumps(stated))
+    if "RUN/nested" not in command:
+        way = "not a model, and there is none in it yet; go on with: otaro tune --resume --out RUN"
+        assert str(refused(*command).exception) == f"RUN is the folder of a tuning run, {way}"
+    for name, model in {"nested": packed, "model": MODEL_DIR}.items():
+        (run / name).symlink_to(model)
+    result = refused(*command)
+    assert isinstance(result.exception, otaro.OtaroError)
+    way = "not a model; give RUN/nested (packed) or RUN/model (the tuned checkpoint)"
+    assert str(result.exception) == f"RUN is the folder of a tuning run, {way}"
+    assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
+
+
 def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):
     for path in packed.iterdir():
         if not path.name.startswith("tokenizer"):
