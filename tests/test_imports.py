@@ -77,3 +77,15 @@ def test_importing_needs_neither_torch_nor_transformers(module):
     script = f"import {module}, sys; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_test_that_is_left_out_says_why_in_words():
+    calls = [
+        (path.name, node)
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "importorskip"
+    ]
+    assert calls
+    for name, call in calls:
+        assert any(keyword.arg == "reason" for keyword in call.keywords), f"{name}:{call.lineno}"

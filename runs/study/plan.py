@@ -310,7 +310,8 @@ def smollm2_rows() -> Iterator[Job]:
     wanted = {
         "otaro, mean", "otaro, N 1", "otaro, N 5", "otaro, N 20", "otaro, lambda 3", "otaro, lambda 7", "best, 0 distilled",
         "best, 1 distilled", "best, no full pass", "best, full 1/2", "best, never averaged", "best, always averaged",
-        "best, L2-SP 23", "best, weights 0 0 0 1 1 1", "best, weights 1 1 1 1 1 1", "best, truncate", "best, pow2 scales", "best, E5M2 scales", "best, zero at E5M4", "best, zero a sixth off", "best, groups of 32",
+        "best, L2-SP 23", "best, weights 0 0 0 1 1 1", "best, weights 1 1 1 1 1 1", "best, truncate",
+        "best, pow2 scales", "best, E5M2 scales", "best, zero at E5M4", "best, zero a sixth off", "best, groups of 32",
         "best, groups of 128", "uniform, 0.5 distilled",
     }  # fmt: skip
     yield from alpaca_rows(("fixed:E5M8", "fixed:E5M5", "fixed:E5M6", "fixed:E5M7"))

@@ -30,7 +30,8 @@ from torch import nn
 
 from otaro.sefp.codec import power_of_two, zero_cells
 from otaro.sefp.precision import FINEST, GROUP_SIZE, Precision
-from otaro.tune.fake_quant import Precisely, largest_exponent, scales_for
+from otaro.tune.fake_quant import Precisely
+from otaro.tune.plain import exponents_for, scales_for
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,7 +121,7 @@ class Nested(Rounding):
 
     def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
         """As ours, of needs that depend on where the grid lies."""
-        return largest_exponent(self._needs(whole)) if self.precision and self.scales == "E4M3" else None
+        return _largest(self._needs(whole)) if self.precision and self.scales == "E4M3" else None
 
     def values(
         self,
@@ -158,9 +159,13 @@ class Nested(Rounding):
             return power_of_two(torch.frexp(largest).exponent.clamp(min=-15))
         needs = self._needs(weight)
         if self.scales == "E4M3":
-            return scales_for(needs, largest_exponent(needs) if scale_exponent is None else scale_exponent)
+            return scales_for(needs, _largest(needs) if scale_exponent is None else scale_exponent)
         units = power_of_two((torch.frexp(needs).exponent - 3).clamp(min=-16))
         return torch.copysign((needs.abs() / units).ceil() * units, needs).float()
+
+
+def _largest(needs: torch.Tensor) -> torch.Tensor:
+    return exponents_for(needs.flatten(), [needs.numel()])[0]
 
 
 NESTED: dict[str, tuple[Literal["E4M3", "E5M2", "pow2"], float]] = {  # scales, distance

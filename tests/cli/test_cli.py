@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import otaro
 from otaro.builtin import MODEL_DIR
+from otaro.cli.chat import HELP
 from otaro.cli.console import parse_precision
 from otaro.cli.main import app
 from otaro.evaluate.subject import parse_precisions
@@ -49,6 +52,32 @@ def test_pack_reports_as_json(tmp_path):
     report = json.loads(run("pack", "builtin", tmp_path / "out", "--json").stdout)
     assert report["bytes"] == sum((tmp_path / "out" / name).stat().st_size for name in SHARDS)
     assert sorted(SHARDS) == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["no target", "old target"])
+def test_an_interrupted_pack_leaves_things_as_they_were_and_says_so_in_a_line(packed, tmp_path, monkeypatch, before):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    if before:
+        shutil.copytree(packed, tmp_path / "out")
+    monkeypatch.setattr("otaro.file.pack._write_sidecars", interrupt)
+    result = refused("pack", "builtin", tmp_path / "out", "--overwrite")
+    assert result.exit_code == 130
+    left = f"{tmp_path}/out is as it was" if before else "nothing is left behind"
+    assert result.stderr == f"interrupted: {left}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] * before
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made")
+@pytest.mark.parametrize(
+    "command", [["pack", "builtin"], ["tune", "builtin", "--data", "builtin", "--out"], ["demo", "--out"]], ids=lambda c: c[0]
+)
+def test_a_place_where_nothing_can_be_written_is_named(command):
+    result = refused(*command, "/proc/here")
+    assert isinstance(result.exception, otaro.OtaroError)
+    words = r"cannot write /proc/here\S*: nothing can be made in /proc; choose another place"
+    assert re.fullmatch(words, str(result.exception))
 
 
 def test_pack_says_how_much_of_a_model_stays_as_it_is(tmp_path):
@@ -105,8 +134,9 @@ def test_inspect_of_an_incomplete_directory_says_what_to_fetch(packed, tmp_path)
     assert "lacks m5 ... m8" in run("inspect", tmp_path).stdout
 
 
-def test_verify_is_content_with_a_sound_directory(packed):
-    assert json.loads(run("verify", packed, "--json").stdout)["shards"] == 6
+def test_verify_is_content_with_a_sound_directory_and_counts_its_bytes_as_pack_does(packed):
+    report = json.loads(run("verify", packed, "--json").stdout)
+    assert (report["shards"], report["bytes"]) == (6, sum((packed / name).stat().st_size for name in SHARDS))
 
 
 def test_verify_names_the_damaged_tensor(packed, tmp_path):
@@ -309,6 +339,7 @@ def test_chat_switches_precision_and_keeps_the_cache(packed):
         5,
         text="The statement\n/precision E5M3\n/precision E9\nmore\n/help\n/reset\n/exit\n",
     )
+    assert "unknown command" not in result.stderr
     assert "now at E5M3" in result.stderr
     kept = int(result.stderr.split("now at E5M3, ")[1].split()[0])
     assert kept > 5
@@ -316,6 +347,21 @@ def test_chat_switches_precision_and_keeps_the_cache(packed):
     assert "unknown precision 'E9'" in result.stderr
     assert "/precision E5M3   go on at" in result.stderr
     assert "conversation forgotten" in result.stderr
+
+
+def test_chat_does_not_know_every_command(packed):
+    said = run("chat", packed, text="/nope now\n").stderr
+    assert f"unknown command /nope; there are:\n{HELP}\n" in said
+
+
+def test_help_shows_all_of_its_words():
+    """Brackets would be taken for markup, and vanish."""
+    commands = [typer.main.get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        for text in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
+            assert text is None or Text.from_markup(text).plain == text
+    assert len(commands) > 12
 
 
 def assert_one_line(done, words):
@@ -381,6 +427,41 @@ def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, i
     """)
     assert_one_line(done, words)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pack", "RUN", "out"],
+        ["inspect", "RUN"],
+        ["verify", "RUN"],
+        ["generate", "RUN", "--prompt", "x"],
+        ["chat", "RUN"],
+        ["bench", "RUN"],
+        ["eval", "RUN", "--text", "builtin"],
+        ["eval", "RUN/nested", "--text", "builtin", "--reference", "RUN"],
+        ["analyze", "weights", "RUN"],
+        ["analyze", "gradients", "RUN", "--text", "builtin"],
+        ["tune", "RUN", "--data", "builtin", "--out", "out"],
+        ["demo", "--model", "RUN", "--out", "out"],
+    ],
+    ids=" ".join,
+)
+def test_where_a_model_is_taken_the_folder_of_a_run_is_refused_with_where_its_model_is(packed, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (run := Path("RUN")).mkdir()
+    stated = {"model": "builtin", "data": "builtin", "options": {}, "training": {}, "processes": 1, "launcher": "otaro"}
+    (run / "config.json").write_text(json.dumps(stated))
+    if "RUN/nested" not in command:
+        way = "not a model, and there is none in it yet; go on with: otaro tune --resume --out RUN"
+        assert str(refused(*command).exception) == f"RUN is the folder of a tuning run, {way}"
+    for name, model in {"nested": packed, "model": MODEL_DIR}.items():
+        (run / name).symlink_to(model)
+    result = refused(*command)
+    assert isinstance(result.exception, otaro.OtaroError)
+    way = "not a model; give RUN/nested (packed) or RUN/model (the tuned checkpoint)"
+    assert str(result.exception) == f"RUN is the folder of a tuning run, {way}"
+    assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
 
 
 def test_a_directory_without_tokenizer_is_refused(packed, tmp_path):

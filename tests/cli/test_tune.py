@@ -140,10 +140,12 @@ def test_resuming_needs_no_other_option_and_ends_in_the_same_weights(text, tmp_p
     run = tmp_path / "run"
     whole = json.loads(tune(text, run, *flags, "--json").stdout)
     weights = load_file(run / "model" / "model.safetensors")
-    shutil.rmtree(run / "checkpoints" / "checkpoint-6")
+    for gone in (run / "checkpoints" / "checkpoint-6", run / "nested"):  # else it would be complete
+        shutil.rmtree(gone)
     log = steps_of(run)
-    again = invoke("tune", "--resume", "--out", run, "--json")  # from its checkpoint at step 4
+    again = invoke("tune", "--resume", "--out", run, "--json")
     assert again.exit_code == 0, again.output + repr(again.exception)
+    assert f"--resume: goes on from {run}/checkpoints/checkpoint-4" in again.stderr.splitlines()
     assert json.loads(again.stdout)["after"] == whole["after"]
     assert steps_of(run) == log
     resumed = load_file(run / "model" / "model.safetensors")
@@ -195,9 +197,11 @@ def test_options_of_a_run_go_by_the_names_that_they_had_then(done, copy_of):
 def test_the_number_of_processes_belongs_to_a_run(done, copy_of):
     run = copy_of(done)
     stated = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(stated | {"processes": 2}))
-    words = "has 2 process(es), this is 1; go on with torchrun --nproc_per_node 2"
-    assert words in str(invoke("tune", "--resume", "--out", run).exception)
+    words = "has 2 process(es), this is 1; go on with: {} -m otaro tune --resume --out {}"
+    for launcher in ("accelerate launch --use_fsdp --num_processes 2", "torchrun --nproc_per_node 2"):
+        now = {"processes": 2, "launcher": f"{launcher} -m otaro"} if "accelerate" in launcher else {"processes": 2}
+        (run / "config.json").write_text(json.dumps({**stated, "launcher": None, **now}))
+        assert words.format(launcher, run) in str(invoke("tune", "--resume", "--out", run).exception)
 
 
 def test_resuming_notices_other_data_and_another_model_by_their_content(text, done, copy_of, tmp_path):
@@ -232,7 +236,39 @@ def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
     state = json.loads((run / "checkpoints" / "checkpoint-10" / "otaro_state.json").read_text())
     assert state["averaged"] == 4  # of the steps since: those before lie partly outside of the last five
     again = invoke("tune", "--resume", "--out", run, "--json")
-    assert json.loads(again.stdout)["after"] == json.loads(longer.stdout)["after"]
+    assert json.loads(again.stdout) == json.loads(longer.stdout)
+
+
+def test_a_complete_run_that_is_resumed_says_that_there_is_nothing_to_do_and_does_nothing(done, copy_of, monkeypatch):
+    run = copy_of(done)
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with monkeypatch.context() as once:
+        once.delattr("otaro.cli.tune_run.TuningRun._load")  # nothing is even read
+        result = invoke("tune", "--resume", "--out", run, "--json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert result.stderr == "--resume: this run is complete: nothing to do; a larger --steps would go on\n"
+    assert json.loads(result.stdout)["steps"] == 6
+    assert json.loads(result.stdout)["after"] == json.loads((run / "perplexity.json").read_text())["after"]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+
+
+def test_a_longer_run_is_not_complete_because_the_shorter_one_was(done, copy_of, monkeypatch):
+    """Killed when its last checkpoint was written, with the models of the shorter one still in place."""
+
+    def killed(*_):
+        raise SystemExit(9)
+
+    run = copy_of(done)
+    with monkeypatch.context() as once:
+        once.setattr("otaro.cli.tune_run.TuningRun._tuned", killed)
+        assert invoke("tune", "--resume", "--out", run, "--steps", 8).exit_code == 9
+    assert not (run / "result.json").exists()
+    result = invoke("tune", "--resume", "--out", run, "--json")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert f"--resume: goes on from {run}/checkpoints/checkpoint-8" in result.stderr.splitlines()
+    assert json.loads(result.stdout)["steps"] == 8
+    shorter, longer = (load_file(one / "model" / "model.safetensors") for one in (done, run))
+    assert any(not torch.equal(shorter[name], weight) for name, weight in longer.items())
 
 
 def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
@@ -327,7 +363,12 @@ def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way
         fail_at(once, 3, fail)
         assert str(tune(text, tmp_path / "run").exception) == "no more"
     assert (tmp_path / "run" / "log.jsonl").is_file()  # kept, to see what it did
+    again = Path(shutil.copytree(tmp_path / "run", tmp_path / "again"))
+    resumed = invoke("tune", "--resume", "--out", again)
+    assert resumed.exit_code == 0, resumed.output + repr(resumed.exception)
+    assert "--resume: no checkpoint yet: starts from the beginning" in resumed.stderr.splitlines()
     assert tune(text, tmp_path / "run").exit_code == 0
+    assert steps_of(again) == steps_of(tmp_path / "run")
     assert [record["step"] for record in steps_of(tmp_path / "run") if "loss" in record] == list(range(1, 7))
     taken = tune(text, tmp_path / "run")
     assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from typer.testing import CliRunner
 import otaro
 from otaro.builtin import MODEL_DIR, topics_training_text
 from otaro.cli.main import app
+from otaro.cli.tune_run import TuningRun
 from otaro.tune import processes
+from otaro.tune.config import recipe
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -59,6 +63,7 @@ def report_of(process):
     """The JSON that exactly one of the processes printed."""
     status, out, err = finished(process)
     assert status == 0, err[-5000:]
+    assert "find_unused_parameters" not in err  # of which DDP would warn in every process
     (line,) = out.splitlines()
     return json.loads(line)
 
@@ -150,6 +155,9 @@ def test_two_processes_leave_one_run_equal_to_one_process_with_twice_the_batch(r
     assert nested == otaro.pack(run / "model", run / "again").base.header.model
     stated = json.loads((run / "config.json").read_text())
     assert (stated["processes"], stated["training"]["fsdp"]) == (2, case == "sharded")
+    how = ACCELERATE if case == "sharded" else TORCHRUN
+    if Path("/proc/self/cmdline").is_file():
+        assert stated["launcher"] == shlex.join([sys.executable, *how])
 
 
 def test_a_run_of_two_processes_that_was_killed_goes_on_to_the_same_weights(whole, resumed):
@@ -170,6 +178,36 @@ def test_a_refusal_of_the_first_process_is_said_once_and_ends_the_others_that_wa
     assert f"--out {run} exists and is not empty" in " ".join(err.split())
     assert "otaro/cli" not in err  # no traceback of ours; torchrun has one of its own
     assert [path.name for path in run.iterdir()] == ["mine.txt"]
+
+
+def test_how_to_go_on_names_the_launcher_of_the_run(monkeypatch, tmp_path):
+    """Its own command line if that can be seen; else what the environment tells of it."""
+    out = tmp_path / "a run"
+    (tool := tmp_path / "torchrun").touch(0o755)
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    ours = ["tune", "builtin", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["otaro", *ours])
+
+    def said(*parent):
+        monkeypatch.setattr(processes, "_command_of", lambda pid: [*parent])
+        run = TuningRun("builtin", "builtin", out, *recipe("best"))
+        monkeypatch.setattr("otaro.tune.trainer.last_good_checkpoint", lambda folder: folder / "checkpoint-3")
+        before, _, command = run.kept().partition("; go on with: ")
+        assert before == f"kept is {out}/checkpoints/checkpoint-3"
+        return command
+
+    end = f"-m otaro tune --resume --out '{out}'"
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert said("bash") == f"torchrun --nproc_per_node 2 {end}"
+    typed = ["--nproc_per_node", "2", "-m", "otaro", *ours]
+    assert said("/bin/python", str(tool), *typed) == f"{tool} --nproc_per_node 2 {end}"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert said("/bin/python", str(tool), *typed) == f"torchrun --nproc_per_node 2 {end}"
+    by_accelerate = ["python", "-m", "accelerate.commands.launch", "--use_fsdp", "-m", "otaro", *ours]
+    assert said(*by_accelerate) == f"python -m accelerate.commands.launch --use_fsdp {end}"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert said() == f"accelerate launch --num_processes 2 {end}"
 
 
 def test_an_error_is_said_by_the_first_process_to_meet_one(monkeypatch):

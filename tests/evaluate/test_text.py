@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import sys
@@ -29,7 +30,8 @@ def test_a_compressed_file_is_the_text_in_it(tmp_path):
 def write_rows(path, rows):
     """Rows in a file of the kind that its name says."""
     if ".parquet" in path.name:
-        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        arrow = pytest.importorskip("pyarrow", reason="pyarrow, which writes parquet files, is not installed")
+        parquet = importlib.import_module("pyarrow.parquet")
         buffer = io.BytesIO()
         parquet.write_table(arrow.Table.from_pylist(rows), buffer)
         raw = buffer.getvalue()

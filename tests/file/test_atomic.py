@@ -12,7 +12,7 @@ import pytest
 import otaro
 from otaro.errors import TargetError
 from otaro.file import atomic
-from otaro.file.atomic import new_directory, write_text
+from otaro.file.atomic import alone, new_directory, write_text
 from otaro.file.io import NestedDirectory
 
 
@@ -99,7 +99,7 @@ def test_an_empty_target_is_used(target):
 
 def test_an_existing_target_is_refused_before_anything_is_written(target):
     write(target, "old")
-    with pytest.raises(TargetError, match="exists and is not empty; choose another place or ask to overwrite it"):
+    with pytest.raises(TargetError, match="exists and is not empty; choose another place"):
         write(target, "new")
     assert (target / "file").read_text() == "old"
     assert left_in_room(target) == ["model"]
@@ -222,9 +222,18 @@ def test_everything_is_on_disk_before_the_directory_appears_and_its_name_after(t
 )
 def test_a_refusal_of_the_system_is_explained(target, code, advice):
     with pytest.raises(TargetError) as refused, new_directory(target):
-        raise OSError(code, os.strerror(code))
-    assert str(refused.value) == f"cannot write {target}: {advice}"
+        raise OSError(code, os.strerror(code), str(target.parent))
+    assert str(refused.value) == f"cannot write {target}: {advice.format(folder=target.parent)}"
     assert left_in_room(target) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made")
+@pytest.mark.parametrize("name", ["model", "made/model"])
+def test_a_folder_in_which_nothing_can_be_made_is_named(name):
+    for way in (new_directory, alone):
+        with pytest.raises(TargetError) as refused, way(Path("/proc") / name):
+            pass
+        assert str(refused.value) == f"cannot write /proc/{name}: nothing can be made in /proc; choose another place"
 
 
 def test_another_error_of_the_system_is_passed_on(target):
@@ -274,7 +283,7 @@ def test_a_full_disk_leaves_the_old_model_as_it_was(make_checkpoint, mounted):
 
 def test_a_read_only_file_system_is_explained(checkpoint_dir, mounted):
     room = mounted("ro")
-    with pytest.raises(TargetError, match=f"cannot write {room}/model: the file system is read-only; choose another place"):
+    with pytest.raises(TargetError, match=f"cannot write {room}/model: the file system of {room} is read-only"):
         otaro.pack(checkpoint_dir, room / "model")
 
 
@@ -285,17 +294,21 @@ def test_a_directory_one_may_not_write_to_is_explained(in_child):
             import os
             from pathlib import Path
             import otaro
-            from otaro.file.atomic import new_directory, write_text
+            from otaro.file.atomic import alone, new_directory
             if os.geteuid() == 0:
                 os.setuid(65534)  # root may write everywhere
-            try:
-                with new_directory(Path({room!r}) / "model"):
-                    print("handed out a directory")
-            except otaro.OtaroError as error:
-                print(type(error).__name__, error)
+            for name, way in [("model", new_directory), ("made/model", new_directory), ("run", alone)]:
+                try:
+                    with way(Path({room!r}) / name):
+                        print("went on")
+                except otaro.OtaroError as error:
+                    print(type(error).__name__, error)
             """)
     assert child.returncode == 0, child.stderr
-    assert child.stdout == f"TargetError cannot write {room}/model: you may not write there; choose another place\n"
+    assert child.stdout.splitlines() == [
+        f"TargetError cannot write {room}/{name}: you may not write in {room}; choose another place"
+        for name in ("model", "made/model", "run")
+    ]
 
 
 # kill -9

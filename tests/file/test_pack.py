@@ -390,13 +390,15 @@ def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(checkp
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(TargetError, match="exists and is not empty; choose another place or ask to overwrite"):
+    with pytest.raises(TargetError, match="exists and is not empty; choose another place"):
         otaro.pack(checkpoint_dir, out)
     with pytest.raises(TargetError, match="is not empty and holds no nested model; it is not overwritten"):
         otaro.pack(checkpoint_dir, out, overwrite=True)
     assert files_of(out) == {"notes.txt": b"mine"}
     (out / "model-m3.safetensors").write_text("of an older model")
     (out / "chat_template.jinja").write_text("of an older model")
+    with pytest.raises(TargetError, match=r"holds a nested model already; .* replace it with --overwrite"):
+        otaro.pack(checkpoint_dir, out)
     otaro.pack(checkpoint_dir, out, overwrite=True)
     assert files_of(out) == {**files_of(nested_dir), "notes.txt": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

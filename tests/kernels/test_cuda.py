@@ -76,7 +76,7 @@ def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
 
 
 CONSTANTS = [
-    *[{"BITS": bits, "TOKENS": 1, "SPAN": 4, "UNITS": 4, "DEPTH": 3, "SHARED": 1} for bits in (3, 8)],
+    *[{"BITS": bits, "TOKENS": 1, "SPAN": 4, "UNITS": 4, "DEPTH": depth, "SHARED": 1} for bits, depth in ((3, 4), (8, 3))],
     {"BITS": 5, "TOKENS": 16, "SPAN": 2, "UNITS": 1, "DEPTH": 2, "SHARED": 0},
 ]
 

@@ -48,6 +48,27 @@ def logits():
 
 
 @pytest.fixture(scope="session")
+def assert_same_logits(logits):
+    """assert_same_logits(a, b): that two float32 models compute the same, up to the rounding of a library's products.
+
+    Each of a model's products rounds n numbers in an order of its own, which moves it by n epsilon at most, relative to the
+    largest, and so do all together by as many times that; norms keep it from growing. A plane more or less moves
+    logits by more (`test_a_plane_moves_logits_by_more_than_rounding_does`).
+    """
+
+    def check(model, expected):
+        got, wanted = logits(model), logits(expected)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=rounding(expected) * float(wanted.abs().max()))
+
+    def rounding(model):
+        matrices = [parameter for name, parameter in model.named_parameters() if parameter.dim() > 1]
+        return len(matrices) * max(matrix.shape[-1] for matrix in matrices) * torch.finfo(torch.float32).eps
+
+    check.rounding = rounding
+    return check
+
+
+@pytest.fixture(scope="session")
 def make_variant(random_model, tmp_path_factory):
     """make_variant("llama", {"attention_bias": True}) packs such a model and returns its directory and a function.
 

@@ -25,22 +25,33 @@ def files_of(directory):
 # The same answers
 
 
-def test_logits_are_those_of_the_decoded_weights(make_nested, decoded_model, logits, architecture, reconstruction):
+def test_logits_are_those_of_the_decoded_weights(
+    make_nested, decoded_model, logits, architecture, reconstruction, assert_same_logits
+):
     model = otaro.load(make_nested(architecture, reconstruction))
     seen = []
     for precision in NAMES:
         otaro.set_precision(model, precision)
         seen.append(logits(model))
-        torch.testing.assert_close(seen[-1], logits(decoded_model(architecture, precision, reconstruction)))
+        assert_same_logits(model, decoded_model(architecture, precision, reconstruction))
     for finer, coarser in itertools.pairwise(seen):
         assert (finer - coarser).abs().max() > 1e-2  # or the comparison above would not tell precisions apart
 
 
+@pytest.mark.parametrize("precision", ["E5M8", "E5M5"])
+def test_a_plane_moves_logits_by_more_than_rounding_does(decoded_model, logits, assert_same_logits, precision, architecture):
+    """So the tolerance of the tests here cannot hide one."""
+    fewer = f"E5M{int(precision[-1]) - 1}"
+    expected = decoded_model(architecture, precision)
+    finer, coarser = logits(expected), logits(decoded_model(architecture, fewer))
+    assert (finer - coarser).abs().max() > assert_same_logits.rounding(expected) * finer.abs().max()
+
+
 @pytest.mark.parametrize("precision", NAMES)
-def test_loading_at_a_precision_is_loading_and_switching_to_it(nested_dir, decoded_model, logits, precision):
+def test_loading_at_a_precision_is_loading_and_switching_to_it(nested_dir, decoded_model, assert_same_logits, precision):
     model = otaro.load(nested_dir, precision)
     assert set(otaro.precisions_of(model).values()) == {otaro.Precision(precision)}
-    torch.testing.assert_close(logits(model), logits(decoded_model("llama", precision)))
+    assert_same_logits(model, decoded_model("llama", precision))
 
 
 def test_the_default_is_the_finest_precision_present(nested_dir, copy_of):
@@ -77,10 +88,10 @@ def test_generation_is_that_of_the_decoded_weights(make_nested, decoded_model, n
         assert torch.equal(otaro.load(make_nested(name), precision).generate(prompt, **options), expected)
 
 
-def test_a_directory_without_planes_is_a_whole_model(nested_dir, copy_of, decoded_model, logits):
+def test_a_directory_without_planes_is_a_whole_model(nested_dir, copy_of, decoded_model, assert_same_logits):
     for finest, planes in (("E5M3", (3,)), ("E5M5", (3, 4, 5))):
         model = otaro.load(copy_of(nested_dir, planes))
-        torch.testing.assert_close(logits(model), logits(decoded_model("llama", finest)))
+        assert_same_logits(model, decoded_model("llama", finest))
 
 
 # Types
@@ -116,24 +127,24 @@ def test_types_convert_back_and_forth(nested_dir, logits):
 # Through transformers
 
 
-def test_from_pretrained_opens_a_nested_directory(nested_dir, decoded_model, logits):
+def test_from_pretrained_opens_a_nested_directory(nested_dir, decoded_model, assert_same_logits):
     model = AutoModelForCausalLM.from_pretrained(nested_dir, dtype=torch.float32)
-    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M8")))
+    assert_same_logits(model, decoded_model("llama", "E5M8"))
 
 
-def test_from_pretrained_takes_a_precision(nested_dir, decoded_model, logits):
+def test_from_pretrained_takes_a_precision(nested_dir, decoded_model, assert_same_logits):
     config = otaro.SefpConfig(precision="E5M4")
     model = AutoModelForCausalLM.from_pretrained(nested_dir, dtype=torch.float32, quantization_config=config)
     assert set(map(str, otaro.precisions_of(model).values())) == {"E5M4"}
-    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M4")))
+    assert_same_logits(model, decoded_model("llama", "E5M4"))
 
 
-def test_from_pretrained_keeps_the_numbers_of_the_file(make_nested, decoded_model, logits):
+def test_from_pretrained_keeps_the_numbers_of_the_file(make_nested, decoded_model, assert_same_logits):
     """A config given for its precision alone carries defaults for the rest, which must not be taken for the file's."""
     model = AutoModelForCausalLM.from_pretrained(
         make_nested("llama", "truncate"), dtype=torch.float32, quantization_config=otaro.SefpConfig(precision="E5M4")
     )
-    torch.testing.assert_close(logits(model), logits(decoded_model("llama", "E5M4", "truncate")))
+    assert_same_logits(model, decoded_model("llama", "E5M4", "truncate"))
 
 
 def test_from_pretrained_uses_the_stored_type_by_default(make_nested):

@@ -160,7 +160,7 @@ def test_a_copy_generates_on_its_own(make_nested):
 
 
 def test_packed_weights_take_no_lora(make_nested):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
     model = otaro.load(make_nested("llama"), "E5M4")
     config = peft.LoraConfig(target_modules=["q_proj"], r=2)
     with pytest.raises(OtaroError, match="take no LoRA: tune the checkpoint they were packed from, with otaro tune --lora"):

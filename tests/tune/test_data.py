@@ -266,8 +266,14 @@ def test_long_rows_are_cut_and_those_without_an_answer_left_are_dropped(tokenize
         f"1 of 2 rows cut short by --sequence-length {prompt + 1}",
     )
     assert learnt(tokenizer, data[0]) == tokenizer.decode(ids_of(tokenizer, "It is 49.")[:1])
-    with pytest.raises(DataError, match=f"--sequence-length {prompt} cuts away all answers"):
-        load_data(path, tokenizer, prompt)
+    for positions, way in (
+        (None, "give a larger one"),
+        (2048, "give a larger one, up to the 2048 positions of this model"),
+        (prompt, "this model has no more positions, so shorten the prompts"),
+    ):
+        with pytest.raises(DataError) as refusal:
+            load_data(path, tokenizer, prompt, max_positions=positions)
+        assert str(refusal.value) == f"{path}: --sequence-length {prompt} cuts away all answers of all rows; {way}"
 
 
 def test_the_alpaca_slice(tokenizer, shared_data):
@@ -307,10 +313,16 @@ def test_templates_that_cannot_be_followed_are_refused(tokenizer, write):
         load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
 
 
-def test_without_a_template_chats_are_refused(tokenizer, write):
+def test_without_a_template_chats_are_refused_in_one_sentence(tokenizer, write):
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"line 1: is a chat, but this model has no chat template; .* --chat-template"):
-        load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
+    path = write("a.jsonl", [SHAREGPT] * 1500)
+    with pytest.raises(DataError) as refusal:
+        load_data(path, tokenizer, 512)
+    places = "line 1, line 2, line 3, line 4, line 5 and 1,495 more"
+    assert str(refusal.value) == (
+        f"{path}: 1,500 of 1,500 rows cannot be used:\n  {places}: is a chat, but this model has no chat template; "
+        "give it one, such as --chat-template alpaca"
+    )
 
 
 def test_without_an_end_of_text_token_instructions_are_refused(tokenizer, write):
@@ -439,13 +451,20 @@ def test_a_bad_row_is_named_by_its_line(tokenizer, write, row, problem):
         load_data(write("a.jsonl", f"\n{line}\n\n"), tokenizer, 64, skip_bad_rows=True)
 
 
-def test_all_bad_rows_are_counted_and_the_first_ones_shown(tokenizer, write):
+def test_all_bad_rows_are_counted_and_the_first_ones_shown_with_those_alike(tokenizer, write):
     rows = [{"text": "good"}, *[{"text": number} for number in range(8)], CHAT]
     path = write("a.json", rows)
     with pytest.raises(DataError) as refusal:
         load_data(path, tokenizer, 64)
-    shown = [f"  index {index}: `text` is of type int, not a string" for index in range(1, 6)]
-    assert str(refusal.value).split("\n") == [f"{path}: 9 of 10 rows cannot be used:", *shown, "  and 4 more"]
+    assert str(refusal.value).split("\n") == [
+        f"{path}: 9 of 10 rows cannot be used:",
+        "  index 1, index 2, index 3, index 4, index 5 and 3 more: `text` is of type int, not a string",
+        "  index 9: is of kind chat, while index 0 is of kind text",
+    ]
+    with pytest.raises(DataError) as refusal:
+        load_data(write("b.json", [{f"field{number}": ""} for number in range(7)]), tokenizer, 64)
+    assert len(lines := str(refusal.value).split("\n")) == 7
+    assert lines[-1] == "  and 2 more, with other problems"
     data = load_data(path, tokenizer, 64, skip_bad_rows=True)
     assert (data.dropped, data[0]["input_ids"]) == (9, ids_of(tokenizer, "good"))
     assert data.remarks == ("9 of 10 rows left out: cannot be used, such as index 1: `text` is of type int, not a string",)

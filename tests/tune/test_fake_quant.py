@@ -18,6 +18,7 @@ from otaro import encode
 from otaro.errors import OtaroError
 from otaro.file.checkpoint import Checkpoint
 from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune import plain
 from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore, scale_exponent
 from tests.conftest import SIZES
 
@@ -138,6 +139,22 @@ def test_a_part_is_quantised_as_in_the_whole(reconstruction):
     assert not torch.equal(quantize(whole[16:], 3, 32, reconstruction), expected.decode(M3)[16:])
 
 
+def test_many_weights_together_have_the_values_of_each_alone(reconstruction, monkeypatch):
+    monkeypatch.setattr(plain, "TOGETHER", 1000)
+    monkeypatch.setattr(plain, "_CHUNK_ON_CPU", 200)
+    generator, precisely = torch.Generator().manual_seed(0), Precisely(64, reconstruction)
+    shapes = [(3, 64), (5, 70), (0, 64), (2, 3, 65), (20, 128), (1,), (7, 64), (128, 9)]
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+    weights = [(torch.randn(shape, generator=generator) * 10.0**-i).to(types[i % 4]) for i, shape in enumerate(shapes)]
+    weights[-1] = weights[-1].T
+    for dtype in (None, torch.bfloat16):
+        found = precisely.values_of_all(weights, M4, dtype)
+        for weight, values in zip(weights, found, strict=True):
+            expected = encode(weight, 64, reconstruction).decode(M4).to(dtype or weight.dtype)
+            assert torch.equal(values, expected)
+            assert values.dtype == expected.dtype
+
+
 def test_groups_of_zeros_have_the_scale_zero_without_a_sign(reconstruction):
     """However long the tensor, and so whichever instruction took the larger of 0 and -0."""
     for zeros in (torch.zeros(300, 64), -torch.zeros(300, 64), torch.zeros(1), -torch.zeros(1)):
@@ -173,6 +190,28 @@ def test_weights_that_are_made_again_give_the_gradients_of_held_ones_bit_for_bit
         with precisely.at(M4, dtype), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             found.append(gradients(model))
     assert_same_gradients(*found)
+
+
+@pytest.mark.parametrize("hold", [True, False], ids=["held", "made again"])
+def test_rows_of_an_embedding_and_single_experts_are_quantised_as_in_the_whole(make_plain, hold):
+    """Beside a row that nobody looks up, or another expert, so large that it takes scales from all others."""
+
+    def uneven() -> nn.Module:
+        model = make_plain("mixtral")
+        for parameter in map(model.get_parameter, model.packed_names):
+            if parameter.dim() == 3 or parameter is model.get_input_embeddings().weight:
+                parameter.data[1:] *= 2.0**-13
+        return model
+
+    model, precisely = prepared(uneven())
+    precisely.hold = hold
+    with precisely.at(M4):
+        found = gradients(model)
+    assert_same_gradients(found, gradients(decoded(uneven(), M4)))
+    precisely.scale_exponent = lambda whole: None  # each part on its own
+    with precisely.at(M4):
+        alone = gradients(model)
+    assert not torch.equal(alone["model.norm.weight"], found["model.norm.weight"])
 
 
 def test_a_backward_pass_after_the_precision_was_left_is_still_at_it(make_plain):

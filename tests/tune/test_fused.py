@@ -1,4 +1,4 @@
-"""The GPU's kernel for many weights gives the very values of the plain computation.
+"""The GPU's kernel for many weights gives the very values of the codec.
 
 It runs on a GPU, or by Triton's interpreter on the CPU: that one has to be chosen before Triton is imported, so the last test
 runs this file once more in a process of its own.
@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from otaro import encode
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.accumulate import GradientAccumulator
 from otaro.tune.fake_quant import Precisely, prepare, quantize
@@ -52,13 +53,31 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
         values = torch.randn(shape, generator=generator) * 2.0 ** spread.clamp(-20, 8)
         values[..., 0] = torch.tensor([0.0, -0.0, 0.96, -0.96, 2.0**-24, -(2.0**-17), 1.0])[n]
         made.append(values.to(dtype))
-    return [*made, torch.zeros(5, 64, dtype=dtype)]
+    return [*made, torch.zeros(5, 64, dtype=dtype), *(edges() if dtype == torch.float32 else ())]
+
+
+def edges() -> list[torch.Tensor]:
+    """Groups that just fit their scale, or just do not; weights on borders of cells, and beside them; far smaller ones."""
+
+    def neighbours(numbers: torch.Tensor) -> torch.Tensor:
+        up, down = (torch.nextafter(numbers, torch.full_like(numbers, end)) for end in (torch.inf, 0.0))
+        return torch.stack([down, numbers, up, -down, -numbers, -up])
+
+    float8 = torch.arange(8.0, 16.0)
+    ends = neighbours(torch.cat([float8 * 15, float8 * 17]) / 2.0**8).reshape(-1, 1)
+    alone, beside = torch.zeros(2, len(ends), 64)
+    alone[:, :1], beside[:, 1:2], beside[:, 2:3] = ends, ends * (17 / 16), ends * -(15 / 16)
+    borders = neighbours(torch.arange(1.0, 65.0) * 13 / 2.0**10).reshape(-1, 64)
+    borders[:, 7] = torch.tensor([-17.0, 17.0, -15.0, -16.5, 16.0, 16.9]) * 13 / 2.0**8
+    far = torch.randn(32, 64, generator=torch.Generator().manual_seed(9)) * 2.0 ** -torch.arange(0, 64, 2).unsqueeze(-1)
+    far[3, 5:9] = torch.tensor([1e-45, -1e-45, 1e-39, -1e-39])
+    return [alone, beside, borders, far]
 
 
 @needs_triton
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precision, reconstruction, device):
+def test_values_of_all_weights_are_those_of_the_codec(dtype, precision, reconstruction, device):
     from otaro.tune.fused import BEST, Launch, quantize_all, serves
 
     given = weights(dtype)
@@ -72,9 +91,25 @@ def test_values_of_all_weights_are_those_of_the_plain_computation(dtype, precisi
         for out in (torch.float32,) if INTERPRETED else (dtype, torch.float32, torch.bfloat16):
             found = quantize_all(there, precision.mantissa_bits, group_size, reconstruction, out, launch)
             for weight, values in zip(given, found, strict=True):
-                expected = quantize(weight.float(), precision.mantissa_bits, group_size, reconstruction).to(out)
+                expected = encode(weight, group_size, reconstruction).decode(precision).to(out)
                 assert values.shape == weight.shape
-                assert torch.equal(values.cpu(), expected)
+                bits = torch.int32 if out == torch.float32 else torch.int16
+                assert torch.equal(values.cpu().view(bits), expected.view(bits))
+
+
+@needs_triton
+def test_small_parts_are_quantised_as_in_the_whole(reconstruction, device):
+    from otaro.tune.fused import quantize_all, scale_exponents_of
+
+    given = weights(torch.float32)
+    found = scale_exponents_of([weight.to(device) for weight in given], 64, reconstruction)
+    assert found.tolist() == [encode(weight, 64, reconstruction).scale_exponent for weight in given]
+    whole = given[-1].to(device)
+    expected = encode(given[-1], 64, reconstruction).decode("E5M8")
+    for start in (0, 9):
+        part = quantize_all([whole[start:]], 8, 64, reconstruction, torch.float32, scale_exponents=found[-1:])[0]
+        assert torch.equal(part.cpu(), expected[start:])
+    assert not torch.equal(quantize_all([whole[9:]], 8, 64, reconstruction, torch.float32)[0].cpu(), expected[9:])
 
 
 @needs_triton

@@ -28,6 +28,7 @@ from otaro.tune.trainer import (
     last_complete_checkpoint,
     last_good_checkpoint,
     losses_by_precision,
+    reaches_all,
 )
 
 ULTRA_LOW = ("E5M4", "E5M3")
@@ -583,3 +584,15 @@ def test_weights_that_are_shared_out_are_quantised_as_they_are_and_multiplied_in
     child = in_child(SHARDED_IN_BFLOAT16.format(directory=str(tmp_path / "run"), checkpoint=str(checkpoint_dir)))
     assert child.returncode == 0, child.stderr
     assert child.stdout.splitlines()[-1] == "{('torch.float32', 'torch.bfloat16')}"
+
+
+def test_every_weight_of_a_model_is_reached_by_the_loss_unless_one_is_not_used(random_model, architecture):
+    """Experts are told apart from an unused weight: those in one stack have a gradient whichever is taken."""
+    model = random_model(architecture).float()
+    prepare(model, Precisely(64, "midpoint"))
+    assert reaches_all(model)
+    assert all(weight.grad is None for weight in model.parameters())
+    model.model.unused = torch.nn.Linear(2, 2)
+    assert not reaches_all(model)
+    model.model.unused.requires_grad_(False)
+    assert reaches_all(model)

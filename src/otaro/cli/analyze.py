@@ -275,7 +275,8 @@ def _show_weights(result: dict[str, Any]) -> None:
     console.out.print(table)
     console.out.print(
         "outlier group: its largest weight is at least 4 times the second. "
-        "shift: bits of a weight below the largest of its group. lost: zero would be as close. error: root mean square, relative to the weights'.",
+        "shift: bits of a weight below the largest of its group. "
+        "lost: zero would be as close. error: root mean square, relative to the weights'.",
         highlight=False,
     )
 

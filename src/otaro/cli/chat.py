@@ -109,7 +109,9 @@ def _command(session: Any, line: str) -> None:
         session.reset()
         console.err.print("conversation forgotten")
     else:
-        console.err.print(console.escape(HELP), highlight=False)
+        if command not in ("/help", "/precision"):
+            console.remark(f"unknown command {command}; there are:")
+        console.remark(HELP)
 
 
 def _answer(session: Any, text: str, options: dict[str, Any]) -> None:

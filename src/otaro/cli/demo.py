@@ -114,6 +114,7 @@ def _say(what: str) -> None:
 def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
     """Make the folders, in place of those of an earlier demo; whatever else is there is left alone."""
     from otaro.errors import OtaroError
+    from otaro.file.atomic import explained
 
     for folder in folders:
         for flag, given in inputs.items():
@@ -124,10 +125,11 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
         if (folder.is_symlink() or folder.exists()) and not (folder / MARK).is_file():
             raise OtaroError(f"{folder} is there and was not made by a demo; choose another folder with --out")
     for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        (folder / MARK).touch()
+        with explained(folder):
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            (folder / MARK).touch()
 
 
 def _tune(model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub) -> None:

@@ -31,7 +31,7 @@ ScheduleOption = Annotated[
     typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,...", show_default=False),
 ]
 KvOption = Annotated[
-    str | None, typer.Option(help="Keep keys and values at this precision [default: float16].", show_default=False)
+    str | None, typer.Option(help="Keep keys and values at this precision; in float16 by default.", show_default=False)
 ]
 StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.", show_default=False)]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]

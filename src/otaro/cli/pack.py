@@ -30,25 +30,29 @@ def pack(
 
     Reads safetensors only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
     """
-    from otaro.file.pack import pack as pack_model
-
-    console.quiet_transformers()
     started = time.perf_counter()
-    with (
-        warnings.catch_warnings(record=True) as notes,
-        console.progress_bar("packing (million weights)", 1_000_000) as progress,
-    ):
-        nested = pack_model(
-            model,
-            out,
-            group_size=group_size,
-            reconstruction=reconstruction,
-            overwrite=overwrite,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            progress=progress,
-        )
+    try:
+        from otaro.file.pack import pack as pack_model
+
+        console.quiet_transformers()
+        with (
+            warnings.catch_warnings(record=True) as notes,
+            console.progress_bar("packing (million weights)", 1_000_000) as progress,
+        ):
+            nested = pack_model(
+                model,
+                out,
+                group_size=group_size,
+                reconstruction=reconstruction,
+                overwrite=overwrite,
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        console.remark(f"interrupted: {f'{out} is as it was' if out.exists() else 'nothing is left behind'}")
+        raise typer.Exit(130) from None
     seconds = time.perf_counter() - started
     for note in notes:
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)

@@ -36,8 +36,8 @@ AVERAGE_HELP = (
 )
 OPTIMIZER_HELP = "adamw, sgd, or adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
 OUT_HELP = (
-    "The run folder: model/, nested/, config.json, log.jsonl, checkpoints/. What a run left in it that failed before its first "
-    "checkpoint is replaced."
+    "The run folder: model/, nested/, config.json, log.jsonl, result.json, checkpoints/. What a run left in it that failed "
+    "before its first checkpoint is replaced."
 )
 LEFTOVER_HELP = "Apply gradients that still wait at the end, or drop them as the paper's listing does (apply)."
 HOLD_OUT_HELP = "Share of the data to measure perplexity on and not to train on (0.05); 0 for none."

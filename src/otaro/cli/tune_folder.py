@@ -3,6 +3,8 @@
 config.json states every option as it was resolved, how many processes there were, and SHA-256 digests of the model and the
 examples. A run that goes on must agree with all of it, by content: a file that was moved is the same, one that was edited
 under the same name is not. Only the end may be moved further away.
+
+result.json is there when the run has ended, and says what it ended with; it is removed when one goes on to more steps.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otaro.file.atomic import write_text
+from otaro.file.atomic import explained, write_text
+from otaro.file.run import command_to_resume, read_run
 from otaro.tune.config import ConfigError, renamed
 
 if TYPE_CHECKING:
@@ -36,13 +39,13 @@ class RunFolder:
     def __init__(self, path: Path, allowed: Collection[str] = ()) -> None:
         self.path, self.allowed = path, allowed
         self.config, self.log, self.perplexity = path / "config.json", path / "log.jsonl", path / "perplexity.json"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints, self.result = path / "checkpoints", path / "result.json"
 
     def stated(self) -> dict[str, Any]:
         """What the run in this folder was started with."""
         if not self.config.is_file():
             raise ConfigError(f"--resume: {self.path} holds no run; leave the flag out to start one")
-        stated = _read(self.config)
+        stated = read_run(self.path)
         if stated is None:
             raise ConfigError(f"--resume: {self.config} is not that of a tuning run")
         return stated
@@ -51,8 +54,8 @@ class RunFolder:
         """Refuse a folder with something in it, except what a run left that failed before its first checkpoint."""
         if not self.path.exists() or not (names := self._names()) or self._left_by_a_failure(names):
             return
-        if self.config.is_file() and _read(self.config) is not None:
-            advice = f"go on with `otaro tune --resume --out {self.path}`, or choose another folder"
+        if (stated := read_run(self.path)) is not None:
+            advice = f"go on with `{command_to_resume(self.path, stated)}`, or choose another folder"
             raise ConfigError(f"--out {self.path} holds a run already; {advice}")
         raise ConfigError(f"--out {self.path} exists and is not empty; choose another folder")
 
@@ -66,14 +69,31 @@ class RunFolder:
                 self.path.rmdir()
 
     def write(self, stated: dict[str, Any]) -> None:
-        """Make the folder, and config.json in it."""
+        """Make the folder, and config.json in it; whatever a run has ended with is no longer its end."""
+        with explained(self.result):
+            self.result.unlink(missing_ok=True)
         write_text(self.config, json.dumps(stated, indent=2) + "\n")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """State that all there is to a run is in its folder."""
+        write_text(self.result, json.dumps(result) + "\n")
+
+    def ended_with(self) -> dict[str, Any] | None:
+        """What a run gave that has ended, if its models are still there."""
+        models = (self.path / "model" / "config.json", self.path / "nested" / "config.json")
+        if not self.result.is_file() or not all(file.is_file() for file in models):
+            return None
+        try:
+            result = json.loads(self.result.read_text())
+        except ValueError:
+            return None
+        return result if isinstance(result, dict) else None
 
     def _names(self) -> set[str]:
         return {path.name for path in self.path.iterdir() if path.name not in self.allowed and not _passing(path.name)}
 
     def _left_by_a_failure(self, names: set[str]) -> bool:
-        if not names <= OURS or (self.config.exists() and _read(self.config) is None):
+        if not names <= OURS or (self.config.exists() and read_run(self.path) is None):
             return False
         if not self.config.exists():  # it is the first to be written; whatever else is there is not ours
             return names <= {"checkpoints"} and not any(self.checkpoints.iterdir()) if names else True
@@ -103,8 +123,8 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
         raise ConfigError(f"--resume: {'; '.join(changed)}. Leave out what is to stay as it was when {folder} was started")
     then, count = before.get("processes", 1), now["processes"]
     if then != count:
-        way = f"torchrun --nproc_per_node {then}" if then > 1 else "no launcher"
-        raise ConfigError(f"--resume: the run in {folder} has {then} process(es), this is {count}; go on with {way}")
+        way = command_to_resume(folder, before)
+        raise ConfigError(f"--resume: the run in {folder} has {then} process(es), this is {count}; go on with: {way}")
 
 
 def refuse_other_content(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -181,12 +201,3 @@ def digest_of_examples(dataset: TokenDataset | None) -> str | None:
 def _passing(name: str) -> bool:
     """Locks, and what a killed writer left, which the next sweeps away."""
     return name.startswith(".") and name.endswith((".partial", ".lock"))
-
-
-def _read(config: Path) -> dict[str, Any] | None:
-    """config.json of a tuning run; None if it is another's, or damaged."""
-    try:
-        stated = json.loads(config.read_text())
-    except (OSError, ValueError):
-        return None
-    return stated if isinstance(stated, dict) and {"model", "data", "options", "training"} <= stated.keys() else None

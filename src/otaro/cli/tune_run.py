@@ -79,6 +79,7 @@ class TuningRun:
         stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
         stated |= {"options": options.to_dict(), "training": asdict(training), "processes": processes.size()}
         stated["training"] |= {name: getattr(self, name) for name in AROUND}
+        stated["launcher"] = processes.launcher()
         self.stated: dict[str, Any] = json_module.loads(json_module.dumps(stated))
         self.before: dict[str, Any] | None = self.folder.stated() if resume else None
         if self.before is not None:
@@ -92,7 +93,6 @@ class TuningRun:
         console.quiet_transformers()
         with _interruptible(self), _explained(self), ExitStack() as held:
             if processes.is_first():
-                self.out.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(alone(self.out))
                 if not self.resume:
                     self.folder.check_free()
@@ -104,6 +104,10 @@ class TuningRun:
         from otaro.file.pack import pack
         from otaro.tune.trainer import UNJUDGED, forget_steps_after, last_good_checkpoint
 
+        if (ended := processes.from_first(self._ended)) is not None:
+            more = "--epochs" if self.training.steps is None else "--steps"
+            console.remark(f"--resume: this run is complete: nothing to do; a larger {more} would go on")
+            return ended
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
             if self.options.average and held_out is None:
@@ -113,6 +117,9 @@ class TuningRun:
             self._tell_memory(model)
         with self._begun():
             found = processes.from_first(lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None)
+            if self.resume:
+                way = f"goes on from {found}" if found else "no checkpoint yet: starts from the beginning"
+                console.remark(f"--resume: {way}")
             if processes.is_first():
                 forget_steps_after(self.folder.log, int(found.name.rpartition("-")[2]) if found else 0)
             trainer = self._trainer(model, tokenizer, training, arguments)
@@ -126,11 +133,22 @@ class TuningRun:
                 _save(tuned, tokenizer, self.options, self.out / "model")
                 kind, size = self.options.reconstruction, self.options.group_size
                 pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
-        processes.wait()
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
         done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
         done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
-        return {"out": str(self.out), "seconds": seconds, **done, **perplexities}
+        result = {"out": str(self.out), "seconds": seconds, **done, **perplexities}
+        if processes.is_first():
+            self.folder.finish(result)
+        processes.wait()
+        return result
+
+    def _ended(self) -> dict[str, Any] | None:
+        """What the run gave, if it has ended and is asked for as it was: of the same model and data, by name."""
+        same = self.before is not None and all(
+            self.before.get(key) == value for key, value in self.stated.items() if key != "launcher"
+        )
+        ended = self.folder.ended_with() if same else None
+        return None if ended is None else {**ended, "out": str(self.out)}
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
@@ -193,7 +211,14 @@ class TuningRun:
         length, bos = self._sequence_length(model), not self.training.no_bos
         if length < (asked := self.training.sequence_length):
             console.remark(f"--sequence-length {asked} is shortened to the {length} positions of this model")
-        read = partial(load_data, tokenizer=tokenizer, sequence_length=length, skip_bad_rows=self.skip_bad_rows, bos=bos)
+        read = partial(
+            load_data,
+            tokenizer=tokenizer,
+            sequence_length=length,
+            max_positions=_positions(model),
+            skip_bad_rows=self.skip_bad_rows,
+            bos=bos,
+        )
         dataset = read(self.data)
         console.remark(*dataset.remarks)
         if self.eval_data is not None:
@@ -221,8 +246,8 @@ class TuningRun:
 
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
-        positions = getattr(model.config, "max_position_embeddings", None)
-        return min(self.training.sequence_length, self.training.sequence_length if positions is None else int(positions))
+        positions = _positions(model)
+        return self.training.sequence_length if positions is None else min(self.training.sequence_length, positions)
 
     def _arguments(self) -> Any:
         import torch
@@ -269,7 +294,7 @@ class TuningRun:
         from transformers import PrinterCallback
 
         from otaro.tune.data import collate, padding_id
-        from otaro.tune.trainer import OtaroTrainer
+        from otaro.tune.trainer import OtaroTrainer, reaches_all
 
         with _worded():
             trainer = OtaroTrainer(
@@ -283,6 +308,10 @@ class TuningRun:
         if trainer.accelerator.num_processes != processes.size():
             seen = trainer.accelerator.num_processes
             raise OtaroError(f"accelerate sees {seen} of {processes.size()} processes; start them with torchrun")
+        by_ddp = processes.size() > 1 and not trainer.is_fsdp_enabled
+        if by_ddp and processes.from_first(lambda: reaches_all(trainer.model)):
+            # Or DDP would look for weights without a gradient in every step, and warn that there are none.
+            trainer.accelerator.ddp_handler.find_unused_parameters = False
         if self.training.compile:
             trainer.compile_steps()
         trainer.remove_callback(PrinterCallback)  # we have a bar
@@ -374,12 +403,11 @@ class TuningRun:
 
     def kept(self) -> str:
         """What a run that ended early leaves behind, and how to go on."""
+        from otaro.file.run import command_to_resume
         from otaro.tune.trainer import last_good_checkpoint
 
-        count = processes.size()
-        command = "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"
         if last := last_good_checkpoint(self.folder.checkpoints):
-            return f"kept is {last}; go on with: {command} tune --resume --out {self.out}"
+            return f"kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
         return f"nothing is kept, as the first checkpoint comes after {self.save_every} steps (--save-every)"
 
 
@@ -449,6 +477,12 @@ def _gathered(model: Any) -> dict[str, Any]:
         if processes.is_first():
             whole[name] = tensor.cpu()
     return whole
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens a model was made for, if it says so."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return None if positions is None else int(positions)
 
 
 def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:

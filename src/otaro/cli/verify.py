@@ -32,7 +32,7 @@ def verify(
     for plane in nested.behind_gap():
         console.err.print(f"{shard_name(plane)} is sound but not used: a shard before it is missing", highlight=False)
     tensors = sum(len(shard.header.entries) for shard in shards)
-    size = sum(shard.size for shard in shards)
+    size = sum(shard.header.path.stat().st_size for shard in shards)
     if json:
         console.print_json({"ok": True, "shards": len(shards), "tensors": tensors, "bytes": size, "finest": str(nested.finest)})
     else:

@@ -27,12 +27,13 @@ _REFUSED_BY_SYSTEM = {
     errno.ENOSPC: "the disk is full; free some space or choose another place",
     errno.EDQUOT: "your disk quota is used up; free some space or choose another place",
     errno.EFBIG: "the file would be larger than this system allows (see `ulimit -f`)",
-    errno.EROFS: "the file system is read-only; choose another place",
-    errno.EACCES: "you may not write there; choose another place",
-    errno.EPERM: "you may not write there; choose another place",
+    errno.EROFS: "the file system of {folder} is read-only; choose another place",
+    errno.EACCES: "you may not write in {folder}; choose another place",
+    errno.EPERM: "you may not write in {folder}; choose another place",
     errno.ENOTDIR: "a part of that path is a file, not a directory",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.EEXIST: "a part of that path is a file, not a directory",
+    errno.ENOENT: "nothing can be made in {folder}; choose another place",  # as in /proc
 }
 
 
@@ -43,12 +44,13 @@ def explained(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
-        ours = (target, _partial(target), _lock(target))
-        concerned = at is None or at in target.parents or any(at.is_relative_to(path) for path in ours)
+        around = at in target.parents or at == _lock(target)  # what is made before anything is written
+        concerned = at is None or around or any(at.is_relative_to(path) for path in (target, _partial(target)))
         advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
-        if not concerned or advice is None:
+        if not concerned or advice is None or (error.errno == errno.ENOENT and not around):
             raise
-        raise TargetError(f"cannot write {target}: {advice}") from error
+        folder = next((path for path in target.parents if os.access(path, os.F_OK)), target.parent).absolute()
+        raise TargetError(f"cannot write {target}: {advice.format(folder=folder)}") from error
 
 
 @contextmanager
@@ -66,8 +68,7 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
         if target.exists() and not target.is_dir():
             raise TargetError(f"{target} exists and is not a directory; choose another place")
         if target.is_dir() and any(target.iterdir()) and not overwrite:
-            raise TargetError(f"{target} exists and is not empty; choose another place or ask to overwrite it")
-        target.parent.mkdir(parents=True, exist_ok=True)
+            raise TargetError(f"{target} exists and is not empty; choose another place")
         with alone(target):
             _remove(partial)  # what a killed writer left
             partial.mkdir()
@@ -90,45 +91,51 @@ def update_text(target: Path, make: Callable[[], str]) -> None:
     Who comes second waits.
     """
     partial = _partial(target)
-    with explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(target, wait=True):
-            text = make()
-            partial.unlink(missing_ok=True)  # what a killed writer left
-            try:
-                with partial.open("x", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.rename(partial, target)
-            finally:
-                partial.unlink(missing_ok=True)
+    with explained(target), alone(target, wait=True):
+        text = make()
+        partial.unlink(missing_ok=True)  # what a killed writer left
+        try:
+            with partial.open("x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def alone(target: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock beside `target`; while a live process holds it, wait or be refused. That of a killed one is nobody's."""
-    if fcntl is None:
+    """Hold the lock beside `target`, in a folder that is made if there is none.
+
+    While a live process holds it, wait or be refused. That of a killed one is nobody's.
+    """
+    with explained(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = None if fcntl is None else _locked(target, wait)
+    try:
         yield
-        return
+    finally:
+        if lock is not None:
+            _lock(target).unlink(missing_ok=True)
+            os.close(lock)
+
+
+def _locked(target: Path, wait: bool) -> int:
+    """The descriptor of the lock beside `target`, which is ours from now on."""
     path = _lock(target)
     while True:
         lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if path.stat().st_ino == os.fstat(lock).st_ino:
-                break
+                return lock
         except FileNotFoundError:
             pass
         except BlockingIOError:
             os.close(lock)
             raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
         os.close(lock)  # its holder finished and removed it in the meantime
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(lock)
 
 
 def _partial(target: Path) -> Path:

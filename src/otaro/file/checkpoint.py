@@ -24,6 +24,7 @@ from otaro.errors import brief as brief
 from otaro.file.header import BASE, DTYPES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.replace import QUALITY_FILE
+from otaro.file.run import refuse_run
 from otaro.sefp.precision import Precision
 
 BUILTIN = "builtin"
@@ -45,6 +46,7 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
     if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
         raise CheckpointError(f"{model} is on this machine and has no revision {hub.revision!r}; leave the revision out")
     if path.is_dir():
+        refuse_run(path)
         return path
     if path.exists():
         raise CheckpointError(f"{model} is a file; give the directory of a Hugging Face model")

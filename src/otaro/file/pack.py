@@ -110,7 +110,10 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
     """Overwriting is for nested models: nothing else is ever replaced, least of all the checkpoint."""
     if source.resolve().is_relative_to(target):
         raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
-    if overwrite and target.is_dir() and any(target.iterdir()) and not (target / shard_name(BASE)).is_file():
+    if (nested := (target / shard_name(BASE)).is_file()) and not overwrite:
+        way = "choose another place, or replace it with --overwrite (in Python: overwrite=True)"
+        raise TargetError(f"{target} holds a nested model already; {way}")
+    if overwrite and target.is_dir() and any(target.iterdir()) and not nested:
         raise TargetError(f"{target} is not empty and holds no nested model; it is not overwritten, choose another place")
 
 

@@ -31,6 +31,7 @@ _TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
+_LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 
 
@@ -107,7 +108,7 @@ def products(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
         room, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
-        count % (_LANES * unit // BLOCK) != 0, shared,
+        count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared,
     )  # fmt: skip
     parameters = _Linear()
     for i, one in enumerate(matrices):
@@ -132,14 +133,18 @@ def products(
 @cache
 def _linear_kernel(
     device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
-    ragged: bool, shared: int,
+    ragged: bool, long: bool, shared: int,
 ) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
     """The kernel, its threads, and how many of its blocks the GPU runs at a time.
 
-    One or two tokens wait for memory: a warp takes four lanes and loads three steps ahead. With more tokens a warp has more
-    sums to hold, takes two lanes, and loads less ahead.
+    One or two tokens wait for memory: a warp takes four lanes and loads three steps ahead, of a long row four. With more
+    tokens a warp has more sums to hold, takes two lanes, and loads as far ahead as registers last: with few planes three
+    steps, else two. (Measured on an H200, docs/gpu.md.)
     """
-    span, depth = (4, 3) if tokens <= 2 else (2, 2)
+    if tokens <= 2:
+        span, depth = 4, 4 if long else 3
+    else:
+        span, depth = 2, 3 if bits <= (6 if tokens == 4 else 4) else 2
     units = min(span, max(1, 4 // tokens))
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,

@@ -28,8 +28,9 @@ where the prompt is tokenised otherwise as part of the whole, the answer is toke
 
 Instruction and chat rows are one example each, cut at `sequence_length`. Left out are rows with an empty
 answer, rows without text, and rows that lose their whole answer to the cut. One error names all rows that
-cannot be read, by line in .jsonl (where blank lines are no rows), else by index from 0; only `skip_bad_rows`
-leaves them out. Whatever is left out or cut is counted, and `TokenDataset.remarks` says it.
+cannot be read, by line in .jsonl (where blank lines are no rows), else by index from 0, those with the same
+problem together; only `skip_bad_rows` leaves them out. Whatever is left out or cut is counted, and
+`TokenDataset.remarks` says it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ACCEPTED = (
     "--data takes .txt, .json or .jsonl (each also as .gz), .parquet, a Hub dataset as owner/name[/config][:split], or builtin"
 )
 IGNORED = -100  # what the cross entropy of torch leaves out
-BAD_ROWS_SHOWN = 5
+PROBLEMS_SHOWN, PLACES_SHOWN = 5, 5  # of rows that cannot be used
 TEXTS_AT_ONCE = 1000  # to tokenise in one call: enough for all cores, little enough for any memory
 
 Rows = Iterable[tuple[str, Any]]  # each with its place; a line that is no JSON is represented by its BadRow
@@ -137,7 +138,12 @@ def load_data(
         cut += len(ids) > sequence_length
         kept.append((array("i", ids[:sequence_length]), array("i", labels[:sequence_length])))
     if not kept:
-        raise DataError(f"{name}: --sequence-length {sequence_length} cuts away all answers of all rows; give a larger one")
+        way = "give a larger one"
+        if sequence_length == max_positions:
+            way = "this model has no more positions, so shorten the prompts"
+        elif max_positions is not None:
+            way += f", up to the {max_positions} positions of this model"
+        raise DataError(f"{name}: --sequence-length {sequence_length} cuts away all answers of all rows; {way}")
     left_out[f"--sequence-length {sequence_length} cuts the whole answer away"] = answerless
     remarks = [f"{count:,} of {total:,} rows left out: {reason}" for reason, count in left_out.items() if count]
     if cut:
@@ -246,7 +252,8 @@ def _from_datasets(name: str, *arguments: str, **options: str) -> Rows:
 
 def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tuple[str, list[Any], LeftOut]:
     """The kind of the rows, what is to be tokenised of each, and how many were left out, by reason."""
-    kind, first, empty, good, bad = "", "", 0, [], []
+    kind, first, empty, good = "", "", 0, []
+    bad: dict[str, list[str]] = {}  # where a problem occurs
     for place, row in rows:
         try:
             found, content = read_row(row, tokenizer)
@@ -257,18 +264,27 @@ def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tu
         except EmptyAnswer:
             empty += 1
         except BadRow as problem:
-            bad.append(f"{place}: {problem}")
-    total = len(good) + len(bad) + empty
+            bad.setdefault(str(problem), []).append(place)
+    unusable = sum(map(len, bad.values()))
+    total = len(good) + unusable + empty
     if bad and not (skip_bad_rows and good):
-        shown = bad[:BAD_ROWS_SHOWN] + [f"and {len(bad) - BAD_ROWS_SHOWN} more"] * (len(bad) > BAD_ROWS_SHOWN)
-        raise DataError("\n  ".join([f"{name}: {len(bad)} of {total} rows cannot be used:", *shown]))
+        shown = [f"{_listed(places)}: {problem}" for problem, places in bad.items()][:PROBLEMS_SHOWN]
+        if rest := [len(places) for places in bad.values()][PROBLEMS_SHOWN:]:
+            shown.append(f"and {sum(rest):,} more, with other problems")
+        raise DataError("\n  ".join([f"{name}: {unusable:,} of {total:,} rows cannot be used:", *shown]))
     if not good:
         nothing = f": the answers of all {empty} rows are empty" if empty else f" holds no rows; {NEEDED}"
         raise DataError(name + nothing)
     reasons = {"empty answer": empty}
     if bad:
-        reasons[f"cannot be used, such as {bad[0]}"] = len(bad)
+        such, places = next(iter(bad.items()))
+        reasons[f"cannot be used, such as {places[0]}: {such}"] = unusable
     return kind, good, reasons
+
+
+def _listed(places: list[str]) -> str:
+    more = len(places) - PLACES_SHOWN
+    return ", ".join(places[:PLACES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], **options: bool) -> Iterator[list[int]]:

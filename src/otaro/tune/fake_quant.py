@@ -26,7 +26,6 @@ merging does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -38,18 +37,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from otaro.errors import OtaroError
-from otaro.sefp.codec import (
-    FRACTION_BITS,
-    MAX_FLOAT8,
-    MIN_FLOAT8,
-    MIN_SCALE_EXPONENT,
-    Reconstruction,
-    midpoint_offset,
-    needs_of,
-    power_of_two,
-    zero_cells,
-)
-from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
+from otaro.sefp.codec import Reconstruction
+from otaro.sefp.precision import GROUP_SIZE, Precision
+from otaro.tune import plain
 
 EXPERT_STACKS = ("gate_up_proj", "down_proj")
 NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets its gradient before the last of them has one
@@ -114,17 +104,13 @@ class Precisely:
     ) -> list[torch.Tensor]:
         """The same of many weights; on a GPU with one launch. None: each in its own type."""
         values: dict[int, torch.Tensor] = {}
-        together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        together: dict[tuple[bool, torch.device, torch.dtype], list[int]] = {}
         for i, weight in enumerate(weights):
-            if _fused(weight, self.group_size):
-                together.setdefault((weight.device, weight.dtype), []).append(i)
-            else:
-                values[i] = self.values(weight, precision, dtype or weight.dtype)
-        for (_, own), members in together.items():
-            from otaro.tune.fused import quantize_all
-
-            settings = precision.mantissa_bits, self.group_size, self.reconstruction
-            values |= zip(members, quantize_all([weights[i].detach() for i in members], *settings, dtype or own), strict=True)
+            together.setdefault((_fused(weight, self.group_size), weight.device, weight.dtype), []).append(i)
+        settings = precision.mantissa_bits, self.group_size, self.reconstruction
+        for (fused, _, own), members in together.items():
+            found = _quantizer(fused).quantize_all([weights[i].detach() for i in members], *settings, dtype or own)
+            values |= zip(members, found, strict=True)
         return [values[i] for i in range(len(weights))]
 
     def _held(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
@@ -188,6 +174,15 @@ def _triton_is_here() -> bool:
     return find_spec("triton") is not None
 
 
+def _quantizer(fused: bool) -> Any:
+    """The GPU's kernels, or torch."""
+    if not fused:
+        return plain
+    from otaro.tune import fused as kernels
+
+    return kernels
+
+
 def quantize(
     weight: torch.Tensor,
     mantissa_bits: int,
@@ -196,81 +191,20 @@ def quantize(
     dtype: torch.dtype | None = None,
     scale_exponent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values of `encode(weight).decode(...)` in the weight's own type or another, bit for bit, without going through integers.
+    """Values of `encode(weight).decode(...)`, bit for bit, in the weight's own type or another.
 
-    Truncations compose, and so do floors: a code at m bits is floor(w / step(m) + 2^(m-4)), and its value the middle of that
-    cell, less 2^(m-4) steps. Where that is a whole number of steps it need not be added at all; at m = 3 it is one half,
-    and the code is w / step(3) rounded. Floors are right in float64, for the reason that the codec gives.
+    A part of a tensor is given the whole's `scale_exponent`.
     """
-    dtype = dtype or weight.dtype
-    if _fused(weight, group_size):
-        from otaro.tune.fused import quantize_all
-
-        exponents = None if scale_exponent is None else scale_exponent.view(1)
-        settings = mantissa_bits, group_size, reconstruction, dtype
-        return quantize_all([weight.detach()], *settings, scale_exponents=exponents)[0]
-    if weight.numel() == 0:
-        return weight.detach().to(dtype)
-    groups, needs = _groups(weight, group_size, reconstruction)
-    scales = scales_for(needs, largest_exponent(needs) if scale_exponent is None else scale_exponent).unsqueeze(-1)
-    inverses = (2.0**mantissa_bits / scales.double()).where(scales != 0, 0.0)
-    steps = scales * 2.0**-mantissa_bits
-    last_middle = 2.0**mantissa_bits - 1 + midpoint_offset(mantissa_bits)
-    if mantissa_bits > COARSEST:
-        # Added to a quotient, it changes none but a zero, whose floor becomes that of the cell below.
-        below = zero_cells(group_size, weight.device).double() * -1e-300
-    values = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
-    size = min(len(groups), max(1, (_CHUNK_ON_CPU if groups.device.type == "cpu" else _CHUNK) // group_size))
-    buffer = torch.empty(size, group_size, dtype=torch.float64, device=groups.device)
-    for start in range(0, len(groups), size):
-        some = slice(start, start + size)
-        codes = buffer[: len(groups) - start].copy_(groups[some]).mul_(inverses[some])
-        if reconstruction == "truncate":
-            codes.trunc_().add_(0.0)  # a negative zero becomes one without sign
-        elif mantissa_bits == COARSEST:
-            codes.add_(0.5).floor_().clamp_(max=last_middle)
-        else:
-            codes.add_(below).floor_().add_(0.5).clamp_(max=last_middle)
-        values[some] = codes
-        values[some].mul_(steps[some])
-    return values.view(*weight.shape[:-1], -1)[..., : weight.shape[-1]].to(dtype)
-
-
-# Weights quantised at a time in float64: on a CPU few enough for its cache.
-_CHUNK_ON_CPU, _CHUNK = 1 << 18, 1 << 24
+    settings = mantissa_bits, group_size, reconstruction, dtype or weight.dtype
+    exponents = None if scale_exponent is None else scale_exponent.view(1)
+    values = _quantizer(_fused(weight, group_size)).quantize_all([weight.detach()], *settings, scale_exponents=exponents)
+    return values[0]  # type: ignore[no-any-return]
 
 
 def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
     """The scale exponent of `encode(whole)`, int32, on the device of the tensor."""
-    if _fused(whole, group_size):
-        from otaro.tune.fused import scale_exponents_of
-
-        return scale_exponents_of([whole.detach()], group_size, reconstruction)[0]
-    if whole.numel() == 0:
-        return torch.tensor(MIN_SCALE_EXPONENT, dtype=torch.int32, device=whole.device)
-    return largest_exponent(_groups(whole, group_size, reconstruction)[1])
-
-
-def _groups(weight: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as [groups, group_size] in float32, short groups filled up with zeros, and the need of each group."""
-    values = weight.detach().float()
-    if short := -weight.shape[-1] % group_size:
-        values = nn.functional.pad(values, (0, short))
-    groups = values.reshape(-1, group_size)
-    return groups, needs_of(groups.amin(-1), groups.amax(-1), reconstruction)
-
-
-def largest_exponent(needs: torch.Tensor) -> torch.Tensor:
-    """As `codec.smallest_scale_exponent`, without waiting for a GPU, and without an upper limit: packing has it."""
-    mantissa, exponent = torch.frexp((needs.abs().amax() / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))
-    return exponent - (mantissa == 0.5).int()
-
-
-def scales_for(needs: torch.Tensor, scale_exponent: torch.Tensor) -> torch.Tensor:
-    """As `codec.round_up`, in float32 and not as bytes."""
-    spacings = torch.frexp(needs).exponent - (1 + FRACTION_BITS)
-    units = power_of_two(torch.maximum(spacings, scale_exponent + int(math.log2(MIN_FLOAT8))))
-    return torch.copysign((needs.abs() / units).ceil_().mul_(units), needs).float()
+    found = _quantizer(_fused(whole, group_size)).scale_exponents_of([whole.detach()], group_size, reconstruction)
+    return found[0]  # type: ignore[no-any-return]
 
 
 class _Recipe(NamedTuple):

@@ -1,4 +1,4 @@
-"""Quantising many weights with two launches, for GPUs: Triton kernels with the values of `fake_quant.quantize`.
+"""Quantising many weights with two launches, for GPUs: Triton kernels with the values of `plain.py`.
 
 A model has hundreds of weights, most of them small, and dozens of torch operations on each cost more in launches than in
 work. Here one program takes one tile of whole groups, whichever weight they belong to: a table says where each tile is

@@ -12,11 +12,14 @@ the others. Outside of a launcher there is one process, and nothing here does an
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from otaro.errors import OtaroError
@@ -43,6 +46,30 @@ def rank() -> int:
 def is_first() -> bool:
     """Whether this is the process that writes and prints."""
     return rank() == 0
+
+
+def launcher() -> str:
+    """The command that started these processes, up to the arguments of our own: `torchrun --nproc_per_node 2 -m otaro`.
+
+    It is the parent's, where the system shows one that ends as ours does; else the environment tells its name.
+    """
+    if size() == 1:
+        return "otaro"
+    words, ours = _command_of(os.getppid()), sys.argv[1:]
+    if ours and words[-len(ours) :] == ours:
+        if (script := Path(words[1])).is_absolute():  # the system has put its interpreter in front
+            words[:2] = [script.name if shutil.which(script.name) == words[1] else words[1]]
+        return shlex.join(words[: -len(ours)])
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    return f"{'accelerate launch --num_processes' if by_accelerate else 'torchrun --nproc_per_node'} {size()} -m otaro"
+
+
+def _command_of(pid: int) -> list[str]:
+    """As it was typed; empty where the system does not show it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except (OSError, ValueError):
+        return []
 
 
 def mute_others() -> None:

@@ -600,6 +600,18 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def reaches_all(model: Any) -> bool:
+    """Whether the loss of any tokens depends on every weight that is tuned.
+
+    Asked of two tokens: where a token takes some experts and leaves others, each a weight of its own, it does not.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    reached = all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+    model.zero_grad(set_to_none=True)
+    return reached
+
+
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean KL divergence from teacher to student over the tokens that have a label."""
     counted = labels[..., 1:] != -100

@@ -18,7 +18,7 @@
 constexpr int kWarps = kLanes / SPAN, kRows = 16, kMatrices = 3;
 constexpr int kPlanes = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
 constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;           // zeros below u in its byte
-constexpr Meaning means = meaning(BITS, TRUNCATE);
+constexpr Meaning kMeaning = meaning(BITS, TRUNCATE);
 constexpr int kThreads = 4 / UNITS;                        // that share a unit, and tokens of an accumulator
 constexpr int kWords = UNIT_BLOCKS * UNITS;                // base words of a thread's piece: one for each `mma`
 constexpr int kBlocks = kWords > 4 ? 2 : 1, kQuads = kWords > 4 ? 8 : 2 * kWords;  // blocks of a piece, quads of each
@@ -218,7 +218,7 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
 #pragma unroll
   for (int n = 0; n < kAccumulators; ++n) {
     if ((TOKENS > 1 && kThreads * n + t % kThreads >= p.tokens) || (RAGGED && one >= p.units)) continue;
-    const int constant = means.constant * (1 << kSpare) * x.term[n].sum;
+    const int constant = kMeaning.constant * (1 << kSpare) * x.term[n].sum;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int high = c[0][n][2 * r], low = c[0][n][2 * r + 1], last_high = d[0][n][2 * r], last_low = d[0][n][2 * r + 1];
@@ -228,7 +228,7 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
       }
       int dot = 256 * high + low;
       if constexpr (BITS == 8) dot = 2 * dot + 256 * last_high + last_low;
-      dot = means.factor * dot + constant;
+      dot = kMeaning.factor * dot + constant;
       lanes[n][r] = __fadd_rn(lanes[n][r], __fmul_rn(__int2float_rn(dot), __fmul_rn(steps[r], x.term[n].scale)));
     }
   }
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
 #pragma unroll
   for (int n = 0; n < kAccumulators; ++n) mine[n] = g / 2 / kThreads == t / kThreads && kThreads * n + g / 2 % kThreads < p.tokens;
   const Activations x = nearby(p);
-  const float factor = step_factor(matrix, means.shift + kSpare);
+  const float factor = step_factor(matrix, kMeaning.shift + kSpare);
   Fetched fetched = {};
   float lanes[kParts][kAccumulators][2] = {};
   int parity = 0;
