@@ -308,7 +308,13 @@ def test_prose_outside_the_marks_stays():
 
 def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch, capsys):
     results = tmp_path / "study.jsonl"
-    rows = ["small: none, seed 0", "small: best, lr*", "small: int4*", "small: fixed:E5M3, lr*", "small, questions: best*"]
+    rows = [
+        "small: none, seed 0",
+        "small: best, lr*",
+        "small: int4 QAT, chosen*",
+        "small: fixed:E5M3, lr*",
+        "small, questions: best*",
+    ]
     told = ["--small", "--results", str(results), "--models", str(tmp_path), "--only", *rows]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([ROOT / "runs" / "study.sh", *told], capture_output=True, text=True, check=True, env=environment)
