@@ -131,7 +131,9 @@ class Results:
 
 
 def _former(line: Result) -> bool:
-    """Whether it was made at a rate that the plan no longer tries."""
+    """Whether it was made at a rate that the plan no longer tries, or with options that are no longer there."""
+    if {"pull", "rates"} & (line.get("settings", {}).get("options") or {}).keys():  # an earlier `best`
+        return True
     rates = BENCHES[line["bench"]].rates
     return bool(rates and line["settings"]["rate_of"] and line["lr"] not in rates)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import math
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class Worker:
         line: Result = {"key": row.key, "bench": row.bench, "name": row.name, "seed": row.seed}
         line |= {"lr": lr if row.options else None, "settings": row.settings()}
         try:
-            precisely, path = self._tuned(row, bench, held, material, lr)
+            precisely, told = self._tuned(row, bench, held, material, lr)
         except TrainingError as error:
             return line | {"error": str(error).partition(";")[0]} | self.provenance(started)
         finally:
@@ -123,7 +124,7 @@ class Worker:
             if self.places.device == "cuda":
                 torch.cuda.empty_cache()
         tuned_in = time.perf_counter() - started
-        line |= {"path": path} if path else {}
+        line |= {name: value for name, value in told.items() if value}
         wanted = [None if name == FULL else Precision(name) for name in row.measured]
         if "perplexity" in row.measures:
             for text, batches in (("heldout", material.heldout), ("perplexity", material.test)):
@@ -151,7 +152,7 @@ class Worker:
     # Tuning -----------------------------------------------------------------------------------------------------------
 
     def _tuned(self, row: Row, bench: Bench, held: Held, material: Material, lr: float) -> tuple[Precisely, Result]:
-        """Tune the model in place; what it is to be measured with, and how often each precision was taken."""
+        """Tune the model in place; what it is to be measured with, how often each precision was taken, what was kept."""
         if row.options is None:
             precisely = precisely_for(row.quantizer, 64, "midpoint")
             prepare(held.model, precisely)
@@ -181,9 +182,20 @@ class Worker:
             if cuda and bench.compiled:
                 self._compile(trainer, held)
             trainer.remove_callback(PrinterCallback)
+            if material.heldout:
+                trainer.judge = self._judge(row, trainer, material)
             trainer.train()
-        counts = trainer.search.state_dict().get("counts", {})
-        return trainer.precisely, counts
+        told = {"path": trainer.search.state_dict().get("counts"), "average": trainer.judgement}
+        return trainer.precisely, told
+
+    def _judge(self, row: Row, trainer: OtaroTrainer, material: Material) -> Callable[[], float]:
+        """Held-out text; where the average is to be kept whatever it is, a judge that prefers it."""
+        if not row.judged:
+            return iter((1.0, 0.0)).__next__  # the last weights are judged first
+        assert row.options is not None
+        half = torch.bfloat16 if trainer.args.bf16 else None  # as the steps compute
+        asked = trainer.model, trainer.precisely, row.options.tuned_for, material.heldout, half
+        return lambda: statistics.fmean(losses_by_precision(*asked))
 
     @staticmethod
     def _compile(trainer: OtaroTrainer, held: Held) -> None:
@@ -254,7 +266,9 @@ class Worker:
         join, length = collate(padding_id(tokenizer)), bench.sequence_length
         if bench.data == "alpaca":
             rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)  # two have no answer
-            return Material(rows, [], [], zeroshot.load(self.places.questions(bench.model)))
+            training, heldout = split(rows, bench.held_out, 0)
+            judged = _batches(heldout, len(heldout), MEASURED_TOGETHER // length, join)
+            return Material(training, judged, [], zeroshot.load(self.places.questions(bench.model)))
         with tempfile.TemporaryDirectory() as scratch:
             if bench.data == "builtin":
                 tuning, measuring = Path(scratch, "tuning.txt"), Path(scratch, "measuring.txt")

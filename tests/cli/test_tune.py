@@ -64,7 +64,10 @@ def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everyt
     assert stated["training"]["steps"] == 6
     assert set(stated["versions"]) == {"otaro", "torch", "transformers", "python"}
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in log] == list(range(1, 7))
+    assert [record["step"] for record in log[:-1]] == list(range(1, 7))
+    assert report["average"] == {name: log[-1][name] for name in ("averaged", "last", "average", "kept")}
+    kept = math.log(math.prod(report["after"][name] for name in names[1:])) / 6  # what is measured is what was kept
+    assert kept == pytest.approx(min(report["average"]["last"], report["average"]["average"]))
     model = otaro.load(tmp_path / "run" / "nested", "E5M3")
     packed_again = otaro.pack(tmp_path / "run" / "model", tmp_path / "again")
     assert packed_again.base.header.model == model.sefp.nested.base.header.model
@@ -111,12 +114,12 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "rate", "added"),
     [
-        ([], 1e-4, {"weights": [1.0, 1.0, 1.0, 1.0, 1.25, 2.6], "distill": 0.5, "pull": 23.0, "average": 0.7, "rates": "size"}),
-        (["--method", "fp"], 5e-5, {"weights": [1.0] * 6, "distill": 0.0, "pull": 0.0, "average": 0.0, "rates": "same"}),
-        (["--method", "bps", "--pull", "5"], 5e-5, {"distill": 0.0, "pull": 5.0, "average": 0.0, "rates": "same"}),
-        (["--method", "fixed:E5M4", "--lr", "2e-4"], 2e-4, {"distill": 0.0, "pull": 0.0}),
-        (["--method", "uniform", "--average", "0"], 1e-4, {"distill": 0.5, "pull": 23.0, "average": 0.0}),
-        (["--recipe", "paper", "--method", "bps"], 1e-5, {"distill": 0.0, "pull": 0.0, "reconstruction": "truncate"}),
+        ([], 5e-5, {"weights": [0.0, 0.0, 0.0, 1.0, 1.25, 2.6], "full": 1 / 3, "distill": 0.5, "l2_sp": 0.0, "average": 0.5}),
+        (["--method", "fp"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "average": 0.0}),
+        (["--method", "bps", "--l2-sp", "5"], 5e-5, {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0}),
+        (["--method", "fixed:E5M4", "--lr", "2e-4", "--full", "0.5"], 2e-4, {"full": 0.5, "distill": 0.0}),
+        (["--method", "uniform", "--average", "0"], 5e-5, {"full": 1 / 3, "distill": 0.5, "average": 0.0}),
+        (["--recipe", "paper", "--method", "bps"], 1e-5, {"full": 0.0, "distill": 0.0, "reconstruction": "truncate"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -165,7 +168,7 @@ def done(text, tmp_path_factory):
         (["--recipe", "paper"], "--recipe is paper, the run has best."),
         (["--method", "bps"], "--method is bps, the run has uniform."),
         (["--lambda", "2"], "--lambda is 2.0, the run has 5.0."),
-        (["--weights", "1,1,1,1,1,2"], "--weights is 1.0,1.0,1.0,1.0,1.0,2.0, the run has 1.0,1.0,1.0,1.0,1.25,2.6."),
+        (["--weights", "1,1,1,1,1,2"], "--weights is 1.0,1.0,1.0,1.0,1.0,2.0, the run has 0.0,0.0,0.0,1.0,1.25,2.6."),
         (["--bf16"], "--bf16 is on, the run has off."),
         (["--lora", "4"], "--lora is 4, the run has not given."),
         (["--hold-out", "0.2"], "--hold-out is 0.2, the run has 0.05."),
@@ -179,6 +182,16 @@ def test_options_that_differ_from_those_of_a_run_are_named_with_both_values(done
     assert isinstance(result.exception, otaro.OtaroError)
     assert f"--resume: {words}" in str(result.exception)
     assert str(done) in str(result.exception)
+
+
+def test_options_of_a_run_go_by_the_names_that_they_had_then(done, copy_of):
+    run = copy_of(done)
+    stated = json.loads((run / "config.json").read_text())
+    then = stated["options"] | {"pull": 5.0, "rates": "same"}
+    del then["l2_sp"]
+    (run / "config.json").write_text(json.dumps(stated | {"options": then}))
+    refused = invoke("tune", "--resume", "--out", run, "--l2-sp", 1)
+    assert "--resume: --l2-sp is 1.0, the run has 5.0." in str(refused.exception)
 
 
 def test_the_number_of_processes_belongs_to_a_run(done, copy_of):
@@ -217,11 +230,11 @@ def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
     longer = invoke("tune", "--resume", "--out", run, "--steps", 10, "--json")
     assert longer.exit_code == 0, longer.output + repr(longer.exception)
     assert json.loads(longer.stdout)["steps"] == 10
-    rates = [record["lr"] for record in steps_of(run)]
+    rates = [record["lr"] for record in steps_of(run) if "lr" in record]
     assert rates[6:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(6, 10)])
     assert json.loads((run / "config.json").read_text())["training"]["steps"] == 10
     state = json.loads((run / "checkpoints" / "checkpoint-10" / "otaro_state.json").read_text())
-    assert state["averaged"] == 4  # of the steps since: those before lie partly outside of the last seven
+    assert state["averaged"] == 4  # of the steps since: those before lie partly outside of the last five
     again = invoke("tune", "--resume", "--out", run, "--json")
     assert json.loads(again.stdout) == json.loads(longer.stdout)
 
@@ -271,7 +284,9 @@ def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
     assert "nowhere.jsonl does not exist; --eval-data takes" in str(missing.exception)
     sums = [json.loads((tmp_path / run / "config.json").read_text())["sha256"] for run in ("none", "run")]
     assert sums[0]["data"] == sums[1]["data"]  # nothing is held out of either
+    assert json.loads(none.stdout)["average"] is None
     shown = tune(text, tmp_path / "shown", "--hold-out", 0, "--steps", 1)
+    assert "nothing is held out to judge the mean of the weights by" in " ".join(shown.stderr.split())
     assert "Perplexity" not in shown.stdout
     assert "tuned checkpoint" in shown.stdout
 
@@ -281,6 +296,12 @@ def test_perplexity_of_few_tokens_or_of_none_says_so(capsys):
     for tokens, words in ((24, "24 tokens, too few to tell precisions apart"), (2_000, "measured on 2,000 tokens\n")):
         _show({**result, "tokens": tokens})
         assert words in capsys.readouterr().out
+    for kept, words in (
+        ("average", "last 75 steps were averaged: their mean is kept, as its held-out loss is 2.1000 and that of the last"),
+        ("last", "last 75 steps were averaged: the last weights are kept, as their held-out loss is 2.2000 and that of"),
+    ):
+        _show({**result, "tokens": 1, "average": {"averaged": 75, "last": 2.2, "average": 2.1, "kept": kept}})
+        assert words in " ".join(capsys.readouterr().out.split())
     _show({**result, "before": {}, "after": {}, "tokens": 0})
     assert "nothing was held out, so nothing was measured" in capsys.readouterr().out
 
@@ -348,7 +369,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_does_not_stand_in_the_way
     assert "--resume: no checkpoint yet: starts from the beginning" in resumed.stderr.splitlines()
     assert tune(text, tmp_path / "run").exit_code == 0
     assert steps_of(again) == steps_of(tmp_path / "run")
-    assert [record["step"] for record in steps_of(tmp_path / "run")] == list(range(1, 7))
+    assert [record["step"] for record in steps_of(tmp_path / "run") if "loss" in record] == list(range(1, 7))
     taken = tune(text, tmp_path / "run")
     assert "holds a run already; go on with `otaro tune --resume --out" in str(taken.exception)
 
@@ -410,8 +431,9 @@ def test_two_runs_in_one_folder_are_refused(text, tmp_path):
         (["--method", "fixed:E5M9"], "--method fixed:E5M9"),
         (["--weights", "1,2"], "--weights gives 2 numbers for 6"),
         (["--weights", "one"], "--weights one: give numbers"),
-        (["--lr", "0.1"], "--pull 23 undoes every step at --lr 0.1"),
-        (["--pull", "-1"], "--pull -1.0: must be a number, and not negative"),
+        (["--l2-sp", "23", "--lr", "0.1"], "--l2-sp 23 undoes every step at --lr 0.1"),
+        (["--l2-sp", "-1"], "--l2-sp -1.0: must be a number, and not negative"),
+        (["--method", "fp", "--full", "0.5"], "--full 0.5: --method fp has all of its loss in full precision"),
         (["--average", "70"], "--average 70.0: must be between 0 and 1"),
         (["--epochs", "1"], "--epochs and --steps contradict"),
         (["--hold-out", "1"], "--hold-out 1.0: must be 0 or more, and less than 1"),

@@ -36,7 +36,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version"
 ACCELERATE += ["TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type", "FULL_STATE_DICT", "--num_processes", "2"]
 ACCELERATE += ["--main_process_port", "0", "-m", "otaro"]
 # Plain SGD, with all that must be shared out or averaged: what a rounding changes stays a rounding, unlike with Adam.
-SETTINGS = ["--optimizer", "sgd", "--lr", "1e-3", "--pull", "5", "--steps", "8", "--sequence-length", "32"]
+SETTINGS = ["--optimizer", "sgd", "--lr", "1e-3", "--l2-sp", "5", "--steps", "8", "--sequence-length", "32"]
 SETTINGS += ["--save-every", "3", "--hold-out", "0.1", "--eval-tokens", "1200", "--json"]
 
 
@@ -141,9 +141,9 @@ def log_of(run):
 def test_two_processes_leave_one_run_equal_to_one_process_with_twice_the_batch(request, case, alone):
     (run, report), (alone_run, alone_report) = request.getfixturevalue(case), alone
     assert {path.name for path in run.iterdir()} == {path.name for path in alone_run.iterdir()}
-    assert [(line["step"], line["precision"]) for line in log_of(run)] == [
-        (line["step"], line["precision"]) for line in log_of(alone_run)
-    ]
+    told = [[(line["step"], line.get("precision"), line.get("kept")) for line in log_of(one)] for one in (run, alone_run)]
+    assert told[0] == told[1]
+    assert told[0][-1][2] == report["average"]["kept"]
     assert report["steps"] == 8
     for when in ("before", "after"):
         assert report[when] == pytest.approx(alone_report[when], rel=1e-3)

@@ -27,6 +27,7 @@ def test_counts_and_scores_are_those_of_the_log(tmp_path):
         record(3, "E5M8", {"E5M8": 2.5, "E5M3": 0.5}),
         record(4, "E5M8", {"E5M8": 2, "E5M3": 1.0}),
         {"step": 4, "leftover": 1, "applied": True},
+        {"step": 4, "averaged": 2, "last": 2.5, "average": 2.4, "kept": "average"},
     )
     assert analyze_path(tmp_path) == {
         "steps": 4,

@@ -190,6 +190,24 @@ def test_the_plan_has_all_that_the_study_asks_for():
         assert {f"{rows[0]}, {rows[1]} {value}" for value in rows[2]} <= names
 
 
+def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_path):
+    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], steps=4, test_tokens=256))
+    worker, row = work.Worker(places(tmp_path)), plan.Row("small", "best", plan.BEST, lr=1e-3, measured=("E5M8",))
+    lines = [worker.run(replace(row, judged=judged), 1e-3)["average"] for judged in (True, False)]
+    assert [line["averaged"] for line in lines] == [2, 2]
+    assert lines[0]["kept"] == ("average" if lines[0]["average"] < lines[0]["last"] else "last")
+    assert 1.0 < lines[0]["last"] < 10.0  # a loss
+    assert (lines[1]["last"], lines[1]["average"], lines[1]["kept"]) == (1.0, 0.0, "average")
+
+
+def test_rows_of_an_earlier_recipe_are_kept_and_not_shown_beside_the_present_one(tmp_path):
+    where = places(tmp_path)
+    for options, value in (({"method": "uniform", "pull": 23.0, "rates": "size"}, 5.0), ({"method": "uniform"}, 6.0)):
+        line = {"key": f"best {value}", "bench": "SmolLM2-135M", "name": "best", "seed": 0, "settings": {"options": options}}
+        append(where.results, {**line, "lr": 1e-4, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
+    assert Results(where.results).values("SmolLM2-135M", "best", "E5M3") == [6.0]
+
+
 def places(tmp_path):
     return Places(tmp_path, None, tmp_path / "study.jsonl", "abc", "cpu")
 

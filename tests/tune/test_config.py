@@ -59,8 +59,9 @@ def test_an_unknown_precision_to_fix_names_the_flag_too():
     ("changes", "flag"),
     [
         ({"exploration": math.nan}, "--lambda"),
-        ({"pull": math.nan}, "--pull"),
-        ({"pull": math.inf}, "--pull"),
+        ({"full": math.nan}, "--full"),
+        ({"l2_sp": math.nan}, "--l2-sp"),
+        ({"l2_sp": math.inf}, "--l2-sp"),
         ({"average": math.nan}, "--average"),
         ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.nan)}, "--weights"),
         ({"weights": (1.0, 1.0, 1.0, 1.0, 1.0, math.inf)}, "--weights"),
@@ -79,11 +80,22 @@ def test_unknown_ways_to_accumulate_are_refused(changes, flag):
         Options(method="otaro", **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"), [({"pull": -1.0}, "--pull"), ({"average": 1.5}, "--average"), ({"rates": "own"}, "--rates")]
-)
+@pytest.mark.parametrize(("changes", "flag"), [({"l2_sp": -1.0}, "--l2-sp"), ({"average": 1.5}, "--average")])
 def test_what_cannot_steady_a_run_is_refused(changes, flag):
     with pytest.raises(ConfigError, match=flag):
+        Options(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"full": -0.1}, "--full -0.1: must be 0 or more, and less than 1"),
+        ({"full": 1.0}, "--full 1.0: must be 0 or more, and less than 1; --method fp is all of it"),
+        ({"full": 0.5, "method": "fp"}, "--full 0.5: --method fp has all of its loss in full precision"),
+    ],
+)
+def test_a_share_in_full_precision_leaves_one_for_the_others(changes, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         Options(**changes)
 
 
@@ -100,7 +112,8 @@ def test_refusals_are_errors_of_this_library_and_value_errors():
         {"distill": 0.0},
         {"distill": 1.0},
         {"average": 1.0},
-        {"rates": "size"},
+        {"full": 0.0},
+        {"full": 0.999},
         {"group_size": 32},
         {"weights": None},
         {"weights": (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
@@ -137,9 +150,9 @@ def test_the_recipe_paper_is_what_the_paper_states():
         "weights": [1.0] * 6,  # idle: nothing is drawn
         "distill": 0.0,
         "distill_at": ["E5M5", "E5M4", "E5M3"],  # idle: nothing is distilled
-        "pull": 0.0,
+        "full": 0.0,
+        "l2_sp": 0.0,
         "average": 0.0,
-        "rates": "same",
         "reconstruction": "truncate",
         "group_size": 64,
     }
@@ -154,16 +167,16 @@ def test_the_recipe_paper_changes_nothing_else_of_the_training():
     assert changed == {"optimizer", "lr", "schedule", "clip"}
 
 
-ADDED = {"weights", "distill", "pull", "average", "rates"}
+ADDED = {"weights", "full", "distill", "average"}
 
 
 def test_the_recipe_best_is_what_the_log_of_experiments_found():
     options, training = recipe("best")
-    assert (options.method, options.weights) == ("uniform", (1.0, 1.0, 1.0, 1.0, 1.25, 2.6))
-    assert (options.distill, options.distill_at) == (0.5, (M5, M4, M3))
-    assert (options.pull, options.average, options.rates) == (23.0, 0.7, "size")
+    assert (options.method, options.weights) == ("uniform", (0.0, 0.0, 0.0, 1.0, 1.25, 2.6))
+    assert (options.full, options.distill, options.distill_at) == (1 / 3, 0.5, (M5, M4, M3))
+    assert (options.l2_sp, options.average) == (0.0, 0.5)
     assert {field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default} == ADDED
-    assert training == Training(lr=1e-4)
+    assert training == Training()  # the rate of tuning as usual, which `--method fp` has, too
     assert recipe("best", "uniform") == (options, training)  # its own method
 
 
@@ -171,7 +184,7 @@ def test_the_recipe_best_is_what_the_log_of_experiments_found():
 def test_another_method_comes_without_what_the_recipe_best_adds(method):
     assert recipe("best", method) == (Options(method=method), Training())
     assert Training().lr == 5e-5  # the better one for `fixed:`
-    plain = Options(method=method, weights=None, distill=0.0, pull=0.0, average=0.0, rates="same")
+    plain = Options(method=method, weights=None, full=0.0, distill=0.0, l2_sp=0.0, average=0.0)
     assert Options(method=method) == plain
 
 
@@ -181,10 +194,10 @@ def test_another_method_keeps_the_settings_of_the_paper(method):
     assert recipe("paper", method) == (dataclasses.replace(options, method=method), training)
 
 
-def test_a_pull_that_would_undo_every_step_is_refused():
-    with pytest.raises(ConfigError, match=re.escape("--pull 23 undoes every step at --lr 0.05")):
-        BEST.check_rate(0.05)
-    BEST.check_rate(0.04)
+def test_a_way_back_that_would_undo_every_step_is_refused():
+    with pytest.raises(ConfigError, match=re.escape("--l2-sp 23 undoes every step at --lr 0.05")):
+        Options(l2_sp=23.0).check_rate(0.05)
+    Options(l2_sp=23.0).check_rate(0.04)
     Options().check_rate(100.0)
 
 
@@ -265,6 +278,20 @@ def test_to_dict_is_json_and_names_every_option(options):
     assert stated.keys() == {field.name for field in dataclasses.fields(Options)}
 
 
+def test_options_of_an_older_run_keep_their_meaning_or_are_refused():
+    older = {"method": "uniform", "pull": 23.0, "average": 0.7}
+    assert Options.from_dict(older | {"rates": "same"}) == Options(l2_sp=23.0, average=0.7)
+    with pytest.raises(ConfigError, match="--rates size is no longer there, and this run has it: start it anew"):
+        Options.from_dict(older | {"rates": "size"})
+
+
+def test_a_run_is_to_be_good_at_what_it_is_tuned_for():
+    assert Options(precisions=(M8, M3)).tuned_for == (M8, M3)
+    assert Options(method="otaro").tuned_for == PRECISIONS == BEST.tuned_for  # though not all are drawn
+    assert Options(method="fixed:E5M4").tuned_for == (M4,)
+    assert Options(method="fp").tuned_for == (None,)
+
+
 def test_to_dict_is_a_copy():
     options = Options()
     options.to_dict()["method"] = "fp"
@@ -276,8 +303,12 @@ def test_to_dict_is_a_copy():
 
 def test_other_precisions_keep_their_own_weights():
     options = with_precisions(BEST, ["E5M8", "E5M4"])
-    assert (options.precisions, options.weights) == ((M8, M4), (1.0, 1.25))
+    assert (options.precisions, options.weights) == ((M8, M4), (0.0, 1.25))
     assert dataclasses.replace(options, precisions=PRECISIONS, weights=BEST.weights) == BEST
+
+
+def test_precisions_that_are_never_drawn_among_others_are_drawn_alike_among_themselves():
+    assert with_precisions(BEST, ["E5M8", "E5M7"]).weights is None
 
 
 def test_the_same_precisions_keep_their_weights():

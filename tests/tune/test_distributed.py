@@ -81,7 +81,7 @@ def train_sharded(checkpoint, directory, case, *, empty=False, resume=None):
 
 
 def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=False, resume=None, **more):
-    """Through the trainer; returns weights and path."""
+    """Through the trainer; returns weights and path, and of an average at its end which weights were kept, and why."""
     options, changes = CASES[case]
     settings = {"optim": "sgd", "learning_rate": 2.0**-7, "max_grad_norm": 0.0, "save_strategy": "no", **changes, **more}
     arguments = TrainingArguments(
@@ -100,11 +100,14 @@ def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=F
         for parameter in model.parameters():
             parameter.data.zero_()
     log = directory / f"{case}.jsonl"
-    trainer = kind(model, arguments, train_dataset=examples(), otaro=options, otaro_log=log)
+    data = examples()
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[-8:], otaro=options, otaro_log=log)
     paths = []
     record = trainer.search.record
     trainer.search.record = lambda precision, loss: (paths.append([str(precision), loss]), record(precision, loss))
     trainer.train(resume_from_checkpoint=resume)
+    if trainer.judgement:
+        paths.append([trainer.judgement.pop("kept"), *trainer.judgement.values()])
     return {name: whole(weight) for name, weight in trainer.model.state_dict().items()}, paths
 
 
@@ -194,14 +197,16 @@ def test_two_processes_walk_one_path_to_the_weights_of_one_with_twice_the_batch(
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
     alone, alone_path = train(checkpoint_dir, tmp_path, case, 4)
-    assert [precision for precision, _ in path] == [precision for precision, _ in alone_path]
-    assert [loss for _, loss in path] == pytest.approx([loss for _, loss in alone_path], rel=TOLERANCE)
+    assert [taken[0] for taken in path] == [taken[0] for taken in alone_path]
+    assert [losses for _, *losses in path] == [pytest.approx(losses, rel=TOLERANCE) for _, *losses in alone_path]
+    assert (len(path) == 11) == (case == "best")
     assert_close(weights, alone)
 
     log, alone_log = (
         [json.loads(line) for line in (place / f"{case}.jsonl").read_text().splitlines()] for place in (directory, tmp_path)
     )  # written by one of the two alone
-    assert [(line["step"], line["applied"]) for line in log] == [(line["step"], line["applied"]) for line in alone_log]
+    told = [[(line["step"], line.get("applied")) for line in lines] for lines in (log, alone_log)]
+    assert told[0] == told[1]
     norms = [[line.get("gradient_norm", 0.0) for line in lines] for lines in (log, alone_log)]
     assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
 
@@ -212,8 +217,8 @@ def test_two_processes_that_share_the_weights_out_end_with_the_same_ones(ranks, 
     assert path == other_path
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     alone, alone_path = train(checkpoint_dir, tmp_path, SHARDED[run][0], 4)
-    assert [precision for precision, _ in path] == [precision for precision, _ in alone_path][-len(path) :]
-    assert len(path) == (4 if run.endswith("_resumed") else 10)
+    assert [taken[0] for taken in path] == [taken[0] for taken in alone_path][-len(path) :]
+    assert len(path) == (4 if run.endswith("_resumed") else 10) + ("best" in run)
     assert_close(weights, alone)
 
 

@@ -196,7 +196,7 @@ def test_an_anchor_and_an_average_in_host_memory_are_those_on_the_gpu():
         assert {tensor.is_cuda for tensor in average.tensors().values()} == {not on_host}
         kept = {name: tensor.cpu() for name, tensor in average.tensors().items()}
         average.restore(average.count, kept, dict.fromkeys(SIZES, torch.device("cuda")))
-        average.install(weights)
+        average.swap(weights)
         ended.append({name: weight.detach().cpu() for name, weight in weights.items()})
     assert all(torch.equal(ended[0][name], ended[1][name]) for name in SIZES)
 

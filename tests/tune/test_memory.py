@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from otaro.tune.steady import Anchor, WeightAverage
 from otaro.tune.trainer import OtaroTrainer, TrainingError
 
 GIB = 1 << 30
+COPYING = replace(BEST, l2_sp=23.0)
+"""Keeps two copies of the weights."""
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256,
@@ -46,13 +49,13 @@ def test_full_tuning_of_8b_is_refused_where_it_cannot_work_and_told_what_does(fu
 
 
 def test_copies_move_to_the_host_before_the_held_weights_go_and_only_as_far_as_needed(full):
-    run, seen = Run(full, BEST, "adamw", Batch(2, 512, bf16=True)), []
+    run, seen = Run(full, COPYING, "adamw", Batch(2, 512, bf16=True)), []
     for room in (300, 180, 150, 140, 120):
         plan = run.plan(torch.device("cuda"), room=room * GIB)
         seen.append((plan.copies_on_host, plan.hold, plan.fits))
     assert seen == [(False, True, True), (True, True, True), (True, False, True), (True, False, False), (True, False, False)]
     told = str(run.plan(torch.device("cuda"), room=180 * GIB))
-    assert "--pull and --average keep their copies in host memory" in told
+    assert "the copies of --l2-sp and --average are kept in host memory" in told
     assert "not fit" not in told
     plan = run.plan(torch.device("cuda"), room=140 * GIB)
     plan.check()  # not certain to fail, so it may be tried
@@ -60,7 +63,7 @@ def test_copies_move_to_the_host_before_the_held_weights_go_and_only_as_far_as_n
 
 
 def test_on_a_cpu_there_is_no_other_place_to_keep_copies(full):
-    plan = Run(full, BEST, "adamw", Batch(2, 512, bf16=False)).plan(torch.device("cpu"), room=180 * GIB)
+    plan = Run(full, COPYING, "adamw", Batch(2, 512, bf16=False)).plan(torch.device("cpu"), room=180 * GIB)
     assert not plan.copies_on_host
     assert memory.device_bytes(torch.device("cpu")) > GIB
 
@@ -113,8 +116,9 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(random_model, t
     trainer = OtaroTrainer(
         model,
         TrainingArguments(tmp_path, use_cpu=True, max_steps=1, optim=name, report_to=[], disable_tqdm=True, save_strategy="no"),
-        train_dataset=[{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8,
-        otaro=BEST,
+        train_dataset=(data := [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8),
+        eval_dataset=data,
+        otaro=COPYING,
     )
     needs = trainer._plan().needs
     trainer.train()
@@ -125,20 +129,22 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(random_model, t
         if isinstance(tensor, torch.Tensor) and tensor.dim() == 2
     )
     assert needs.weights == sum(p.nbytes for p in trainer.model.parameters())
-    assert needs.gradients == needs.weights == needs.pull == needs.average
+    assert needs.gradients == needs.weights == needs.l2_sp == needs.average
+    trainer.judge = None  # then nothing is averaged
+    assert trainer._plan().needs.average == 0
     # Norms aside; bitsandbytes keeps scales of blocks beside, and weights of fewer than 4,096 in float32.
     assert needs.optimizer == pytest.approx(state, rel=0.02)
     assert {tensor.nbytes for tensor in trainer.average.tensors().values()} == {p.nbytes for p in trainer.model.parameters()}
 
 
-def test_the_8_bit_optimizer_learns_and_follows_the_pull(random_model, tmp_path):
+def test_the_8_bit_optimizer_learns_and_goes_back_by_l2_sp(random_model, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     settings = {"use_cpu": True, "max_steps": 30, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "report_to": []}
     arguments = TrainingArguments(tmp_path, optim="adamw_bnb_8bit", disable_tqdm=True, save_strategy="no", **settings)
     data = [{"input_ids": ids, "labels": ids} for ids in tokens]
     losses = []
-    trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, otaro=Options(pull=1.0, average=0.3))
+    trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, otaro=Options(l2_sp=1.0))
     trainer.search.record = lambda precision, loss: losses.append(loss)
     trainer.train()
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
@@ -165,9 +171,10 @@ def test_copies_in_host_memory_have_the_same_bits_and_so_do_weights_that_are_not
         if small:
             monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
         data = [{"input_ids": ids, "labels": ids} for ids in tokens]
-        trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, otaro=BEST)
+        trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, eval_dataset=data, otaro=COPYING)
         trainer.train()
         assert trainer.precisely.hold is not small
+        assert trainer.average.count == 4
         ended.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*ended, strict=True))
 
@@ -184,7 +191,7 @@ def test_an_anchor_and_an_average_on_the_host_do_what_those_on_the_device_do():
                 parameter.data += 1.0 + step
             anchor.apply(weights, 0.5)
             average.add(weights, step + 1, 4)
-        average.install(weights)
+        average.swap(weights)
         ended.append(weights)
     assert all(torch.equal(ended[0][name], ended[1][name]) for name in start)
     assert not torch.equal(ended[0]["a"], start["a"])

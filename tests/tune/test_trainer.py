@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.tune import sliced
 from otaro.tune.config import BEST, Options
 from otaro.tune.data import collate
 from otaro.tune.fake_quant import Precisely, prepare, restore
@@ -64,10 +66,10 @@ def options(**changes):
 def train(fresh, tmp_path):
     """train(options, argument=...) trains a fresh model and returns the trainer and its log."""
 
-    def run(chosen, *, model=None, data=None, kind=OtaroTrainer, callbacks=(), **changes):
+    def run(chosen, *, model=None, data=None, eval_dataset=None, kind=OtaroTrainer, callbacks=(), **changes):
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
-        own = {"otaro": chosen, "otaro_log": directory / "log.jsonl"}
+        own = {"otaro": chosen, "otaro_log": directory / "log.jsonl", "eval_dataset": eval_dataset}
         settings = arguments(directory, **changes)
         trainer = kind(model or fresh(), settings, train_dataset=data or examples(), callbacks=list(callbacks), **own)
         trainer.train()
@@ -213,7 +215,7 @@ def by_hand(model, batch, share, precision="E5M4"):
         teacher = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
     for parameter in model.parameters():
         if parameter.dim() == 2 and precision:
-            parameter.data = otaro.encode(parameter.data).decode(precision)
+            parameter.data = otaro.encode(parameter.data.float()).decode(precision).to(parameter.dtype)
     student = model(input_ids=ids).logits[:, :-1]
     counted = labels[:, 1:] != -100
     plain = cross_entropy(student[counted], labels[:, 1:][counted])
@@ -231,6 +233,43 @@ def test_distillation_mixes_cross_entropy_and_divergence_from_the_full_weights(t
         assert log[0]["loss"] == pytest.approx(loss, rel=1e-5)
         expected = {name: weight - 2.0**-7 * gradients[name] for name, weight in weights_of(fresh()).items()}
         assert_close(weights_of(trainer.model), expected)  # had the teacher passed any gradient on, these would differ
+
+
+@pytest.mark.parametrize("in_slices", [False, True], ids=["whole logits", "in slices"])
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_other(
+    train, fresh, monkeypatch, distill, in_slices
+):
+    """loss = 1/3 CE_0 + 2/3 ((1 - d) CE_m + d KL(p_0, p_m)); no third pass, no gradient through the teacher.
+
+    Norms and losses are in float32: hence 16 of its last bits, of the largest gradient.
+    """
+    if in_slices:
+        monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 4 * 120)
+    full_loss, of_full = by_hand(fresh(torch.float64), examples()[:4], 0.0, None)
+    loss, of_low = by_hand(fresh(torch.float64), examples()[:4], distill)
+    for per_device, micro_batches in ((4, 1), (1, 4)):
+        returned, passes = [], []
+
+        class Spy(OtaroTrainer):
+            def training_step(self, *args, returned=returned):
+                returned.append(super().training_step(*args).item())
+                return torch.tensor(returned[-1])
+
+        model = fresh(torch.float64)
+        model.model.register_forward_hook(lambda module, *_, passes=passes: passes.append(1) if module.training else None)
+        settings = {"max_steps": 1, "per_device_train_batch_size": per_device, "gradient_accumulation_steps": micro_batches}
+        chosen = options(method="fixed:E5M4", full=1 / 3, distill=distill)
+        trainer, log = train(chosen, model=model, kind=Spy, **settings)
+        assert len(passes) == 2 * micro_batches
+        assert log[0]["loss"] == pytest.approx(loss, rel=16 * 2.0**-24)
+        assert sum(returned) == pytest.approx(full_loss / 3 + loss * 2 / 3, rel=16 * 2.0**-24)
+        after = weights_of(trainer.model)
+        for name, weight in weights_of(fresh(torch.float64)).items():
+            expected = of_full[name] / 3 + of_low[name] * 2 / 3
+            largest = float(expected.abs().max())
+            torch.testing.assert_close((weight - after[name]) / 2.0**-7, expected, atol=16 * 2.0**-24 * largest, rtol=0.0)
+        assert trainer._teacher is None
 
 
 def test_without_a_share_and_at_full_precision_nothing_is_distilled(train, monkeypatch):
@@ -269,11 +308,21 @@ def test_bf16_keeps_full_weights_and_a_full_accumulator(train):
 
 
 def test_the_recipe_best_keeps_full_weights_in_bf16_too(train):
-    trainer, log = train(BEST, bf16=True)
+    trainer, log = train(BEST, bf16=True, eval_dataset=examples(4))
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     assert {tensor.dtype for tensor in trainer.average.tensors().values()} == {torch.float32}
-    assert trainer.average.count == 9  # of twelve steps
-    assert all(math.isfinite(line["loss"]) for line in log)
+    assert trainer.average.count == 6  # of twelve steps
+    assert all(math.isfinite(line["loss"]) for line in log[:-1])
+    assert log[-1]["kept"] in ("average", "last")
+
+
+def test_an_average_is_judged_by_the_mean_over_the_precisions_tuned_for(train):
+    held = examples(6)
+    batch = {key: torch.stack([example[key] for example in held]) for key in held[0]}
+    for evaluated in (held, {"one": held, "same": held}):
+        trainer, log = train(options(method="bps", average=0.5), eval_dataset=evaluated, max_steps=2)
+        found = losses_by_precision(trainer.model, trainer.precisely, PRECISIONS, [batch])
+        assert log[-1][log[-1]["kept"]] == pytest.approx(sum(found) / 6, rel=1e-6)
 
 
 def test_losses_by_precision_are_means_over_all_labels(fresh):
@@ -312,7 +361,8 @@ def sft(tmp_path):
         reader = {"processing_class": AutoTokenizer.from_pretrained(MODEL_DIR)}
         data = datasets.Dataset.from_dict(data or {"text": ["One day a small fox went out."] * 16})
         kind = type("OtaroSFTTrainer", (OtaroMixin, trl.SFTTrainer), {})
-        trainer = kind(model, arguments, train_dataset=data, **reader, otaro=chosen, otaro_log=log)
+        held = data.select(range(4))
+        trainer = kind(model, arguments, train_dataset=data, eval_dataset=held, **reader, otaro=chosen, otaro_log=log)
         trainer.train()
         return trainer, [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -328,16 +378,17 @@ def test_it_mixes_into_trl(sft):
 
 def test_the_default_in_trl_is_the_recipe_best(sft):
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    trainer, steps = sft(model, None, learning_rate=1e-4, gradient_checkpointing=True)
-    assert (trainer.otaro, trainer.average.count, len(steps)) == (BEST, 6, 8)
+    trainer, steps = sft(model, None, learning_rate=5e-5, gradient_checkpointing=True)
+    assert (trainer.otaro, trainer.average.count, len(steps)) == (BEST, 4, 9)
+    assert steps[-1]["kept"] in ("average", "last")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sft, share):
+@pytest.mark.parametrize(("share", "full"), [(0.0, 0.0), (0.5, 0.0), (0.5, 1 / 3)])
+def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sft, share, full):
     """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no gradients."""
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
-    chosen = Options(method="fixed:E5M3", distill=share)
+    chosen = Options(method="fixed:E5M3", distill=share, full=full)
     data = [{"input_ids": ids, "labels": ids} for ids in tokens]
     ours, log = train(chosen, model=fresh(torch.float64), data=data, **few)
     theirs, their_log = sft(fresh(torch.float64), chosen, data={"input_ids": tokens.tolist()}, **few)
@@ -370,10 +421,11 @@ def test_lora_trains_through_the_weights_as_they_will_be_packed(train, fresh, ke
     assert losses_by_precision(merged, precisely, list(PRECISIONS), [batch]) == pytest.approx(tuned, rel=1e-5)
 
 
-def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fresh):
+@pytest.mark.parametrize("full", [0.0, 1 / 3])
+def test_compiled_steps_give_the_same_path_and_weights_from_one_graph(train, fresh, full):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    chosen = options(method="uniform", distill=0.5, distill_at=PRECISIONS)
+    chosen = options(method="uniform", full=full, distill=0.5, distill_at=PRECISIONS)
 
     class Compiled(OtaroTrainer):
         def __init__(self, *args, **kwargs):
@@ -399,13 +451,9 @@ def test_a_checkpoint_without_its_optimizer_is_not_called_complete(train):
 def test_neither_leftovers_nor_averages_touch_the_best_weights_that_were_loaded_at_the_end(train):
     held = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 6, "save_steps": 6}
 
-    class Evaluated(OtaroTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, eval_dataset=examples(4), **kwargs)
-
     held |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     with pytest.warns(UserWarning, match="no average takes their place"):
-        trainer, log = train(options(delay=100, average=0.5), kind=Evaluated, **held)
+        trainer, log = train(options(delay=100, average=0.5), eval_dataset=examples(4), **held)
     assert log[-1]["leftover"] > 0
     assert log[-1]["applied"] is False
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
@@ -419,7 +467,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_its_checkpoints_alone
             return loss * math.nan if self.state.global_step == 7 else loss
 
     with pytest.raises(TrainingError) as stopped:
-        train(BEST, kind=Broken, save_strategy="steps", save_steps=3, learning_rate=1e-4)
+        train(replace(BEST, average=0.7), eval_dataset=examples(4), kind=Broken, save_strategy="steps", save_steps=3)
     last = last_complete_checkpoint(tmp_path / "0")
     assert last.name == "checkpoint-6"
     assert re.search(
@@ -473,10 +521,10 @@ def test_a_checkpoint_of_numbers_that_are_none_is_not_written(train, tmp_path, p
                 dict(kept[place]())["model.norm.weight"].data[7] = math.inf
             super()._save_checkpoint(*args)
 
-    chosen = options(precisions=(Precision("E5M3"),), delay=100, average=0.9)
+    chosen, judged = options(precisions=(Precision("E5M3"),), delay=100, average=0.9), {"eval_dataset": examples(4)}
     words = rf"model\.norm\.weight was no longer finite after step 6; the last good checkpoint is {tmp_path}/0/checkpoint-3"
     with pytest.raises(TrainingError, match=words):
-        train(chosen, kind=Spoiled, save_strategy="steps", save_steps=3)
+        train(chosen, kind=Spoiled, save_strategy="steps", save_steps=3, **judged)
     assert [path.name for path in (tmp_path / "0").glob("checkpoint-*")] == ["checkpoint-3"]
 
 

@@ -14,19 +14,26 @@ from otaro.tune import processes
 
 FEW_TOKENS = 1000  # on which perplexity is mostly chance
 METHOD_HELP = (
-    "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp. Any but `uniform`, which is that of "
-    "--recipe best, comes plain: what this recipe adds is off, and the rate 5e-5, unless a flag asks for it."
+    "otaro (the paper's Algorithm 1), bps, uniform, fixed:E5M4 (or another precision), fp. Any but `uniform`, "
+    "which is that of --recipe best, comes plain: what this recipe adds is off, unless a flag asks for it."
 )
 RECIPE_HELP = (
-    "Where options not given come from. best: --method uniform --weights 1,1,1,1,1.25,2.6 --distill 0.5 --pull 23 "
-    "--average 0.7 --rates size --lr 1e-4; paper: --method otaro --reconstruction truncate --optimizer sgd --lr 1e-5 "
+    "Where options not given come from. best: --method uniform --weights 0,0,0,1,1.25,2.6 --full 0.3333 "
+    "--distill 0.5 --average 0.5; paper: --method otaro --reconstruction truncate --optimizer sgd --lr 1e-5 "
     "--schedule constant --clip 0."
 )
-PULL_HELP = "Take weights back toward their start, by lr * PULL of the way a step; 0 for none. Keeps a copy of all weights."
+FULL_HELP = "Share of the loss that a pass in full precision takes in every step; 0 for none."
+L2_SP_HELP = (
+    "L2-SP: after each step weights go back toward their start, by lr times this number of the way; 0 for none. "
+    "Keeps a copy of all weights."
+)
 DATA_HELP = ".txt, .json, .jsonl (each also as .gz), .parquet, owner/name or owner/name/config:split on the Hub, or `builtin`."
 NO_BOS_HELP = "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
 TEMPLATE_HELP = "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
-AVERAGE_HELP = "End with the mean weights of this share of the steps, the last ones; 0 for none. Keeps a copy of all weights."
+AVERAGE_HELP = (
+    "End with the mean weights of this share of the steps, the last ones, if they are better on held-out data; "
+    "0 for none. Keeps a copy of all weights."
+)
 OPTIMIZER_HELP = "adamw, sgd, or adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
 OUT_HELP = (
     "The run folder: model/, nested/, config.json, log.jsonl, result.json, checkpoints/. What a run left in it that failed "
@@ -66,16 +73,16 @@ def tune(
         Literal["device", "host"] | None, _option("Keep delayed gradients on the device or the host (device).")
     ] = None,
     leftover: Annotated[Literal["apply", "drop"] | None, _option(LEFTOVER_HELP)] = None,
-    weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 1,1,1,1,1.25,2.6.")] = None,
-    distill: Annotated[float | None, _option("Share of self-distillation in the loss, 0 to 1.")] = None,
+    weights: Annotated[str | None, _option("How often `uniform` draws each precision, such as 0,0,0,1,1.25,2.6.")] = None,
+    full: Annotated[float | None, _option(FULL_HELP)] = None,
+    distill: Annotated[float | None, _option("Share of self-distillation in the loss at a precision, 0 to 1.")] = None,
     distill_at: Annotated[str | None, _option("The precisions to distil at (E5M5,E5M4,E5M3).")] = None,
-    pull: Annotated[float | None, _option(PULL_HELP)] = None,
+    l2_sp: Annotated[float | None, _option(L2_SP_HELP, "--l2-sp")] = None,
     average: Annotated[float | None, _option(AVERAGE_HELP)] = None,
-    rates: Annotated[Literal["same", "size"] | None, _option("One rate for all matrices, or by each one's size.")] = None,
     reconstruction: Annotated[Literal["midpoint", "truncate"] | None, _option("midpoint, or truncate as in the paper.")] = None,
     group_size: Annotated[int | None, _option("Weights that share a scale (64).")] = None,
     optimizer: Annotated[Literal["adamw", "adamw8bit", "sgd"] | None, _option(OPTIMIZER_HELP)] = None,
-    lr: Annotated[float | None, _option("Peak learning rate.")] = None,
+    lr: Annotated[float | None, _option("Peak learning rate (5e-5; --recipe paper: 1e-5).")] = None,
     schedule: Annotated[Literal["cosine", "linear", "constant"] | None, _option("cosine, linear or constant.")] = None,
     clip: Annotated[float | None, _option("Largest gradient norm; 0 for none.")] = None,
     epochs: Annotated[float | None, _option("Passes over the data (1).")] = None,
@@ -122,7 +129,7 @@ def tune(
     given: dict[str, Any] = {
         "exploration": exploration, "delay": delay, "distill": distill, "group_size": group_size,
         "accumulate": accumulate, "accumulator": accumulator, "leftover": leftover,
-        "pull": pull, "average": average, "rates": rates, "reconstruction": reconstruction,
+        "full": full, "l2_sp": l2_sp, "average": average, "reconstruction": reconstruction,
         "weights": tuple(_numbers(weights)) if weights is not None else None,
         "ultra_low": tuple(Precision(name) for name in ultra_low.split(",")) if ultra_low is not None else None,
         "distill_at": tuple(Precision(name) for name in distill_at.split(",")) if distill_at is not None else None,
@@ -192,5 +199,11 @@ def _show(result: dict[str, Any]) -> None:
     else:
         console.out.print("nothing was held out, so nothing was measured; --eval-data FILE would", highlight=False)
     out = result["out"]
+    if judged := result.get("average"):
+        mean, last = f"{judged['average']:.4f}", f"{judged['last']:.4f}"
+        kept = f"their mean is kept, as its held-out loss is {mean} and that of the last weights {last}"
+        if judged["kept"] == "last":
+            kept = f"the last weights are kept, as their held-out loss is {last} and that of the mean {mean}"
+        console.out.print(f"weights of the last {judged['averaged']} steps were averaged: {kept}", highlight=False)
     console.out.print(f"{result['steps']} steps in {result['seconds']:.0f} s", highlight=False)
     console.out.print(f"tuned checkpoint: {out}/model\nnested model:     {out}/nested", highlight=False)

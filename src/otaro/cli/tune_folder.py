@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from otaro.file.atomic import explained, write_text
 from otaro.file.run import command_to_resume, read_run
-from otaro.tune.config import ConfigError
+from otaro.tune.config import ConfigError, renamed
 
 if TYPE_CHECKING:
     from otaro.tune.data import TokenDataset
@@ -107,9 +107,9 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
     changed = []
     if now["recipe"] != before.get("recipe", now["recipe"]):
         changed.append(f"--recipe is {now['recipe']}, the run has {before['recipe']}")
-    for section in ("options", "training"):
+    for section, stated in (("options", renamed(before["options"])), ("training", before["training"])):
         for name, value in now[section].items():
-            if name not in before[section] or value == (old := before[section][name]) or name in FREE:
+            if name not in stated or value == (old := stated[name]) or name in FREE:
                 continue
             if name == "epochs" and now["training"]["steps"] is not None:
                 changed.append(f"--epochs is {value}, but the run counts --steps")

@@ -9,13 +9,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -101,7 +102,7 @@ class TuningRun:
 
     def _go(self) -> dict[str, Any]:
         from otaro.file.pack import pack
-        from otaro.tune.trainer import forget_steps_after, last_good_checkpoint
+        from otaro.tune.trainer import UNJUDGED, forget_steps_after, last_good_checkpoint
 
         if (ended := processes.from_first(self._ended)) is not None:
             more = "--epochs" if self.training.steps is None else "--steps"
@@ -109,6 +110,9 @@ class TuningRun:
             return ended
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
+            if self.options.average and held_out is None:
+                console.remark(UNJUDGED)
+                self.options = replace(self.options, average=0.0)
             arguments = self._arguments()  # refuses before a folder is made, and so does
             self._tell_memory(model)
         with self._begun():
@@ -119,6 +123,7 @@ class TuningRun:
             if processes.is_first():
                 forget_steps_after(self.folder.log, int(found.name.rpartition("-")[2]) if found else 0)
             trainer = self._trainer(model, tokenizer, training, arguments)
+            trainer.judge = partial(self._judge, trainer, held_out) if held_out is not None else None
             measured = self._measured_before(found)
             seconds = self._train(trainer, found, lambda: self._measure(trainer, held_out, measured, "before"))
         self._measure(trainer, held_out, measured, "after")
@@ -130,6 +135,7 @@ class TuningRun:
                 pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
         done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
+        done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
         result = {"out": str(self.out), "seconds": seconds, **done, **perplexities}
         if processes.is_first():
             self.folder.finish(result)
@@ -312,11 +318,11 @@ class TuningRun:
         return trainer
 
     def _train(self, trainer: Any, checkpoint: Path | None, begin: Callable[[], None]) -> float:
-        """Returns how many seconds it took after `begin`."""
+        """Returns how many seconds the steps took after `begin`."""
         with ExitStack() as stack:  # closes the bar, however it ends
             trainer.add_callback(watcher := _watcher(trainer, stack, begin))
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        return time.perf_counter() - float(watcher.started)
+        return float(watcher.seconds)
 
     def _tuned(self, trainer: Any) -> Any:
         """The tuned model as it is to be saved, adapters merged; in the first process."""
@@ -341,15 +347,30 @@ class TuningRun:
         return {key: stored[key] for key in ("tokens", "before") if key in stored}
 
     def _measure(self, trainer: Any, held_out: TokenDataset | None, measured: dict[str, Any], when: str) -> None:
-        """Perplexity at every precision, put into `measured` and perplexity.json; each process takes a part of the data."""
-        import torch
-
+        """Perplexity at every precision, put into `measured` and perplexity.json."""
         from otaro.file.atomic import write_text
         from otaro.sefp.precision import PRECISIONS
-        from otaro.tune.trainer import losses_by_precision, reshard
 
         if held_out is None or when in measured:
             return
+        wanted: list[Precision | None] = [None, *PRECISIONS]
+        losses = self._losses(trainer, held_out, wanted, f"perplexity {when} (precisions)")
+        perplexities = {str(precision or "fp"): exp(loss) for precision, loss in zip(wanted, losses, strict=True)}
+        tokens = sum(len(example["input_ids"]) for example in self._examples_to_measure(held_out))
+        measured |= {"tokens": tokens, when: perplexities}
+        if processes.is_first():
+            write_text(self.folder.perplexity, json_module.dumps(measured) + "\n")
+
+    def _judge(self, trainer: Any, held_out: TokenDataset) -> float:
+        """What decides whether averaged weights are kept."""
+        return fmean(self._losses(trainer, held_out, self.options.tuned_for, "judging the average (precisions)"))
+
+    def _losses(self, trainer: Any, held_out: TokenDataset, precisions: Sequence[Precision | None], title: str) -> list[float]:
+        """Mean loss per token at each precision, the same in all processes; each takes a part of the data."""
+        import torch
+
+        from otaro.tune.trainer import losses_by_precision, reshard
+
         examples = self._examples_to_measure(held_out)
         longest = max(len(example["input_ids"]) for example in examples)
         size = max(1, BATCH_TOKENS // longest)
@@ -358,20 +379,16 @@ class TuningRun:
         if len(ours) * processes.size() < len(batches):  # FSDP wants as many passes of all: one that counts nothing
             ours.append({**batches[0], "labels": batches[0]["labels"].new_full(batches[0]["labels"].shape, -100)})
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
-        wanted: list[Precision | None] = [None, *PRECISIONS]
         dtype = torch.bfloat16 if self.training.bf16 else None
-        perplexities = {}
-        with console.progress_bar(f"perplexity {when} (precisions)") as progress:
-            for number, precision in enumerate(wanted):
-                progress(str(precision or "full precision"), number, len(wanted))
+        means = []
+        with console.progress_bar(title) as progress:
+            for number, precision in enumerate(precisions):
+                progress(str(precision or "full precision"), number, len(precisions))
                 loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, dtype)[0]
                 parts = processes.together((loss * counted, counted))
-                mean = sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1)
-                perplexities[str(precision) if precision else "fp"] = exp(mean)
+                means.append(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
         reshard(trainer.model)
-        measured |= {"tokens": sum(len(example["input_ids"]) for example in examples), when: perplexities}
-        if processes.is_first():
-            write_text(self.folder.perplexity, json_module.dumps(measured) + "\n")
+        return means
 
     def _examples_to_measure(self, held_out: TokenDataset) -> list[dict[str, list[int]]]:
         """The first examples, as many as --eval-tokens allows, one at least."""
@@ -469,11 +486,14 @@ def _positions(model: Any) -> int | None:
 
 
 def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
-    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of each step."""
+    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of each step.
+
+    After the last one the bar is closed: what is judged then has one of its own.
+    """
     from transformers import TrainerCallback
 
     class Watcher(TrainerCallback):  # type: ignore[misc] # transformers is not typed
-        started = 0.0
+        started = seconds = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             begin()
@@ -484,6 +504,10 @@ def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
             last = trainer.last_record
             held = "" if last["applied"] else f", held back {last['accumulated']}"
             self.progress(f"loss {last['loss']:.3f} at {last['precision']}{held}", state.global_step, state.max_steps)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = time.perf_counter() - self.started
+            stack.close()
 
     return Watcher()
 

@@ -41,7 +41,7 @@ def analyze_path(run: Path) -> dict[str, Any]:
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
-    """One record per optimizer step. The line about gradients left over at the end is no step and is left out."""
+    """One record per optimizer step. Lines about the end are no steps and are left out."""
     if not log.is_file():
         raise OtaroError(f"{log.parent} holds no {log.name}; give the folder that `otaro tune --out` wrote")
     records: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
             raise OtaroError(f"{log} line {number} is not a step of a tuning run: it is nested too deeply") from None
         except ValueError as error:  # that of json as well
             raise OtaroError(f"{log} line {number} is not a step of a tuning run: {error}") from None
-        if "leftover" not in record:
+        if not _about_the_end(record):
             records.append(record)
     if not records:
         raise OtaroError(f"{log} records no step yet")
@@ -66,7 +66,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
 def _checked(record: Any, step: int) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
-    if "leftover" in record:
+    if _about_the_end(record):
         return record
     if missing := [key for key in ("step", "precision", "scores", "applied") if key not in record]:
         raise ValueError(f"it lacks {', '.join(missing)}")
@@ -80,6 +80,11 @@ def _checked(record: Any, step: int) -> dict[str, Any]:
     for name in (record["precision"], *scores):
         _bits(name)
     return record
+
+
+def _about_the_end(record: dict[str, Any]) -> bool:
+    """Gradients left over, or whether averaged weights were kept."""
+    return "leftover" in record or "averaged" in record
 
 
 def _is_score(value: Any) -> bool:

@@ -69,7 +69,7 @@ class Needs:
     optimizer: int
     quantised: int
     """Weights held quantised for a step."""
-    pull: int
+    l2_sp: int
     average: int
     delayed: int
     """Gradients that the method `otaro` holds back."""
@@ -83,6 +83,16 @@ class Needs:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def copied(self) -> dict[str, int]:
+        """Of what a step touches once, by flag."""
+        return {"--l2-sp": self.l2_sp, "--average": self.average}
+
+    @property
+    def copies(self) -> int:
+        """Of that in all."""
+        return sum(self.copied.values())
+
+    @property
     def total(self) -> int:
         """Of all."""
         return sum(getattr(self, field.name) for field in fields(self))
@@ -90,7 +100,7 @@ class Needs:
     def __str__(self) -> str:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         told = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count >= self.total / 200)
-        return f"{size(self.total)} ({told})"
+        return f"{size(self.total)} ({told.replace('_', '-')})"
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class Run:
             gradients=gradients,
             optimizer=states // self.shards,
             quantised=self.batch.width * held if options.method != "fp" and self.shards == 1 else 0,
-            pull=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards if options.pull else 0,
+            l2_sp=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards if options.l2_sp else 0,
             average=4 * count // self.shards if options.average else 0,
             delayed=gradients if options.method == "otaro" and options.accumulator == "device" else 0,
             activations=activation_bytes(self.model, self.batch),
@@ -136,7 +146,7 @@ class Run:
     def plan(self, device: torch.device, room: int | None = None) -> Plan:
         """Fill the device as far as it goes. `room` is asked of the device if it is not given."""
         needed, room = self.needs(), device_bytes(device) if room is None else room
-        host = device.type != "cpu" and bool(needed.pull + needed.average)  # else there is nothing to move, or no other place
+        host = device.type != "cpu" and bool(needed.copies)  # else there is nothing to move, or no other place
         plans = [
             Plan(self, needed, room, device, hold, on_host) for hold, on_host in ((True, False), (True, host), (False, host))
         ]
@@ -186,12 +196,12 @@ class Plan:
     hold: bool
     """Whether quantised weights are held for a step."""
     copies_on_host: bool
-    """Whether --pull and --average keep theirs in host memory."""
+    """Whether --l2-sp and --average keep theirs in host memory."""
 
     @property
     def on_device(self) -> int:
         """Bytes, as planned."""
-        moved = self.needs.pull + self.needs.average if self.copies_on_host else 0
+        moved = self.needs.copies if self.copies_on_host else 0
         return self.needs.total - moved - (0 if self.hold else self.needs.quantised)
 
     @property
@@ -204,8 +214,8 @@ class Plan:
         has = "" if self.room is None else f"; {self.device} has {size(self.room)}"
         sentences = [f"memory: about {self.needs}{has}"]
         if self.copies_on_host:
-            kept = " and ".join(f"--{name}" for name in ("pull", "average") if getattr(self.needs, name))
-            sentences.append(f"{kept} keep their copies in host memory, as the device has no room")
+            kept = " and ".join(flag for flag, count in self.needs.copied.items() if count)
+            sentences.append(f"the copies of {kept} are kept in host memory, as the device has no room")
         if not self.hold and self.needs.quantised:
             sentences.append("quantised weights are made twice a step instead of held")
         if not self.fits:
@@ -230,8 +240,9 @@ class Plan:
                 ways.append(f"--optimizer adamw8bit (saves {size(0.75 * needed.optimizer)})")
         if needed.activations > needed.total / 20:
             ways.append("--gradient-checkpointing or a smaller --batch-size (with --grad-accum)")
-        if not self.copies_on_host and (copies := needed.pull + needed.average):
-            ways.append(f"--pull 0 --average 0 (saves {size(copies)})")
+        if not self.copies_on_host and needed.copies:
+            off = " ".join(f"{flag} 0" for flag, count in needed.copied.items() if count)
+            ways.append(f"{off} (saves {size(needed.copies)})")
         if self.run.shards == 1 and not self.run.lora and self.room is not None and self.device.type != "cpu":
             each = ROOM * self.room - needed.activations - needed.loss
             if each > 0:

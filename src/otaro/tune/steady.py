@@ -1,17 +1,13 @@
-"""What lets a run take a high learning rate without fitting its text too closely: an anchor, an average, rates by size.
+"""What keeps a run from fitting its text too closely: L2-SP and weight averaging, each an option of its own.
 
-Low precisions want a high rate: at E5M3 a weight must go far before it rounds to another value. Fine precisions pay for it
-by fitting the text they are tuned on. Three remedies, each an option of its own (docs/log.md has the measurements):
+  L2-SP     after every step each weight goes back toward its starting point (SP) by the share rate * l2_sp of the
+            way, as weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's two factors
+            only B goes back, which takes the merged weight back by that share; with both it would be twice as much.
+  average   the mean of the weights after each step of a run's last part may take the place of the last ones. Where
+            there is much to learn it lags behind, so held-out data decide. Also one more set of weights, from the
+            first averaged step on; checkpoints keep it. Of adapters, the mean of each.
 
-  pull            after every step each weight goes back toward where it started by the share rate * pull of the way, as
-                  weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's two factors only B goes
-                  back, which takes the merged weight back by that share; with both it would be twice as much.
-  average         the run ends with the mean of the weights after each step of its last part, not with the last ones. Also one
-                  more set of weights, from the first averaged step on; checkpoints keep it. Of adapters, the mean of each.
-                  Both sets are touched once a step, and move to host memory where the device has no room (`memory.py`).
-  rates by size   a matrix is tuned at the rate times its root mean square over that of the model (a geometric mean over all
-                  matrices, weight by weight), so that all move alike in proportion. Rounded to eighths of a power of two, so
-                  that a few groups of parameters serve; norms, biases and adapters keep the rate.
+Both sets are touched once a step, and move to host memory where the device has no room (`memory.py`).
 """
 
 from __future__ import annotations
@@ -30,22 +26,22 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def goes_back(name: str) -> bool:
-    """Whether `pull` takes a weight back: not the first of LoRA's factors."""
+    """Whether L2-SP takes a weight back: not the first of LoRA's factors."""
     return "lora_A" not in name and "lora_embedding_A" not in name
 
 
 class Anchor:
     """Where the weights started, and the way back."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], pull: float, on_host: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], strength: float, on_host: bool = False) -> None:
         """`on_host`: the copy is kept in host memory, and comes to the device weight by weight; the sums are the same."""
-        self.pull = pull
+        self.strength = strength
         self._start = {name: _kept(local(p), on_host) for name, p in parameters.items() if goes_back(name)}
 
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, nn.Parameter], rate: float) -> None:
-        """Go back by rate * pull of the way."""
-        _go_toward([local(parameters[name]) for name in self._start], list(self._start.values()), rate * self.pull)
+        """Go back by rate * strength of the way."""
+        _go_toward([local(parameters[name]) for name in self._start], list(self._start.values()), rate * self.strength)
 
 
 class WeightAverage:
@@ -62,18 +58,21 @@ class WeightAverage:
         if step <= steps * (1 - self.share):
             return
         self.count += 1
-        # In float32, whatever the weights: what a late step adds to the mean is less than bfloat16 can tell.
-        now = {name: local(parameter).float() for name, parameter in parameters.items()}
+        # At least in float32: what a late step adds to the mean is less than bfloat16 can tell.
+        now = {name: _wide(local(parameter)) for name, parameter in parameters.items()}
         if self.count == 1:
             self._means = {name: _kept(weight, self.on_host) for name, weight in now.items()}
         else:
             _go_toward([self._means[name] for name in now], list(now.values()), 1 / self.count)
 
     @torch.no_grad()
-    def install(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the mean in place of the weights."""
+    def swap(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Put the mean in place of the weights, and them in its own; done twice, the weights are back to the bit."""
         for name, mean in self._means.items():
-            local(parameters[name]).copy_(mean)
+            weight = local(parameters[name])
+            kept = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(kept)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must keep, with `count`."""
@@ -85,6 +84,10 @@ class WeightAverage:
         """Go on from a checkpoint."""
         self.count = count
         self._means = {name: _kept(tensor.to(devices[name]), self.on_host) for name, tensor in tensors.items()}
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _kept(weight: torch.Tensor, on_host: bool) -> torch.Tensor:
@@ -109,32 +112,3 @@ def _go_toward(moved: list[torch.Tensor], targets: list[torch.Tensor], share: fl
         torch._foreach_lerp_([there], [other.to(device, non_blocking=True)], share)
         if there is not one:
             one.copy_(there, non_blocking=True)
-
-
-def rates_by_size(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """What the learning rate of each matrix is multiplied with; others are not named."""
-    matrices = {name: p for name, p in parameters.items() if p.ndim > 1 and "lora_" not in name}
-    if not matrices:
-        return {}
-    norms = [torch.linalg.vector_norm(p.detach().float()) for p in matrices.values()]
-    sizes = torch.tensor([p.numel() for p in matrices.values()], dtype=torch.float64)
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    logs = torch.stack([norm.cpu() for norm in whole]).double().log2() - sizes.log2() / 2
-    known = logs.isfinite()  # a matrix of zeros has no size to go by
-    centre = (logs * sizes)[known].sum() / sizes[known].sum()
-    eighths = (8 * (logs - centre)).round().where(known, torch.zeros(()))
-    return dict(zip(matrices, (2 ** (eighths / 8)).tolist(), strict=True))
-
-
-def split_groups(optimizer: torch.optim.Optimizer, factors: Mapping[int, float]) -> None:
-    """Give each parameter its rate: `factors` by the parameter's id, those not named keep theirs."""
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        by_factor: dict[float, list[Any]] = {}
-        for parameter in group["params"]:
-            by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
-        groups += [
-            {**group, "params": members, "lr": group["lr"] * factor, "rate_factor": factor}
-            for factor, members in sorted(by_factor.items())
-        ]
-    optimizer.param_groups[:] = groups

@@ -1,11 +1,13 @@
 """The trainer: `OtaroMixin` over transformers' Trainer, and `OtaroTrainer`, the two together.
 
 Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantised to it, and reports
-the loss to the search. With the method `otaro` the gradients of an ultra-low precision are then moved into the accumulator
-and `.grad` set to None: what follows in Trainer's loop, clipping and the optimizer's step, finds nothing to do, until the
-N-th such batch puts the collected sum back. So nothing of the loop is rewritten, and whatever else Trainer does (DDP,
-FSDP2, gradient accumulation, checkpointing of activations, bf16, peft, TRL's SFTTrainer, logging) goes on as before. The
-learning-rate schedule advances on withheld steps too.
+the loss to the search. Where a share of the loss is taken in full precision (`full`), that is a forward and backward
+of its own before: its activations are gone when the other begins, and what it said is the teacher of
+self-distillation. With the method `otaro` the gradients of an ultra-low precision are then moved into the
+accumulator and `.grad` set to None: what follows in Trainer's loop, clipping and the optimizer's step, finds
+nothing to do, until the N-th such batch puts the collected sum back. So nothing of the loop is rewritten, and
+whatever else Trainer does (DDP, FSDP2, gradient accumulation, checkpointing of activations, bf16, peft, TRL's
+SFTTrainer, logging) goes on as before. The learning-rate schedule advances on withheld steps too.
 
 Checkpoints gain the state of the search, the accumulator and the average, and a mark that they are complete: a run that is
 killed goes on from the last complete one and takes the same path to the same weights.
@@ -19,12 +21,16 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
@@ -32,17 +38,20 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, OtaroWarning
 from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
 from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
 from otaro.tune.memory import Batch, Plan, Run
 from otaro.tune.sliced import Distillation, SlicedHead, SliceLoss, slice_loss
-from otaro.tune.steady import Anchor, WeightAverage, local, rates_by_size, split_groups
+from otaro.tune.steady import Anchor, WeightAverage, local
 
 STATE_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_complete"
 ACCUMULATOR_STEM, AVERAGE_STEM = "otaro_accumulator", "otaro_average"
+UNJUDGED = "nothing is held out to judge the mean of the weights by: the run ends with the last ones"
+JUDGED = 128
+"""Held-out examples of each process that an average is judged by: enough to tell it from the last weights."""
 
 
 class TrainingError(OtaroError):
@@ -53,8 +62,12 @@ class OtaroMixin:
     """Mix in before a Trainer class: `class MyTrainer(OtaroMixin, SFTTrainer)`.
 
     Takes two more arguments: `otaro=Options(...)`, by default those of the recipe `best`, and `otaro_log=Path(...)`, a file
-    that gets one line of JSON per step. The learning rate is Trainer's own; the recipe's is 1e-4. A run that is resumed must
-    be given the weights that it started with, as `pull` goes back to them.
+    that gets one line of JSON per step. The learning rate is Trainer's own. A run that is resumed must be given
+    the weights that it started with, as L2-SP goes back to them.
+
+    The recipe averages weights and keeps the mean if it is better on held-out data: on `eval_dataset`, or by
+    whatever is put into `judge`, a function without arguments that returns a loss. With neither, a run ends with
+    its last weights.
     """
 
     def __init__(self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any) -> None:
@@ -76,11 +89,13 @@ class OtaroMixin:
         self._compute_dtype = torch.bfloat16 if self.args.bf16 else None  # type: ignore[attr-defined]
         self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
         self.delayed = self.otaro.gradient_accumulator()
-        tuned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
-        self._rate_factors = self._rates(tuned) if self.otaro.rates == "size" else {}
         self.anchor: Anchor | None = None
         self.average: WeightAverage | None = None
-        if self.otaro.pull or self.otaro.average:
+        self.judge: Callable[[], float] | None = self._held_out_loss if getattr(self, "eval_dataset", None) else None
+        """Says which weights are better, with the same answer in all processes."""
+        self.judgement: dict[str, Any] = {}
+        """What the log says of the average: the loss with it, that with the last weights, what was kept."""
+        if self.otaro.l2_sp or self.otaro.average:
             self.add_callback(_SteadyCallback(self))  # type: ignore[attr-defined]
         self._log_path = otaro_log
         self._record: dict[str, Any] | None = None  # of the optimizer step under way
@@ -93,6 +108,9 @@ class OtaroMixin:
         self._slice_loss: SliceLoss = slice_loss
         self._compiled = False
         self._outputs: Any = None
+        self._share = 1.0  # of the loss, that the pass under way takes
+        self._teaches = False  # whether it is the teacher of the next one
+        self._teacher: torch.Tensor | None = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
         if self._of_trl:
             self._keep_trl_to_the_model()
@@ -141,39 +159,76 @@ class OtaroMixin:
     # One step ---------------------------------------------------------------------------------------------------------
 
     def training_step(self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Trainer's, at the precision chosen for this optimizer step."""
+        """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full` of it."""
         if self._record is None:
             precision = self.search.choose()
             self._record = {"precision": precision, "scores": self.search.scores(), "loss": 0.0, "tokens": 0}
             self._started = time.perf_counter()
         self._record["tokens"] += int(inputs["input_ids"].numel()) if "input_ids" in inputs else 0
-        with self.precisely.at(self._record["precision"], self._compute_dtype):
+        precision, full = self._record["precision"], self.otaro.full
+        told: torch.Tensor | float = 0.0
+        if full and precision is not None:
+            unsynced = model.no_sync() if hasattr(model, "no_sync") else nullcontext()  # gradients travel once, together
+            with self._passing(None, full, teaches=bool(self._distilled(precision))), unsynced:
+                told = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        rest = 1.0 if precision is None else 1 - full
+        with self._passing(precision, rest):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        self._record["loss"] += loss.detach()  # Trainer scales micro-batches so that they add up to the step's mean
+        self._teacher = None
+        self._record["loss"] += loss / rest  # Trainer scales micro-batches so that they add up to the step's mean
         if self.accelerator.sync_gradients:
             self._finish_step(model)
-        return loss
+        return told + loss
+
+    @contextmanager
+    def _passing(self: Any, precision: Precision | None, share: float, teaches: bool = False) -> Iterator[None]:
+        """One forward and backward pass at a precision, with its share of the step's loss."""
+        self._share, self._teaches = share, teaches
+        try:
+            with self.precisely.at(precision, self._compute_dtype):
+                yield
+        finally:
+            self._share, self._teaches = 1.0, False
+
+    def _distilled(self: Any, precision: Precision | None) -> float:
+        """Share of self-distillation in the loss at a precision."""
+        return self.otaro.distill if precision in self.otaro.distill_at else 0.0
 
     def compute_loss(
         self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are large."""
-        share = self.otaro.distill if self.precisely.precision in self.otaro.distill_at else 0.0
+        share = self._distilled(self.precisely.precision) if model.training else 0.0
         if not return_outputs and (sliced := self._sliced_head(model, inputs)) is not None:
-            return self._loss_in_slices(sliced, share if model.training else 0.0, model, inputs, num_items_in_batch)
-        if not share or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        labels = inputs["labels"]
+            return self._shared(self._loss_in_slices(sliced, share, model, inputs, num_items_in_batch))
+        if not share and not self._teaches:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            return (self._shared(found[0]), *found[1:]) if return_outputs else self._shared(found)
+        unlabelled, labels = _unlabelled(inputs), inputs["labels"]
         if self._of_trl:  # the outputs that it returns are those of another pass, without gradients
             loss = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
             outputs, self._outputs = self._outputs, None
         else:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
-        with torch.no_grad(), self.precisely.at(None):
-            teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-        divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
-        loss = (1 - share) * loss + share * divergence
-        return (loss, outputs) if return_outputs else loss
+        if share:
+            teacher = self._taught(model, unlabelled)
+            divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
+            loss = (1 - share) * loss + share * divergence
+        else:
+            self._teacher = outputs.logits.detach()
+        return (self._shared(loss), outputs) if return_outputs else self._shared(loss)
+
+    def _shared(self: Any, loss: torch.Tensor) -> torch.Tensor:
+        """As far as the pass counts in the loss of the step."""
+        return loss if self._share == 1 else loss * self._share
+
+    def _taught(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the same weights unquantised say: in this step already, or in a pass of their own."""
+        teacher: torch.Tensor | None = self._teacher
+        if teacher is None:
+            with torch.no_grad(), self.precisely.at(None):
+                teacher = self.accelerator.unwrap_model(model)(**inputs).logits
+        return teacher
 
     def _sliced_head(self: Any, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
         """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by DataParallel."""
@@ -186,11 +241,13 @@ class OtaroMixin:
     ) -> torch.Tensor:
         distillation = None
         if share:
-            with torch.no_grad(), self.precisely.at(None), sliced.hidden_states():
-                teacher = self.accelerator.unwrap_model(model)(**{k: v for k, v in inputs.items() if k != "labels"})
-            distillation = Distillation(share, teacher.logits)
+            with sliced.hidden_states():
+                distillation = Distillation(share, self._taught(model, _unlabelled(inputs)))
         with sliced.losses(distillation, of_slice=self._slice_loss):
-            loss: torch.Tensor = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, self._teaches, num_items_in_batch)  # type: ignore[misc]
+        loss: torch.Tensor = found[0] if self._teaches else found
+        if self._teaches:
+            self._teacher = found[1].logits.detach()  # hidden states: the head has handed them on
         return loss
 
     def _keep_trl_to_the_model(self: Any) -> None:
@@ -252,7 +309,7 @@ class OtaroMixin:
             "loss": loss,
             "scores": record["scores"],
             "gradient_norm": gradient_norm,
-            "lr": self._learning_rates[0] / self.optimizer.param_groups[0].get("rate_factor", 1.0),
+            "lr": self._learning_rates[0],
             "tokens_per_second": record["tokens"] * self.accelerator.num_processes / seconds,
             "memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             "applied": applied,
@@ -288,16 +345,17 @@ class OtaroMixin:
 
     def _drop_anchor(self: Any) -> None:
         """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
-        if self.otaro.pull and self.anchor is None:
+        if self.otaro.l2_sp and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
-            self.anchor = Anchor(tuned, self.otaro.pull, self._plan().copies_on_host)
+            self.anchor = Anchor(tuned, self.otaro.l2_sp, self._plan().copies_on_host)
 
     def _plan(self: Any) -> Plan:
         """What the run takes of its device, and what therefore is kept elsewhere."""
         args = self.args
         batch = Batch(args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing)
         shards = self.accelerator.num_processes if self.is_fsdp_enabled else 1
-        run = Run(self.accelerator.unwrap_model(self.model), self.otaro, self._optimizer_kind(), batch, shards)
+        options = self.otaro if self.judge is not None else replace(self.otaro, average=0.0)
+        run = Run(self.accelerator.unwrap_model(self.model), options, self._optimizer_kind(), batch, shards)
         return run.plan(args.device)
 
     def _optimizer_kind(self: Any) -> str:
@@ -308,22 +366,6 @@ class OtaroMixin:
         """Of the first example, where the data has one to look at; else a usual one."""
         first = self.train_dataset[0] if hasattr(self.train_dataset, "__getitem__") else None
         return len(first["input_ids"]) if isinstance(first, Mapping) and "input_ids" in first else 1024
-
-    def _rates(self: Any, tuned: dict[str, torch.nn.Parameter]) -> dict[str, float]:
-        """Of the first process: with FSDP it may be the only one that holds weights already."""
-        factors = [rates_by_size(tuned)]
-        if self.is_fsdp_enabled:
-            broadcast_object_list(factors)
-        return factors[0]
-
-    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, with a rate for each matrix where that was asked for."""
-        ours = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if ours and self._rate_factors:
-            named = dict(self.model.named_parameters())
-            split_groups(optimizer, {id(named[name]): factor for name, factor in self._rate_factors.items()})
-        return optimizer
 
     def create_scheduler(self: Any, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
@@ -338,11 +380,15 @@ class OtaroMixin:
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step, or dropped.
 
-        Where weights are averaged, the mean then takes their place.
+        Where weights are averaged, the mean then takes their place if held-out data say so.
         """
         plan = self._plan()
         self.precisely.hold = plan.hold or self._compiled  # made inside a graph, they would need one for each precision
-        self.average = WeightAverage(self.otaro.average, plan.copies_on_host) if self.otaro.average else None
+        self.average, self.judgement = None, {}
+        if self.otaro.average and self.judge is None:
+            warnings.warn(UNJUDGED, OtaroWarning, stacklevel=2)
+        elif self.otaro.average:
+            self.average = WeightAverage(self.otaro.average, plan.copies_on_host)
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -355,9 +401,31 @@ class OtaroMixin:
                 self._apply_leftover()
             self._write_log({"step": self.state.global_step, "leftover": waiting, "applied": applied})
         if self.average is not None and self.average.count:
-            self.average.install(self._named_parameters())
+            self._keep_the_better()
         self._refuse_what_is_not_finite()
         return result
+
+    def _keep_the_better(self: Any) -> None:
+        """The mean or the last weights, by their loss on held-out data."""
+        losses = {"last": self.judge()}
+        self.average.swap(self._named_parameters())
+        losses["average"] = self.judge()
+        (kept,) = broadcast_object_list(["average" if losses["average"] < losses["last"] else "last"])
+        if kept == "last":
+            self.average.swap(self._named_parameters())
+        self.judgement = {"step": self.state.global_step, "averaged": self.average.count, **losses, "kept": kept}
+        self._write_log(self.judgement)
+
+    def _held_out_loss(self: Any) -> float:
+        """Of `eval_dataset` or the first `JUDGED` examples of each process, over the precisions tuned for."""
+        sets, most = self.eval_dataset, max(1, JUDGED // self.args.per_device_eval_batch_size)
+        loaders = [self.get_eval_dataloader(name) for name in (sets if isinstance(sets, Mapping) else [None])]
+        batches = [batch for loader in loaders for batch in islice(loader, most)]
+        losses = losses_by_precision(self.model, self.precisely, self.otaro.tuned_for, batches, self._compute_dtype)
+        reshard(self.model)
+        counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in batches)
+        parts = gather_object([(fmean(losses) * counted, counted)])
+        return float(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
 
     def _apply_leftover(self: Any) -> None:
         release(self._named_parameters(), self.delayed)
@@ -515,9 +583,14 @@ def forget_steps_after(log: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         record = json.loads(line)
-        return float("inf") if "leftover" in record else float(record["step"])  # applied after the last checkpoint
+        after = "leftover" in record or "averaged" in record  # the last checkpoint
+        return float("inf") if after else float(record["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # cut off by the kill
+
+
+def _unlabelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -552,7 +625,7 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tens
 def losses_by_precision(
     model: Any,
     precisely: Precisely,
-    precisions: list[Precision | None],
+    precisions: Sequence[Precision | None],
     batches: list[dict[str, torch.Tensor]],
     compute_dtype: torch.dtype | None = None,
 ) -> list[float]:
