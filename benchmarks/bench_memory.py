@@ -117,6 +117,7 @@ class Bench:
             )  # fmt: skip
             data = [{"input_ids": row, "labels": row} for row in tokens]
             trainer = OtaroTrainer(model=model, args=arguments, train_dataset=data, otaro=options)
+            trainer.judge = lambda: 0.0  # so that the average is kept, though nothing is held out
             plan = trainer._plan()
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(clock)

@@ -22,7 +22,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -168,8 +168,7 @@ class OtaroMixin:
         precision, full = self._record["precision"], self.otaro.full
         told: torch.Tensor | float = 0.0
         if full and precision is not None:
-            unsynced = model.no_sync() if hasattr(model, "no_sync") else nullcontext()  # gradients travel once, together
-            with self._passing(None, full, teaches=bool(self._distilled(precision))), unsynced:
+            with self._passing(None, full, teaches=bool(self._distilled(precision))), _together(model):
                 told = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         rest = 1.0 if precision is None else 1 - full
         with self._passing(precision, rest):
@@ -420,7 +419,7 @@ class OtaroMixin:
         """Of `eval_dataset` or the first `JUDGED` examples of each process, over the precisions tuned for."""
         sets, most = self.eval_dataset, max(1, JUDGED // self.args.per_device_eval_batch_size)
         loaders = [self.get_eval_dataloader(name) for name in (sets if isinstance(sets, Mapping) else [None])]
-        batches = [batch for loader in loaders for batch in islice(loader, most)]
+        batches = [batch for loader in loaders for batch in islice(loader, most) if "labels" in batch]
         losses = losses_by_precision(self.model, self.precisely, self.otaro.tuned_for, batches, self._compute_dtype)
         reshard(self.model)
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in batches)
@@ -591,6 +590,16 @@ def _step_of(line: str) -> float:
 
 def _unlabelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def _together(model: Any) -> AbstractContextManager[Any]:
+    """Of DDP, have the gradients of this pass wait for the next one's and travel with them.
+
+    Not where it looks for weights that a pass leaves out: what the next one leaves out, such as an expert that none
+    of its tokens takes, would not travel at all.
+    """
+    waits = hasattr(model, "no_sync") and not getattr(model, "find_unused_parameters", False)
+    return model.no_sync() if waits else nullcontext()
 
 
 def reshard(model: torch.nn.Module) -> None:
