@@ -75,6 +75,13 @@ def restored_threads():
     torch.set_num_threads(1)
 
 
+def test_another_build_is_the_one_under_test():
+    """Sanitizers that look at the installed extension would find nothing, and nobody would notice."""
+    if not (build := os.environ.get("OTARO_CPU_MODULE")):
+        pytest.skip("no other build was named in OTARO_CPU_MODULE")
+    assert cpu._cpu.__file__ == build
+
+
 # Exactness
 
 
