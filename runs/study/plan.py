@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from otaro.file.header import VERSION
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.config import BEST, Options
 
@@ -15,6 +16,7 @@ COLUMNS = (FULL, *NAMES)
 BIG = ("SmolLM2-135M", "stories15M")
 SEEDS = (0, 1, 2)
 DEFAULTS = Options()
+FORMAT = int(VERSION)  # whose numbers; rows without it have scales that are powers of two
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Row:
             if stated[name] == usual:
                 stated.pop(name)
         stated["steps"] = self.steps or BENCHES[self.bench].steps
+        stated["format"] = FORMAT
         if self.lr is not None or self.options is None:
             stated.pop("rates")  # they matter where one of them is chosen
         return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
@@ -117,7 +120,7 @@ class Observation:
 
     def settings(self) -> dict[str, Any]:
         """Everything that the numbers depend on, as JSON."""
-        return asdict(self)
+        return asdict(self) | {"format": FORMAT}
 
 
 Job = Row | Observation

@@ -612,7 +612,7 @@ def reshard(model: torch.nn.Module) -> None:
 def reaches_all(model: Any) -> bool:
     """Whether the loss of any tokens depends on every weight that is tuned.
 
-    Asked of two tokens: where a token takes some experts and leaves others, each a weight of its own, it does not.
+    Asked of two tokens, so that the answer is no where tokens take some experts and leave others, each a weight of its own.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=tokens, labels=tokens).loss.backward()

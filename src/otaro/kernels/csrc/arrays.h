@@ -28,9 +28,10 @@ inline void check_sizes(int64_t length, int group_size) {
   check(group_size > 0 && group_size % kBlock == 0, "group_size must be a positive multiple of 32");
 }
 
-// With others, products of steps and activations' powers of two would not all be normal numbers, and so not exact.
+// With others, products of steps and powers of two of activations would not all be normal numbers, nor exact.
 inline void check_scale_exponent(int exponent) {
-  check(exponent >= kMinScaleExponent && exponent <= kMaxScaleExponent, "scale_exponent must lie between -13 and 7");
+  check(exponent >= kMinScaleExponent && exponent <= kMaxScaleExponent,
+        "scale_exponent must lie between -13 and 7");
 }
 
 }  // namespace otaro

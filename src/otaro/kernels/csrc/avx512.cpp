@@ -204,6 +204,7 @@ template <int M, bool Truncate>
 void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out, int64_t stride) {
   constexpr Meaning means = meaning(M, Truncate);
   const int64_t blocks = weight.blocks(), groups = weight.groups(), per_group = weight.units_per_group();
+  const Steps<means.shift> of_scales(weight);
   alignas(64) float lanes[kTileTokens][kLanes][kTileRows] = {};
   alignas(64) int32_t tops[kTileTokens][kTileRows];
   for (int64_t unit = 0; unit < x.units; ++unit) {
@@ -224,14 +225,14 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
       }
     }
     __m512i low[16];
-    alignas(16) uint8_t scales[kTileRows];
+    uint8_t scales[kTileRows];
     for (int r = 0; r < kTileRows; ++r) {
       low[r] = codes(r).low;
       scales[r] = weight.scales[row_of(r) * groups + unit / per_group];
     }
     transpose(low);
-    const __m256 in_steps = unit_steps<means.shift>(weight);
-    const __m512 steps = _mm512_insertf32x8(_mm512_castps256_ps512(steps_of(scales, in_steps)), steps_of(scales + 8, in_steps), 1);
+    const __m512 steps = _mm512_insertf32x8(_mm512_castps256_ps512(of_scales.eight(scales)),
+                                            of_scales.eight(scales + 8), 1);
     for (int t = 0; t < x.tokens; ++t) {
       const int8_t* at = digits + t * 4 * kBlock;
       const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();

@@ -34,15 +34,6 @@ inline uint32_t to_bits(float value) {
 // 2^e for e from -126 to 127.
 inline float power_of_two(int e) { return from_bits(static_cast<uint32_t>(e + 127) << 23); }
 
-// The step of one group of a packed matrix.
-inline float step_of(const Packed& weight, int64_t group, int shift) {
-  const uint32_t byte = weight.scales[group];
-  if (weight.of_cache) return power_of_two(static_cast<int8_t>(byte) - shift);
-  const uint32_t e = byte >> 3 & 15, f = byte & 7, sign = byte >> 7 << 31;
-  const int exponent = (e ? static_cast<int>(e) : 1) - 10 + weight.scale_exponent - shift;
-  return from_bits(to_bits(static_cast<float>(static_cast<int>(e ? 8 + f : f)) * power_of_two(exponent)) | sign);
-}
-
 // The power of two of a unit of activations: x = a * scale, a = x * inverse, rounded.
 struct Power {
   float scale, inverse;

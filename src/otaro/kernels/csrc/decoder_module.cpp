@@ -278,8 +278,8 @@ void release_pages(const Bytes& bytes) {
 void define_decoder(nb::module_& m) {
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   nb::class_<Matrix>(m, "Matrix")
-    .def(nb::init<Bytes, Bytes, int64_t, int, bool, int>(), plain("base"), plain("scales"), "length"_a, "group_size"_a,
-         "truncate"_a, "scale_exponent"_a);
+    .def(nb::init<Bytes, Bytes, int64_t, int, bool, int>(), plain("base"), plain("scales"), "length"_a,
+         "group_size"_a, "truncate"_a, "scale_exponent"_a);
   nb::class_<Cache>(m, "Cache")
     .def_prop_ro("length", length)
     .def_prop_ro("nbytes", bytes_of)

@@ -28,8 +28,8 @@ void check_aligned(const AnyArray& array, const char* what) {
   check(reinterpret_cast<uintptr_t>(array.data()) % alignof(decltype(*array.data())) == 0, what);
 }
 
-Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length, int group_size,
-              bool truncate, int scale_exponent) {
+Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length,
+              int group_size, bool truncate, int scale_exponent) {
   Packed weight;
   check_sizes(length, group_size);
   check_scale_exponent(scale_exponent);
@@ -64,8 +64,9 @@ Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, co
   return activations;
 }
 
-void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes,
-            int64_t length, int group_size, bool truncate, int scale_exponent, const Array<float, 2>& out) {
+void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
+            const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, int scale_exponent,
+            const Array<float, 2>& out) {
   const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows, "out must be [tokens, rows]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
@@ -75,8 +76,9 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scal
   multiply(chosen, Pool::shared(), weight, quantised(chosen, x, weight, scratch), out.data());
 }
 
-void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes,
-          int64_t length, int group_size, bool truncate, int scale_exponent, const Array<int32_t, 3>& out) {
+void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
+          const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, int scale_exponent,
+          const Array<int32_t, 3>& out) {
   const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(x.shape(0) <= kMaxTokens, "at most eight tokens");
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
@@ -115,9 +117,9 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
 }
 
 // The values of the rows with the given numbers, or of all rows.
-void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length, int group_size,
-            bool truncate, int scale_exponent, const std::optional<Array<const int64_t, 1>>& rows,
-            const Array<float, 2>& out) {
+void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length,
+            int group_size, bool truncate, int scale_exponent,
+            const std::optional<Array<const int64_t, 1>>& rows, const Array<float, 2>& out) {
   const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : weight.rows;
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
@@ -143,13 +145,13 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
 NB_MODULE(_cpu, m) {
   using namespace otaro;
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };  // a copy would swallow what is written to it
-  m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
+  m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
+        "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
+  m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
         "truncate"_a, "scale_exponent"_a, plain("out"));
-  m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
-        "scale_exponent"_a, plain("out"));
   m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
-  m.def("decode", decode, plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a, "truncate"_a,
-        "scale_exponent"_a, plain("rows").none(), plain("out"));
+  m.def("decode", decode, plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
+        "truncate"_a, "scale_exponent"_a, plain("rows").none(), plain("out"));
   m.def("unit_size", [](int group_size) {
     Packed weight;
     weight.group_size = group_size;

@@ -42,6 +42,15 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
   }
 }
 
+// The step of one group of weights or of a cache.
+inline float step_of(const Packed& weight, int64_t group, int shift) {
+  const int byte = weight.scales[group], e = byte >> 3 & 15, f = byte & 7;
+  if (weight.of_cache) return power_of_two(static_cast<int8_t>(byte) - shift);
+  const int exponent = (e ? e : 1) - 10 + weight.scale_exponent - shift;
+  const float size = static_cast<float>(e ? 8 + f : f) * power_of_two(exponent);
+  return byte & 0x80 ? -size : size;
+}
+
 template <int M>
 void unpack(const Packed& weight, int64_t block, uint16_t* u) {
   const uint8_t* base = weight.base + block * kBaseBytes;

@@ -6,15 +6,15 @@
 //   1. A row of weights is cut into *units* of 64 weights (32 where the group size is no multiple of 64); a group is one or more
 //      whole units. Activations are cut the same way.
 //   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <= kMaxActivation.
-//   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code at the precision in
-//      use and (n, k) say what it means: a weight is (n u + k) steps, and a step is scale * 2^-shift. `Meaning` below.
-//      |I| < 2^31, so 32-bit integers are exact in any order.
-//   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which is exact, is the
-//      unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8, then j + 4,
-//      j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none is fused, so that every backend returns the
-//      same bits, whatever its registers or threads.
+//   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code at
+//      the precision in use and (n, k) say what it means: a weight is (n u + k) steps, and a step is scale *
+//      2^-shift. `Meaning` below. |I| < 2^31, so 32-bit integers are exact in any order.
+//   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which is
+//      exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets
+//      lane j + 8, then j + 4, j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none is
+//      fused, so that every backend returns the same bits, whatever its registers or threads.
 //
-// None of these floats is ever subnormal, and a scale byte becomes a float without a detour through such: a CPU that is told
+// None of these floats is ever subnormal, and none on the way from a scale byte to its float: a CPU that is told
 // to flush them computes the same.
 #pragma once
 
@@ -50,7 +50,8 @@ constexpr Meaning meaning(int bits, bool truncate) {
 }
 
 // A packed matrix, as it lies in the mapped file. A scale is a byte: a sign, four bits e and three bits f are
-// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. In a packed cache it is 2^byte instead.
+// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. A packed cache has rows of
+// the same form whose scales are powers of two.
 struct Packed {
   const uint8_t* base = nullptr;
   const uint8_t* planes[kPlanes] = {};
@@ -60,7 +61,7 @@ struct Packed {
   int bits = kCoarsest;  // mantissa bits in use; planes[0 .. bits - 4] are present
   bool truncate = false;
   int scale_exponent = 0;
-  bool of_cache = false;  // its scales are exponents of two, signed, and its units single blocks
+  bool of_cache = false;  // scales are signed exponents of two then, and units are single blocks
 
   int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
   int unit_blocks() const { return group_size % (2 * kBlock) ? 1 : 2; }

@@ -237,22 +237,32 @@ OTARO_INLINE __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// A scale byte with its sign, exponent and fraction moved to where a half has them is 2^-8 of the scale: halves have one more
-// bit of exponent. The CPU turns subnormal halves into floats in any mode. These are the steps of eight bytes.
-constexpr int kHalfExponent = 8;
-
+// From scale bytes to steps. A half has one more bit of exponent: with sign, exponent and fraction of a scale byte in
+// their places it is 2^-8 of the scale. The CPU makes floats of halves, and of subnormal ones in any mode.
 template <int Shift>
-OTARO_INLINE __m256 unit_steps(const Packed& weight) {
-  return _mm256_set1_ps(power_of_two(weight.scale_exponent + kHalfExponent - Shift));
-}
+struct Steps {
+  __m256 factor;
 
-OTARO_INLINE __m256 steps_of(const uint8_t* scales, __m256 unit_steps) {
-  const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)));
-  const __m128i halves = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
-  return _mm256_mul_ps(_mm256_cvtph_ps(halves), unit_steps);
-}
+  OTARO_INLINE explicit Steps(const Packed& weight)
+    : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - Shift))) {}
 
-// The steps of `count` units from `unit` on, at most eight, of any matrix; `scales` are those of the row.
+  static OTARO_INLINE __m128i halves(__m128i scales) {
+    const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(scales), 7);  // bit 14 is the sign too
+    return _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0xbfff)));
+  }
+
+  OTARO_INLINE __m256 eight(const uint8_t* scales) const {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+    return _mm256_mul_ps(_mm256_cvtph_ps(halves(bytes)), factor);
+  }
+
+  OTARO_INLINE float one(uint8_t scale) const {
+    const __m128 value = _mm_cvtph_ps(halves(_mm_cvtsi32_si128(scale)));
+    return _mm_cvtss_f32(_mm_mul_ss(value, _mm256_castps256_ps128(factor)));
+  }
+};
+
+// The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
 template <int Shift>
 OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit, int count) {
   uint8_t some[8] = {};
@@ -261,9 +271,10 @@ OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int6
     std::memcpy(some, scales + unit, sizeof some);
   else
     for (int i = 0; i < count; ++i) some[i] = scales[(unit + i) / per_group];
-  if (!weight.of_cache) return steps_of(some, unit_steps<Shift>(weight));
+  if (!weight.of_cache) return Steps<Shift>(weight).eight(some);
   const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift)), 23));
+  const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
 
 // The integers I of `count` units of a token.
@@ -308,8 +319,8 @@ OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations&
 
 // The end of a row, out of line: `count` units with all the care they may need.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight, const uint8_t* scales,
-                                        int64_t unit, int count, bool odd, __m256* lanes) {
+__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight,
+                                        const uint8_t* scales, int64_t unit, int count, bool odd, __m256* lanes) {
   typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
   some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
   const __m256 steps = some_steps<meaning(M, Truncate).shift>(weight, scales, unit, count);
@@ -335,15 +346,15 @@ OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float ste
 
 // The whole eights of units of a row, for one token. Lanes and others take turns; in the end 0 + 1 is 1 + 0.
 template <class Machine, int M, bool Truncate>
-OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const uint8_t* scales, __m256 unit_steps, int64_t units,
-                             __m256& lanes, __m256& others) {
+OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps<meaning(M, Truncate).shift>& of_scales,
+                             const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
   lanes = others = _mm256_setzero_ps();
   for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
     typename Machine::Sums sums[1][8];
     bytes.prefetch(16);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-    const __m256 steps = steps_of(scales + unit, unit_steps);
+    const __m256 steps = of_scales.eight(scales + unit);
     const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
     lanes = others;
     others = added;
@@ -360,7 +371,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
   const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
   const int left = static_cast<int>(units - whole);
   const uint8_t* scales = weight.scales + begin * groups;
-  const __m256 in_steps = unit_steps<means.shift>(weight);
+  const Steps<means.shift> of_scales(weight);
   Bytes<M> bytes(weight, begin);
   int64_t row = begin;
   for (; left == 1 && row + 8 <= end; row += 8) {
@@ -369,7 +380,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
     uint8_t last[8];
 #pragma GCC unroll 1
     for (int r = 0; r < 8; ++r, scales += groups) {
-      add_eights<Machine, M, Truncate>(bytes, x, scales, in_steps, whole, lanes[r], others[r]);
+      add_eights<Machine, M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
       bytes.prefetch(2);
       unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
       bytes.skip(2);
@@ -377,7 +388,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
     }
     const __m256i products = Machine::across(sums[0]), offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
     const __m256i dots = _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-    const __m256 factors = _mm256_mul_ps(steps_of(last, in_steps), _mm256_set1_ps(x.scales[whole]));
+    const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
     float terms[8];
     _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
     for (int r = 0; r < 8; ++r) {
@@ -387,7 +398,7 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
   }
   for (; row < end; ++row, scales += groups) {
     __m256 lanes, others;
-    add_eights<Machine, M, Truncate>(bytes, x, scales, in_steps, whole, lanes, others);
+    add_eights<Machine, M, Truncate>(bytes, x, of_scales, scales, whole, lanes, others);
     if (left) add_rest<Machine, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
     bytes.skip(2 * left);
     out[row] = sum_lanes(_mm256_add_ps(lanes, others));
@@ -397,13 +408,12 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
 // Any number of tokens, any shape.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
-  constexpr int kShift = meaning(M, Truncate).shift;
   const int tokens = Tokens ? Tokens : x.tokens;
   const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
   const bool odd = Pair && weight.blocks() % 2;
   const int64_t whole = Pair && per_group == 1 ? (units - odd) / 8 * 8 : 0;  // units that need no care
   const uint8_t* scales = weight.scales + begin * groups;
-  const __m256 in_steps = unit_steps<kShift>(weight);
+  const Steps<meaning(M, Truncate).shift> of_scales(weight);
   for (int64_t row = begin; row < end; ++row, scales += groups) {
     Bytes<M> bytes(weight, row);
     __m256 lanes[2][Tokens ? Tokens : kMaxTokens];
@@ -413,13 +423,13 @@ void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64
       typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
 #pragma GCC unroll 1
       for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = steps_of(scales + unit, in_steps);
+      const __m256 steps = of_scales.eight(scales + unit);
 #pragma GCC unroll 1
       for (int t = 0; t < tokens; ++t)
         lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
     }
     if (Pair && per_group == 1 && !odd && units - unit == 1) {
-      add_one<Machine, M, Truncate, Tokens>(bytes, x, step_of(weight, row * groups + unit, kShift), unit, lanes[unit / 8 % 2]);
+      add_one<Machine, M, Truncate, Tokens>(bytes, x, of_scales.one(scales[unit]), unit, lanes[unit / 8 % 2]);
       unit = units;
     }
     for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
@@ -468,17 +478,26 @@ template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
   constexpr Meaning means = meaning(M, Truncate);
   const Bytes<M> bytes(weight, row);
-  const int64_t blocks = weight.blocks(), groups = weight.groups();
+  const int64_t blocks = weight.blocks(), group_blocks = weight.group_size / kBlock;
+  const uint8_t* scales = weight.scales + row * weight.groups();
+  const Steps<means.shift> of_scales(weight);
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int64_t b = 0; b < blocks; ++b) {
+  __m256 step = _mm256_setzero_ps();
+  for (int64_t b = 0, left = 0; b < blocks; ++b, --left) {  // blocks that are left of the group
+    if (!left) {
+      const uint8_t scale = *scales++;
+      step = _mm256_set1_ps(weight.of_cache ? power_of_two(static_cast<int8_t>(scale) - means.shift)
+                                            : of_scales.one(scale));
+      left = group_blocks;
+    }
     const Avx2::Codes<M, Truncate> codes(bytes, b);
-    const __m256 step = _mm256_set1_ps(step_of(weight, row * groups + b * kBlock / weight.group_size, means.shift));
     alignas(32) uint8_t low[kBlock];
     alignas(32) int8_t negative[kBlock] = {};
     _mm256_store_si256(reinterpret_cast<__m256i*>(low), _mm256_permutevar8x32_epi32(codes.low, in_order));
     if constexpr (M == kFinest)
       _mm256_store_si256(reinterpret_cast<__m256i*>(negative), _mm256_permutevar8x32_epi32(codes.negative, in_order));
-    alignas(32) float values[kBlock];
+    const int64_t count = weight.length - b * kBlock;
+    float last[kBlock], *values = count < kBlock ? last : out + b * kBlock;
     for (int i = 0; i < kBlock; i += 8) {
       __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low + i)));
       if constexpr (M == kFinest) {
@@ -488,10 +507,9 @@ void decode(const Packed& weight, int64_t row, float* out) {
       }
       if constexpr (means.factor == 2) u = _mm256_add_epi32(u, u);
       u = _mm256_add_epi32(u, _mm256_set1_epi32(Avx2::constant(M, Truncate)));
-      _mm256_store_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(u), step));
+      _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(u), step));
     }
-    const int64_t count = weight.length - b * kBlock < kBlock ? weight.length - b * kBlock : kBlock;
-    std::memcpy(out + b * kBlock, values, static_cast<size_t>(count) * sizeof(float));
+    if (count < kBlock) std::memcpy(out + b * kBlock, last, static_cast<size_t>(count) * sizeof(float));
   }
 }
 
