@@ -139,11 +139,7 @@ def test_the_inputs_are_what_their_names_promise():
     beside = tensors("every float16 beside a larger one")
     met = [encode(one, 2) for one in beside]
     assert [one.scale_exponent for one in met] == [7, -11, -13]
-    for tensor in met[:2]:  # all scales up to the largest, of both signs
-        for sign in (0, 0x80):
-            found = (tensor.scale_bytes[(tensor.scale_bytes & 0x80) == sign] & 0x7F).unique().tolist()
-            assert found[-1] > 100
-            assert found == list(range(found[0], found[-1] + 1))
+    assert len(met[0].scale_bytes.unique()) > 240, "nearly all of 254 that there are"
     significands = random_float32().view(torch.int32) & 0x7FFFFF
     assert ((significands & 0x7F) != 0).sum() > 19_000 // 2  # more than 16 significant bits
     span = groups("every float16, groups spanning all magnitudes").float().abs()
