@@ -17,9 +17,9 @@ import otaro
 from otaro.errors import OtaroError
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues
+from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues, key_offset
 from otaro.kernels.ops import FEW_TOKENS
-from otaro.runtime.decode import Decoder, key_offsets
+from otaro.runtime.decode import Decoder
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.serving import decoder_of
 from otaro.sefp.precision import PRECISIONS, Precision
@@ -55,10 +55,19 @@ class RoundingCache(DynamicCache):
         return room.read(0, 0, 0, slice(None), tensor.dtype).unsqueeze(0)
 
 
+def key_offsets(model):
+    """What the bias of keys adds to them on average, by the model's own angles; None where they have none."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if any(getattr(one, "k_proj", None) is None or one.k_proj.bias is None or hasattr(one, "k_norm") for one in attentions):
+        return None
+    angles = model.model.rotary_emb(torch.empty(0), torch.arange(OFFSET_POSITIONS).unsqueeze(0))
+    cosines, sines = (table[0, :, : table.shape[-1] // 2] for table in angles)
+    return [key_offset(one.k_proj.bias, one.head_dim, cosines, sines) for one in attentions]
+
+
 def slow(model, ids, kv=None):
     """Logits [ids, vocabulary] of transformers, as many tokens at a time as packed modules multiply on integers."""
-    angles = model.model.rotary_emb(torch.empty(0), torch.arange(OFFSET_POSITIONS).unsqueeze(0))
-    offsets = key_offsets(model, *(table[0, :, : table.shape[-1] // 2] for table in angles))
+    offsets = key_offsets(model)
     cache, rows = RoundingCache(kv, offsets, config=model.config), []
     with torch.no_grad():
         for start in range(0, len(ids), FEW_TOKENS):
@@ -67,7 +76,7 @@ def slow(model, ids, kv=None):
 
 
 def fast(model, ids, kv=None):
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     return decoder.forward(ids, decoder.new_cache(kv), all_logits=True)
 
 
@@ -154,7 +163,7 @@ def test_variants_of_the_architectures(make_variant, variant, kv):
 
 @pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
 def test_a_prompt_gives_the_same_bits_at_once_in_pieces_and_token_by_token(make_nested, served, kv):
-    decoder = Decoder(otaro.load(make_nested(served), "E5M5"))
+    decoder = Decoder.of(otaro.load(make_nested(served), "E5M5"))
     ids = IDS * 2  # more than one call takes
     once = decoder.forward(ids, decoder.new_cache(kv), all_logits=True)
     for sizes in ((1,), (7, 64, 1, 100), (255, 3)):
@@ -174,7 +183,7 @@ def test_instructions_and_threads_do_not_change_a_bit(make_nested, served, kv, m
         monkeypatch.setenv("OTARO_KERNELS", f"cpu:{instructions}")
         for threads in (1, 2, 3) if instructions == cpu.best() else (1,):
             torch.set_num_threads(threads)
-            decoder = Decoder(model)
+            decoder = Decoder.of(model)
             cache = decoder.new_cache(kv)
             pieces = [decoder.forward(some, cache, all_logits=True) for some in (IDS[:70], IDS[70:71], IDS[71:])]
             results.append(torch.cat(pieces))
@@ -187,7 +196,7 @@ def test_precision_may_change_between_any_two_tokens(make_nested, decoded_model)
     model = otaro.load(make_nested("qwen2"), "E5M3")
     truth = decoded_model("qwen2", "E5M3", dtype=torch.float64)
     changes = ["E5M3", "E5M8", {"*": "E5M4", "*.self_attn.*": "E5M7"}, "E5M5", {"lm_head": "E5M8"}]
-    decoder, models = Decoder(model), (model, truth)
+    decoder, models = Decoder.of(model), (model, truth)
     cache, caches = decoder.new_cache(), [RoundingCache(None, config=model.config) for _ in models]
     logits = []
     for token, precision in zip(IDS[:20], changes * 4, strict=True):
@@ -208,7 +217,7 @@ def test_precision_may_change_between_any_two_tokens(make_nested, decoded_model)
 
 def test_planes_are_attached_when_a_precision_needs_them(make_nested):
     model = otaro.load(make_nested("llama"), "E5M3")
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     decoder.forward(IDS[:3], decoder.new_cache())
     assert model.lm_head.packed.plane4 is None
     otaro.set_precision(model, "E5M5")
@@ -218,7 +227,7 @@ def test_planes_are_attached_when_a_precision_needs_them(make_nested):
 
 @pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
 def test_a_cropped_cache_goes_on_as_if_nothing_had_been_read(make_nested, kv):
-    decoder = Decoder(otaro.load(make_nested("llama"), "E5M4"))
+    decoder = Decoder.of(otaro.load(make_nested("llama"), "E5M4"))
     cache, fresh = decoder.new_cache(kv), decoder.new_cache(kv)
     decoder.forward(IDS[:140], cache)
     bytes_before = cache.nbytes
@@ -233,7 +242,7 @@ def test_a_cropped_cache_goes_on_as_if_nothing_had_been_read(make_nested, kv):
 
 
 def test_memory_of_the_cache(make_nested):
-    decoder = Decoder(otaro.load(make_nested("llama"), "E5M4"))
+    decoder = Decoder.of(otaro.load(make_nested("llama"), "E5M4"))
     sizes = {}
     for kv in (None, *PRECISIONS):
         cache = decoder.new_cache(kv)
@@ -247,7 +256,7 @@ def test_memory_of_the_cache(make_nested):
 
 
 def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
-    decoder, other = (Decoder(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
+    decoder, other = (Decoder.of(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
     cache = decoder.new_cache()
     decoder.forward(IDS[:5], cache)
     expected = decoder.forward(IDS[5:6], cache)
@@ -275,7 +284,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
 def test_a_cache_refuses_what_it_cannot_hold(make_nested, instructions, monkeypatch, kv, projection, value):
     monkeypatch.setenv("OTARO_KERNELS", f"cpu:{instructions}")
     model = otaro.load(make_nested("qwen2"), "E5M8")
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     cache = decoder.new_cache(kv)
     expected = decoder.forward(IDS[:2], cache)
     bias = getattr(model.model.layers[1].self_attn, projection).bias.data
@@ -311,7 +320,7 @@ def test_why_not(make_nested, make_variant):
     nested, _ = make_variant("llama", {"rope_parameters": dynamic})
     assert "dynamic" in Decoder.why_not(otaro.load(nested))
     with pytest.raises(OtaroError, match="mixtral"):
-        Decoder(otaro.load(make_nested("mixtral")))
+        Decoder.of(otaro.load(make_nested("mixtral")))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "qwen3"])
@@ -334,8 +343,10 @@ def test_norms_that_change_are_noticed_whatever_their_type(make_nested):
         assert decoder_of(model) is decoder
         with torch.no_grad():
             norm[3] = 7.0
-        assert decoder.serves(model) is (dtype == torch.float32)  # which it points into
+        assert not decoder.serves(model)
+        decoder = decoder_of(model)
         norm.data[4] = 7.0  # no version counts this
+        assert not decoder.serves(model)
         changed = decoder_of(model)
         assert torch.equal(changed.forward(IDS[:5], changed.new_cache()), fast(model, IDS[:5])[-1])
         norm.data = norm.data.clone()
@@ -343,7 +354,7 @@ def test_norms_that_change_are_noticed_whatever_their_type(make_nested):
         head = copy.deepcopy(model.lm_head)
         assert decoder_of(model).serves(model)
         model.lm_head = head
-        assert decoder_of(model).modules[-1] is head
+        assert decoder_of(model).description.modules[-1] is head
 
 
 def test_without_the_extension_there_is_a_reason(make_nested, monkeypatch):
@@ -354,7 +365,7 @@ def test_without_the_extension_there_is_a_reason(make_nested, monkeypatch):
 
 def test_a_decoder_does_not_keep_its_model_and_does_not_need_it(make_nested):
     model = otaro.load(make_nested("llama"), "E5M4")
-    decoder, gone = Decoder(model), weakref.ref(model)
+    decoder, gone = Decoder.of(model), weakref.ref(model)
     expected = decoder.forward(IDS[:5], decoder.new_cache())
     del model
     gc.collect()

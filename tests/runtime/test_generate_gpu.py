@@ -15,7 +15,7 @@ import otaro
 from otaro.errors import OtaroError, PrecisionError, ShardMissingError
 from otaro.kernels import cpu
 from otaro.runtime import serving
-from otaro.runtime.decode import packed_modules
+from otaro.runtime.architectures import packed_modules
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.session import ChatSession
 

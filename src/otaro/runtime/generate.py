@@ -41,7 +41,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionError, SlowWarning
 from otaro.kernels.ops import OVERRIDE
-from otaro.runtime.decode import DecoderCache, packed_modules
+from otaro.runtime.architectures import packed_modules
+from otaro.runtime.decode import DecoderCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.modules import SefpEmbedding, own_bits
 from otaro.runtime.phases import Phases, steps_and_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from otaro.kernels.keyvalues import KeyValues
 from otaro.runtime.decode import DecoderCache, cannot_hold
-from otaro.runtime.gpu_weights import Weights
+from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
 GROWTH = 256
@@ -15,12 +15,12 @@ class GpuCache(DecoderCache):
     """What `GpuDecoder.new_cache` makes. With several sequences, `length` is that of the longest."""
 
     def __init__(
-        self, weights: Weights, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
+        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
         super().__init__(None, precision)
         self.lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
-        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
+        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
         spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
@@ -51,9 +51,9 @@ class GpuCache(DecoderCache):
         """Positions that fit, in each sequence."""
         return self.room.capacity
 
-    def fits(self, weights: Weights) -> bool:
+    def fits(self, weights: Description) -> bool:
         """Whether it was made for such weights."""
-        made = (len(weights.layers), weights.kv_heads, weights.head, weights.device)
+        made = (len(weights.layers), weights.kv_heads, weights.head_dim, weights.device)
         return made == (self._make[0], self._make[2], self._make[3], self._make[5])
 
     def reserve(self, length: int) -> bool:

@@ -49,7 +49,7 @@ def decoder_of(model: Any) -> Decoder | GpuDecoder:
     attached, kind = attachment(model), kind_of(model)
     with attached.nested.lock:
         if not isinstance(attached.decoder, kind) or not attached.decoder.serves(model):
-            attached.decoder = GpuDecoder.of(model) if kind is GpuDecoder else Decoder(model)
+            attached.decoder = GpuDecoder.of(model) if kind is GpuDecoder else Decoder.of(model)
         decoder: Decoder | GpuDecoder = attached.decoder
     return decoder
 
