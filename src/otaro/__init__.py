@@ -18,9 +18,11 @@ from otaro.errors import OtaroError
 
 if TYPE_CHECKING:
     from otaro.file.pack import pack
+    from otaro.runtime.engine import Engine
     from otaro.runtime.hf import SefpConfig
     from otaro.runtime.load import load
     from otaro.runtime.precision import at_precision, precisions_of, set_precision, trim
+    from otaro.runtime.sample import Sampling
     from otaro.sefp.codec import SefpTensor, encode
     from otaro.sefp.precision import PRECISIONS, Precision
 
@@ -38,12 +40,16 @@ _HOME = {
     "precisions_of": "otaro.runtime.precision",
     "trim": "otaro.runtime.precision",
     "SefpConfig": "otaro.runtime.hf",
+    "Engine": "otaro.runtime.engine",
+    "Sampling": "otaro.runtime.sample",
 }
 
 __all__ = [
     "PRECISIONS",
+    "Engine",
     "OtaroError",
     "Precision",
+    "Sampling",
     "SefpConfig",
     "SefpTensor",
     "at_precision",

@@ -77,6 +77,8 @@ class _Graph:
 class GpuDecoder:
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
+    exact_prompts = False  # more than 16 tokens are read by the library's products
+
     def __init__(self, weights: Description, steps: Steps | None = None) -> None:
         self.weights = weights
         self.steps: Steps = steps or steps_for(weights.device)

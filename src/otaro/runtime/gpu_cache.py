@@ -14,6 +14,8 @@ GROWTH = 256
 class GpuCache(DecoderCache):
     """What `GpuDecoder.new_cache` makes. With several sequences, `length` is that of the longest."""
 
+    pooled = False
+
     def __init__(
         self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
@@ -65,9 +67,11 @@ class GpuCache(DecoderCache):
         self.holder[0] = self.room.grown(-(-wanted // GROWTH) * GROWTH)
         return True
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens of every sequence; negative: so many of the last."""
-        self.lengths = [max(0, one + length) if length < 0 else min(one, length) for one in self.lengths]
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+        for number in range(len(self.lengths)) if sequence is None else [sequence]:
+            one = self.lengths[number]
+            self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self) -> None:
         """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""

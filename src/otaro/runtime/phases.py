@@ -69,3 +69,10 @@ def steps_and_rows(
     if not isinstance(precision, Iterable):
         raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
     return {}, list(precision)
+
+
+def described(bits: Iterable[int]) -> str:
+    """The precision of a step: one, or the range where modules differ."""
+    found = set(bits)
+    names = [str(of_mantissa_bits(m)) for m in (min(found), max(found))]
+    return names[0] if len(found) == 1 else " to ".join(names)

@@ -7,37 +7,118 @@ Where rounding could decide whether a token is in or out, and for every processo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from otaro.errors import OtaroError
 
 _FIRST_LOOK = 256  # tokens
 _DOUBT = 1e-6  # of a probability: sums of float32 differ by no more
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: the likeliest, or with a temperature drawn from what the other numbers leave."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    """The likeliest tokens that make up this share stay."""
+    top_k: int = 0
+    """So many of the likeliest stay; 0: all."""
+    min_p: float = 0.0
+    """Tokens at least this likely, relative to the likeliest, stay."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that were there before less likely."""
+    seed: int | None = None
+    """What is drawn again with the same seed; None: something else each time."""
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "temperature": (lambda one: 0 <= one < float("inf"), "0 or more"),
+            "top_p": (lambda one: 0 < one <= 1, "above 0 and at most 1"),
+            "top_k": (lambda one: isinstance(one, int) and one >= 0, "a whole number, 0 or more"),
+            "min_p": (lambda one: 0 <= one <= 1, "from 0 to 1"),
+            "repetition_penalty": (lambda one: 0 < one < float("inf"), "above 0"),
+            "seed": (lambda one: one is None or (isinstance(one, int) and 0 <= one < 2**64), "a whole number below 2^64"),
+        }
+        for name, (holds, what) in allowed.items():
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number or (name == "seed" and value is None)) or not holds(value):
+                raise OtaroError(f"{name}={value!r}: give {what}")
+
+    def sampler(self) -> Sampler:
+        """One that draws from a generator of its own."""
+        processors: list[Any] = []
+        if self.repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if not self.temperature:
+            return Sampler(processors, do_sample=False)
+        if self.temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            processors.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            processors.append(TopPLogitsWarper(float(self.top_p)))
+        if self.min_p > 0:
+            processors.append(MinPLogitsWarper(float(self.min_p)))
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return Sampler(processors, do_sample=True, generator=generator)
+
+
 class Sampler:
-    """Greedy, or drawing from what temperature, top-k, top-p and other processors leave."""
+    """Greedy, or drawing from what temperature, top-k, top-p, min-p and other processors leave."""
 
     scores: torch.Tensor
     """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
-    def __init__(self, processors: Any, do_sample: bool, exact_scores: bool = False) -> None:
+    def __init__(
+        self,
+        processors: Any,
+        do_sample: bool,
+        exact_scores: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Without a `generator` of its own it draws from torch's."""
         self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores
-        self.temperature, self.top_k, self.top_p = 1.0, 0, 1.0
+        self.generator = generator
+        self.temperature, self.top_k, self.top_p, self.min_p = 1.0, 0, 1.0, 0.0
         kinds = [type(processor) for processor in self.processors]
-        order = [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper]
-        # In another order, or twice, they mean something else.
-        self.known = not exact_scores and kinds == [kind for kind in order if kind in kinds]
-        for processor in self.processors if self.known else ():
-            if isinstance(processor, TemperatureLogitsWarper):
-                self.temperature = processor.temperature
-            elif isinstance(processor, TopKLogitsWarper):
-                self.top_k = processor.top_k
+        order = [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper]
+        # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean something else.
+        at = next((number for number, kind in enumerate(kinds) if kind in order), len(kinds))
+        self._first, self._warpers = (LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:]))
+        self.known = not exact_scores and kinds[at:] == [kind for kind in order if kind in kinds]
+        for warper in self._warpers if self.known else ():
+            self.known &= getattr(warper, "min_tokens_to_keep", 1) == 1
+            if isinstance(warper, TemperatureLogitsWarper):
+                self.temperature = warper.temperature
+            elif isinstance(warper, TopKLogitsWarper):
+                self.top_k = warper.top_k
+            elif isinstance(warper, TopPLogitsWarper):
+                self.top_p = warper.top_p
             else:
-                self.top_p = processor.top_p
-                self.known = processor.min_tokens_to_keep == 1
+                self.min_p = warper.min_p
+
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Whether logits alone decide, by their largest."""
+        return self.known and not self.do_sample and not self.processors
 
     def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
         """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
@@ -45,38 +126,37 @@ class Sampler:
         There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
         same again whatever else draws.
         """
-        if self.known and not self.do_sample:
-            chosen: list[int] = logits.argmax(-1).tolist()
-            return chosen
         if self.known:
-            return [self._drawn_after(ids[row : row + 1], one) for row, one in enumerate(logits.cpu())]
+            scores = self._first(ids, logits.clone()) if self._first else logits
+            chosen: list[int] = (
+                [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else scores.argmax(-1).tolist()
+            )
+            return chosen
         self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
             chosen = self.scores.argmax(-1).tolist()
             return chosen
-        return [_drawn(row) for row in self.scores.softmax(-1).cpu()]
-
-    def _drawn_after(self, ids: torch.Tensor, logits: torch.Tensor) -> int:
-        tokens, probabilities = self.distribution(ids, logits)
-        at = _drawn(probabilities)
-        return at if tokens is None else int(tokens[at])
+        return [_drawn(row, self.generator) for row in self.scores.softmax(-1).cpu()]
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
-        if self.known and (self.top_k or self.top_p < 1):
-            found = self._top(logits / self.temperature)
-            if found is not None:
-                return found
-        elif self.known:
-            return None, (logits / self.temperature).softmax(0)
-        return None, self._processed(ids, logits).softmax(0)
+        if not self.known:
+            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0)
+        return self._left(ids, self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits)
 
-    def _processed(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        self.scores = self.processors(ids, logits.clone().unsqueeze(0))
-        return self.scores[0]
+    def _drawn(self, ids: torch.Tensor, scores: torch.Tensor) -> int:
+        tokens, probabilities = self._left(ids, scores)
+        at = _drawn(probabilities, self.generator)
+        return at if tokens is None else int(tokens[at])
+
+    def _left(self, ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What warpers leave of scores [vocabulary]."""
+        if not self.top_k and self.top_p >= 1 and not self.min_p:
+            return None, (scores / self.temperature).softmax(0)
+        return self._top(scores / self.temperature) or (None, self._warpers(ids, scores.clone().unsqueeze(0))[0].softmax(0))
 
     def _top(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What top-k and top-p leave, the likeliest first; None where that is a matter of rounding."""
+        """What top-k, top-p and min-p leave, the likeliest first; None where that is a matter of rounding."""
         size = len(scores)
         if self.top_k:
             values, tokens = scores.topk(min(self.top_k + 1, size))
@@ -90,25 +170,38 @@ class Sampler:
         while True:
             values, tokens = scores.topk(count)
             probabilities = (values - total).double().exp()
-            if count == size or float(probabilities.sum()) > self.top_p + _DOUBT:
+            enough = float(probabilities.sum()) > self.top_p + _DOUBT
+            if self.min_p:
+                enough |= float(probabilities[-1]) < (self.min_p - _DOUBT) * float(probabilities[0])
+            if count == size or enough:
                 return self._nucleus(probabilities, tokens)
             count = min(8 * count, size)
 
     def _nucleus(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A token stays if those before it make up less than top-p."""
         if self.top_p >= 1:
-            return tokens, probabilities
+            return self._likely(probabilities, tokens)
         before = probabilities.cumsum(0) - probabilities
         kept = max(1, int((before < self.top_p).sum()))
         if bool(((before - self.top_p).abs() < _DOUBT).any()):
             return None
         if kept < len(probabilities) and probabilities[kept] == probabilities[kept - 1]:
             return None  # a tie: sorting decides
+        return self._likely(probabilities[:kept], tokens[:kept])
+
+    def _likely(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A token stays if it is at least min-p times as likely as the first."""
+        if not self.min_p:
+            return tokens, probabilities
+        above = probabilities / probabilities[0] - self.min_p
+        if bool((above.abs() < _DOUBT).any()):
+            return None
+        kept = int((above > 0).sum())
         return tokens[:kept], probabilities[:kept]
 
 
-def _drawn(probabilities: torch.Tensor) -> int:
+def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:
     """A place, drawn with these probabilities, which need not add up to one."""
     sums = probabilities.double().cumsum(0)
-    at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64) * sums[-1], right=True))
+    at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1], right=True))
     return min(at, len(sums) - 1)

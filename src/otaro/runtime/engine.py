@@ -1,0 +1,113 @@
+"""Several requests at once by one model, each at its own precision: `otaro.Engine`.
+
+    with otaro.Engine(otaro.load("my-model-sefp"), cache_bytes=1 << 30) as engine:
+        first = engine.submit("Once upon a time", precision="E5M4")
+        other = engine.submit("def read(", precision="E5M8", stop=["return"])
+        for token in first: print(token.text, end="")
+        print(other.text())
+
+What runs when is decided by `scheduler`, which knows no threads; here is the thread.
+"""
+
+from __future__ import annotations
+
+from threading import Event, Lock, Thread, current_thread
+from typing import Any
+from weakref import finalize
+
+from otaro.errors import OtaroError
+from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.request import Prompt
+from otaro.runtime.scheduler import Scheduler
+from otaro.runtime.stream import Stream
+from otaro.sefp.precision import Precision
+
+
+class Engine:
+    """Answers requests from a thread of its own; any thread may submit. See the head of this module.
+
+    `max_sequences` run at once, others wait. `cache_bytes` bounds the memory of keys and values, which `kv` keeps
+    at a precision instead of in float16. Prompts are read `chunk` tokens at a time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_sequences: int = MAX_TOKENS,
+        cache_bytes: int | None = None,
+        kv: str | Precision | None = None,
+        chunk: int | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Without `cache_bytes` there is memory for 2,048 tokens of every sequence; the tokenizer is the model's own."""
+        self.scheduler = Scheduler(
+            model, max_sequences=max_sequences, cache_bytes=cache_bytes, kv=kv, chunk=chunk, tokenizer=tokenizer
+        )
+        wake, closed, self._lock = Event(), Event(), Lock()
+        self.scheduler.wake, self._closed = wake.set, closed
+        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed), name="otaro engine", daemon=True)
+        self._thread.start()
+        self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
+
+    def submit(self, prompt: Prompt, **options: Any) -> Stream:
+        """A request, answered as soon as there is a place; refused at once where it can never be.
+
+        - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of new
+          tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1. Without any
+          the model is run as it is set when a step begins.
+        - `max_new_tokens`: by default 256, or fewer where a model has no more positions, or the engine no more memory.
+        - `sampling`: the likeliest tokens, unless an `otaro.Sampling` says otherwise.
+        - `stop`: texts and tokens that end the answer and are not part of its text, besides the model's own end of
+          text; `ignore_eos` goes on past that.
+        - `deadline`: seconds from now after which the answer ends as it is.
+        - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
+        - `text`: False for tokens alone, which needs no tokenizer.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                raise OtaroError("this engine is closed; make another one")
+            stream = self.scheduler.submit(prompt, by_thread=True, **options)
+            stream.engine = self
+            return stream
+
+    def close(self, wait: bool = True) -> None:
+        """Take no more requests; those under way are finished, or else cancelled."""
+        with self._lock:
+            self._closed.set()
+        if not wait:
+            self.scheduler.cancel_all()
+        self.scheduler.wake()
+        self._thread.join()
+        self._stop.detach()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=kind is None)
+
+
+def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
+    try:
+        while True:
+            last = closed.is_set()  # before the steps: what came in time is answered
+            while scheduler.step():
+                pass
+            if last:
+                return
+            wake.wait()
+            wake.clear()
+    except BaseException as error:
+        closed.set()
+        scheduler.abandon(error)
+        raise
+
+
+def _stop(thread: Thread, scheduler: Scheduler, wake: Event, closed: Event) -> None:
+    """What `close` does for an engine that nobody has any more, or when Python ends."""
+    closed.set()
+    scheduler.cancel_all()
+    wake.set()
+    if thread is not current_thread():
+        thread.join()

@@ -1,0 +1,172 @@
+"""One request of the scheduler: what was asked for, what was said so far, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from otaro.errors import OtaroError
+from otaro.runtime.phases import Phases, described
+from otaro.runtime.pieces import Pieces
+from otaro.runtime.precision import Attachment, PrecisionLike
+from otaro.runtime.sample import Sampler
+from otaro.runtime.session import chat_tokens
+from otaro.runtime.slots import Slot
+from otaro.runtime.stream import Stream, Token
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, tokens, or messages for the model's chat template."""
+
+
+class Precisions:
+    """Which steps of a request run at which mantissa bits: its own, or else those that are set."""
+
+    def __init__(
+        self, attached: Attachment, modules: Sequence[Any], steps: Mapping[int, PrecisionLike], now: Callable[[], bytes]
+    ) -> None:
+        """`now` gives the bits that are set, `modules` are those of a decoder, in its order."""
+        self._attached, self._modules, self._now = attached, modules, now
+        self._phases, self._own = Phases(attached, steps), b""
+        self._switches: deque[Phases] = deque()  # by other threads
+
+    def switch(self, precision: PrecisionLike) -> None:
+        """From the next step on; refused here and now if it cannot be."""
+        self._switches.append(Phases(self._attached, {0: precision}))
+
+    def bits(self, step: int) -> bytes:
+        """Mantissa bits of a step that begins after so many new tokens."""
+        while self._switches:
+            before, self._phases, step = self._phases.own, self._switches.popleft(), 0
+            self._phases.own = before
+        if self._phases.enter(step):
+            self._own = self._phases.bits(self._modules)
+        return self._own or self._now()
+
+
+@dataclass(eq=False)
+class Request:
+    """From its arrival to its end."""
+
+    stream: Stream
+    ids: list[int]
+    """Of the prompt and the answer so far."""
+    prompt: int
+    limit: int
+    """New tokens at most."""
+    precisions: Precisions
+    sampler: Sampler
+    pieces: Pieces | None
+    """None where nobody wants text."""
+    ends: frozenset[int]
+    logprobs: int | None
+    deadline: float
+    arrived: float
+    began: float = 0.0
+    spoke: float = 0.0
+    """When its first token came."""
+    slot: Slot | None = None
+    passed: int = 0
+    """How often others passed it while it waited for memory."""
+
+    @property
+    def new(self) -> int:
+        """Tokens of its answer so far."""
+        return len(self.ids) - self.prompt
+
+    @property
+    def needed(self) -> int:
+        """Tokens that it may have to be remembered in the end; the last is never read."""
+        return self.prompt + self.limit - 1
+
+    def bits(self) -> bytes:
+        """Mantissa bits of the step that begins now, which is reported."""
+        bits, told = self.precisions.bits(self.new), self.stream.figures.precisions
+        if not told or told[-1] != described(bits):
+            told.append(described(bits))
+        return bits
+
+    def began_in(self, slot: Slot) -> None:
+        """It has a place."""
+        self.slot, self.began = slot, time.perf_counter()
+        self.stream.figures.queue_seconds = self.began - self.arrived
+        self.stream.figures.reused_tokens = len(slot.tokens)
+
+    def choose(self, logits: torch.Tensor, largest: float, likeliest: int) -> str | None:
+        """The next token, given logits [1, vocabulary] and what is largest in them; says why it is the last, if so."""
+        if not abs(largest) < float("inf"):
+            raise OtaroError("the model's logits are not finite; its weights are damaged, or too large for float32")
+        token = likeliest
+        if not self.sampler.takes_the_likeliest:
+            token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits)[0]
+        self.ids.append(token)
+        reason, piece = None, ""
+        if token in self.ends:
+            reason, self.stream.stopped_by = "stop", token
+        elif self.pieces:
+            piece = self.pieces.add(token)
+        if reason is None and self.new >= self.limit:
+            reason = "length"
+        if reason is None and time.perf_counter() >= self.deadline:
+            reason = "deadline"
+        if self.pieces and reason and self.pieces.stopped_by is None:
+            piece += self.pieces.end()
+        if self.pieces and self.pieces.stopped_by is not None:
+            reason, self.stream.stopped_by = "stop", self.pieces.stopped_by
+        self.stream.put(Token(token, piece, *_logprobs(token, logits[0], self.logprobs)))
+        return reason
+
+    def end(self, reason: str, error: BaseException | None, cache_bytes: int) -> None:
+        """There will be no more."""
+        now, figures = time.perf_counter(), self.stream.figures
+        if not self.began:
+            figures.queue_seconds = now - self.arrived
+        elif not self.spoke:
+            figures.prefill_seconds = now - self.began
+        else:
+            figures.prefill_seconds, figures.decode_seconds = self.spoke - self.began, now - self.spoke
+        figures.new_tokens, figures.cache_bytes = self.new, cache_bytes
+        self.stream.finish(reason, error)
+
+
+def _logprobs(token: int, logits: torch.Tensor, wanted: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    if wanted is None:
+        return None, ()
+    every = logits.log_softmax(0)
+    values, tokens = every.topk(wanted)
+    return float(every[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+
+
+def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:
+    """The tokens of a prompt; refused where a model of this vocabulary cannot read them."""
+    if isinstance(prompt, str):
+        ids = list(tokenizer()(prompt)["input_ids"])
+    elif any(isinstance(one, Mapping) for one in prompt):
+        ids = chat_tokens(tokenizer(), list(prompt))  # type: ignore[arg-type]
+    else:
+        ids = [int(one) for one in prompt]  # type: ignore[arg-type]
+    if not ids:
+        raise OtaroError("the prompt holds no token")
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise OtaroError(f"token {token} is not in the vocabulary of {vocabulary}")
+    return ids
+
+
+def stops_of(stop: str | int | Iterable[str | int], tokenizer: Callable[[], Any]) -> tuple[list[str], set[int]]:
+    """Texts and tokens that end an answer. A special token's name is that token: text has no such names."""
+    texts, ends = [], set()
+    for one in [stop] if isinstance(stop, str | int) else stop:
+        if one == "":
+            raise OtaroError("stop: an empty text stops nothing")
+        if isinstance(one, str) and one in tokenizer().all_special_tokens:
+            ends.add(int(tokenizer().convert_tokens_to_ids(one)))
+        elif isinstance(one, str):
+            texts.append(one)
+        else:
+            ends.add(int(one))
+    return texts, ends

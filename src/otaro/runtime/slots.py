@@ -1,0 +1,109 @@
+"""The cache of the scheduler: a slot for each sequence that may run at once, and how much memory they have.
+
+A slot that nobody uses keeps its tokens. They serve a prompt that begins with them, but only those that were read
+as that prompt would read them: at the same mantissa bits, and where a decoder's products depend on how many tokens
+they are made for, in the same chunk. So an answer never depends on who was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from otaro.errors import OtaroError
+from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.decoder import Cache, Decoder
+from otaro.sefp.precision import Precision
+
+_CONTEXT = 2048  # tokens of each sequence that there is memory for, unless told otherwise
+_SEGMENT, _ROOM = 64, 256  # tokens by which a pooled cache grows, and one that is not
+
+
+@dataclass(eq=False)
+class Slot:
+    """A sequence of the cache, with the tokens that it holds."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    how: list[object] = field(default_factory=list)
+    """How each of them was read: equal where it left the same bits."""
+
+
+class Slots:
+    """All slots of one cache."""
+
+    def __init__(self, decoder: Decoder, kv: Precision | None, count: int, nbytes: int | None, chunk: int) -> None:
+        """The cache takes `nbytes` at most; prompts are read `chunk` tokens at a time."""
+        probe: Cache = decoder.new_cache(kv, 1, _ROOM)
+        decoder.forward([0], probe)
+        self._pooled, self._exact, self._chunk = probe.pooled, decoder.exact_prompts, chunk
+        self._grain, grain_bytes = _SEGMENT if self._pooled else _ROOM, probe.nbytes
+        self.nbytes = count * self._grains(_CONTEXT) * grain_bytes if nbytes is None else nbytes
+        self._all = self.nbytes // grain_bytes if self._pooled else self.nbytes // grain_bytes // count
+        if not self._all:
+            least = grain_bytes if self._pooled else grain_bytes * count
+            raise OtaroError(f"cache_bytes={nbytes}: keys and values of {count} sequences take {least} at least")
+        self.most = self._all * self._grain
+        """Tokens that one sequence can have."""
+        self.cache: Cache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
+        self._idle = [Slot(number) for number in range(count)]  # the oldest first
+
+    def take(self, prompt: list[int], bits: bytes, needed: int, reserved: Sequence[int]) -> Slot | None:
+        """A slot for a prompt that is to be read at these mantissa bits, cut to the tokens that it can use.
+
+        It may need so many tokens in the end; `reserved` are those of the sequences that run. None where there is
+        no slot, or no memory yet.
+        """
+        if not self._idle:
+            return None
+        slot = max(self._idle, key=lambda one: self.common(one, prompt, bits))
+        common = self.common(slot, prompt, bits)
+        if 2 * common < len(prompt):  # whoever left these tokens may come back for them
+            slot, common = self._idle[0], 0
+        others = [one for one in self._idle if one is not slot]
+        if not self._suffices([*reserved, needed]):
+            return None
+        for other in others:
+            if self._suffices([*reserved, needed, *(len(one.tokens) for one in others)]):
+                break
+            self._crop(other, 0)
+        self._crop(slot, common)
+        self._idle.remove(slot)
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        """Nobody uses it any more; its tokens stay."""
+        self._idle.append(slot)
+
+    def how(self, start: int, end: int, bits: bytes) -> object:
+        """How tokens are read that are read together."""
+        return bits if self._exact or end - start <= MAX_TOKENS else (bits, start, end)
+
+    def end_of_chunk(self, start: int, prompt: int) -> int:
+        """Chunks end at multiples of their length, wherever they begin."""
+        return min(prompt, (start // self._chunk + 1) * self._chunk)
+
+    def common(self, slot: Slot, prompt: list[int], bits: bytes) -> int:
+        """How many tokens of a slot this prompt would read again; its last is read in any case."""
+        most, common, start, end = min(len(slot.tokens), len(prompt) - 1), 0, 0, 0
+        how: object = bits
+        while common < most and slot.tokens[common] == prompt[common]:
+            if common == end:
+                start, end = common, self.end_of_chunk(common, len(prompt))
+                how = self.how(start, end, bits)
+            if slot.how[common] != how:
+                break
+            common += 1
+        return common if common == end or how is bits else start
+
+    def _crop(self, slot: Slot, length: int) -> None:
+        self.cache.crop(length, slot.number)
+        del slot.tokens[length:], slot.how[length:]
+
+    def _suffices(self, lengths: Sequence[int]) -> bool:
+        """Whether there is memory for sequences of these lengths together."""
+        grains = [self._grains(length) for length in lengths]
+        return (sum(grains) if self._pooled else max(grains)) <= self._all
+
+    def _grains(self, length: int) -> int:
+        return -(-length // self._grain)

@@ -1,0 +1,441 @@
+"""Many requests by one decoder: what each says is what it would say alone, and nobody waits for ever."""
+
+import asyncio
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import otaro
+from otaro.errors import OtaroError, ShardMissingError
+from otaro.runtime import serving
+from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.request import Request
+from otaro.runtime.scheduler import Scheduler
+
+pytestmark = pytest.mark.usefixtures("swift_products")
+TOKENS = {"text": False, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=["gpu"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _decoder(kind, monkeypatch):
+    if kind == "gpu":
+        monkeypatch.setattr(serving, "kind_of", lambda model: GpuDecoder)
+
+
+@pytest.fixture(scope="module")
+def model(make_nested, kind):
+    return otaro.load(make_nested("llama"), "E5M5")
+
+
+@pytest.fixture
+def logits_seen(monkeypatch):
+    """Every request's logits, by its stream."""
+    seen = {}
+    choose = Request.choose
+
+    def remember(self, logits, *rest):
+        seen.setdefault(self.stream, []).append(logits.clone())
+        return choose(self, logits, *rest)
+
+    monkeypatch.setattr(Request, "choose", remember)
+    return seen
+
+
+def finish(scheduler, steps=10_000):
+    for _ in range(steps):
+        if not scheduler.step():
+            return
+    raise AssertionError(f"not done after {steps} steps")
+
+
+# What a sequence says does not depend on its company
+
+
+def drawn_request(draw, common):
+    """Prompt, options, precisions to switch to after so many tokens, and after how many tokens it is cancelled."""
+    precisions = ["E5M3", "E5M5", "E5M8"]
+    prompt = draw.choice(common)[: draw.choice([0, 12, 24, 40, 48])] + [
+        draw.randrange(120) for _ in range(draw.randrange(1, 8))
+    ]
+    options = {"max_new_tokens": draw.randrange(1, 8), **TOKENS}
+    options |= draw.choice(
+        [
+            {"precision": draw.choice(precisions)},
+            {"precision": {0: draw.choice(precisions), 3: draw.choice(precisions)}},
+            {"precision": {"*": draw.choice(precisions), "*.k_proj": draw.choice(precisions)}},
+            {"prefill": draw.choice(precisions), "decode": draw.choice(precisions)},
+            {},
+        ]
+    )
+    if draw.random() < 0.5:
+        options["sampling"] = otaro.Sampling(
+            draw.choice([0.7, 1.0]),
+            draw.choice([0.8, 1.0]),
+            draw.choice([0, 20]),
+            min_p=draw.choice([0.0, 0.05]),
+            repetition_penalty=draw.choice([1.0, 1.2]),
+            seed=draw.randrange(100),
+        )
+    switch = {draw.randrange(4): draw.choice(precisions)} if draw.random() < 0.4 else {}
+    return prompt, options, switch, draw.randrange(1, 4) if draw.random() < 0.15 else None
+
+
+def run(scheduler, requests, arrivals):
+    """All of these, arriving at these steps."""
+    streams, step = [], 0
+    pending = list(zip(requests, arrivals, strict=True))
+    going_on = []
+    while pending or going_on:
+        for request, _ in [one for one in pending if one[1] <= step]:
+            prompt, options, switch, cancelled = request
+            stream = scheduler.submit(prompt, **options)
+            streams.append(stream)
+            going_on.append((stream, dict(switch), cancelled))
+        pending = [one for one in pending if one[1] > step]
+        for stream, switch, cancelled in going_on:
+            if len(stream.tokens) in switch:
+                stream.set_precision(switch.pop(len(stream.tokens)))
+            if len(stream.tokens) == cancelled:
+                stream.cancel()
+        scheduler.step()
+        step += 1
+        going_on = [one for one in going_on if one[0].finish_reason is None]
+    return streams
+
+
+@pytest.mark.parametrize(("kv", "chunk", "slots"), [(None, 7, 5), ("E5M7", 24, 16)])
+def test_a_sequence_says_alone_what_it_says_among_others(model, logits_seen, kv, chunk, slots):
+    draw = random.Random(chunk)
+    common = [[draw.randrange(120) for _ in range(50)] for _ in range(2)]
+    requests = [drawn_request(draw, common) for _ in range(30)]
+    scheduler = Scheduler(model, max_sequences=slots, kv=kv, chunk=chunk)
+    arrivals = [draw.randrange(20) if number < 15 else draw.randrange(70, 90) for number in range(30)]
+    crowd = run(scheduler, requests, sorted(arrivals))
+    assert sum(stream.figures.reused_tokens > 0 for stream in crowd) > 0
+    for request, among in zip(requests, crowd, strict=True):
+        (alone,) = run(Scheduler(model, max_sequences=1, kv=kv, chunk=chunk), [request], [0])
+        assert among.finish_reason == alone.finish_reason
+        assert among.tokens == alone.tokens
+        for ours, theirs in zip(logits_seen[among], logits_seen[alone], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_tokens_are_those_of_generate(model):
+    ids = [5, 17, 99, 3, 64]
+    scheduler = Scheduler(model)
+    for options in ({"precision": "E5M3"}, {"prefill": "E5M8", "decode": "E5M3"}, {}):
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
+        assert scheduler.submit(ids, max_new_tokens=6, **options, **TOKENS).result().tokens == expected[0, 5:].tolist()
+
+
+def test_a_generator_of_ones_own(model):
+    scheduler, sampling = Scheduler(model), otaro.Sampling(temperature=1.0, seed=3)
+    torch.manual_seed(0)
+    streams = [scheduler.submit([5, 6], sampling=sampling, max_new_tokens=8, **TOKENS) for _ in range(2)]
+    others = [scheduler.submit([5, 6], sampling=otaro.Sampling(1.0), max_new_tokens=8, **TOKENS) for _ in range(2)]
+    finish(scheduler)
+    assert streams[0].tokens == streams[1].tokens
+    assert others[0].tokens != others[1].tokens
+
+
+# The cache
+
+
+def test_what_was_read_before_is_used_again_where_it_makes_no_difference(model):
+    scheduler = Scheduler(model, chunk=8)
+    prompt = list(range(10, 30))
+
+    def reused(tokens, **options):
+        stream = scheduler.submit(tokens, max_new_tokens=4, **options, **TOKENS)
+        finish(scheduler)
+        return stream.figures.reused_tokens, [*tokens, *stream.tokens]
+
+    nothing, said = reused(prompt, precision="E5M4")
+    assert nothing == 0
+    assert reused(prompt, precision="E5M4")[0] == 19  # its last token must be read for its logits
+    assert reused([*prompt[:12], 1, 2], precision="E5M4")[0] == 12
+    assert reused([*prompt[:4], *range(50, 60)], precision="E5M4")[0] == 0  # too little: others may come back
+    _, said = reused(prompt, prefill="E5M8", decode="E5M4")
+    assert reused([*said, 7], precision="E5M4")[0] < 20
+    assert reused([*said, 7], precision="E5M8")[0] == 20  # answers were read at E5M4
+
+
+def test_where_products_depend_on_neighbours_whole_chunks_are_used_again(model, kind):
+    scheduler = Scheduler(model, chunk=20)
+    prompt = list(range(10, 55))
+
+    def reused(tokens):
+        return scheduler.submit(tokens, max_new_tokens=2, **TOKENS).result().figures.reused_tokens
+
+    assert reused(prompt) == 0
+    assert reused([*prompt[:42], 1, 2]) == 42  # the chunk from 40 on is short
+    assert reused([*prompt[:36], 1, 2]) == (20 if kind == "gpu" else 36)
+
+
+def test_a_request_that_never_fits_is_refused_in_words(model, kind):
+    with pytest.raises(OtaroError, match="cache_bytes=10: keys and values of 16 sequences take"):
+        Scheduler(model, cache_bytes=10)
+    scheduler = Scheduler(model)
+    with pytest.raises(OtaroError, match="prompt has 60 tokens and 6 new ones are asked for: this model has positions for 64"):
+        scheduler.submit([1] * 60, max_new_tokens=6)
+    assert len(scheduler.submit([1] * 60, **TOKENS).result().tokens) == 5
+
+
+def test_memory_stays_within_its_bound(model, kind, monkeypatch):
+    monkeypatch.setattr("otaro.runtime.scheduler.positions_of", lambda model: None)
+    default = Scheduler(model, max_sequences=4)._slots.nbytes  # 2,048 tokens of each
+    bound = default // (8 if kind == "gpu" else 16)
+    scheduler = Scheduler(model, max_sequences=4, cache_bytes=bound)
+    with pytest.raises(OtaroError, match="give the engine more, or fewer max_sequences"):
+        scheduler.submit([1] * 60, max_new_tokens=600, **TOKENS)
+    streams = [scheduler.submit([1] * 200, max_new_tokens=3, **TOKENS) for _ in range(5)]
+    while scheduler.step():
+        assert scheduler.cache_bytes <= bound
+        assert scheduler.running <= (4 if kind == "gpu" else 2)
+    assert all(stream.finish_reason == "length" for stream in streams)
+
+
+# Order
+
+
+def test_a_long_prompt_holds_nobody_up_for_longer_than_a_chunk(model):
+    scheduler = Scheduler(model, chunk=4)
+    short = scheduler.submit([1, 2], max_new_tokens=20, **TOKENS)
+    scheduler.step()
+    long = scheduler.submit([3] * 40, max_new_tokens=1, **TOKENS)
+    for _ in range(9):
+        before = len(short.tokens)
+        scheduler.step()
+        assert len(short.tokens) == before + 1
+        assert not long.tokens
+    scheduler.step()
+    assert long.finish_reason == "length"
+
+
+def test_short_prompts_pass_a_long_one_that_comes_to_its_end_nevertheless(model):
+    scheduler = Scheduler(model, max_sequences=2, chunk=4)
+    long = scheduler.submit([3] * 40, max_new_tokens=1, **TOKENS)
+    scheduler.step()
+    shorts = []
+    while long.finish_reason is None:
+        shorts.append(scheduler.submit([1, 2, 3, 4], max_new_tokens=1, **TOKENS))
+        scheduler.step()
+    assert len(shorts) <= 4 * 10  # of ten chunks
+    assert 2 * sum(stream.finish_reason == "length" for stream in shorts) > len(shorts)
+
+
+def test_first_come_first_served(model):
+    scheduler = Scheduler(model, max_sequences=1)
+    streams = [scheduler.submit([1, 2, number], max_new_tokens=2, **TOKENS) for number in range(3)]
+    done = []
+    while scheduler.step():
+        done += [stream for stream in streams if stream.finish_reason and stream not in done]
+        assert scheduler.running <= 1
+    assert [stream for stream in streams if stream.finish_reason] == streams
+    assert done == streams[: len(done)]
+    waited = [stream.figures.queue_seconds for stream in streams]
+    assert waited == sorted(waited)
+
+
+def test_who_is_cancelled_frees_its_place_at_the_next_step(model):
+    scheduler = Scheduler(model, max_sequences=1)
+    first, second, third = (scheduler.submit([1, 2], max_new_tokens=50, **TOKENS) for _ in range(3))
+    scheduler.step()
+    first.cancel()
+    third.cancel()
+    scheduler.step()
+    assert (first.finish_reason, third.finish_reason) == ("cancelled", "cancelled")
+    assert first.result().tokens == first.tokens
+    assert second.tokens
+    assert second.finish_reason is None
+
+
+def test_deadlines(model):
+    scheduler = Scheduler(model, max_sequences=1)
+    running = scheduler.submit([1, 2], max_new_tokens=50, deadline=60.0, **TOKENS)
+    waiting = scheduler.submit([1, 2], deadline=1e-9, **TOKENS)
+    scheduler.step()
+    assert (waiting.finish_reason, waiting.tokens) == ("deadline", [])
+    assert running.finish_reason is None
+    scheduler._running[0].deadline = 0.0
+    scheduler.step()
+    assert running.finish_reason == "deadline"
+
+
+# Errors
+
+
+def test_an_error_is_that_of_one_request_alone(model, monkeypatch):
+    scheduler = Scheduler(model)
+    streams = [scheduler.submit([number, 2], max_new_tokens=5, **TOKENS) for number in range(3)]
+    scheduler.step()
+    step, slot = scheduler.decoder.step, scheduler._running[1].slot.number
+
+    def refuse(ids, cache, sequences, bits):
+        if slot in sequences:
+            raise OtaroError("this one")
+        return step(ids, cache, sequences, bits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.decoder, "step", refuse)
+        finish(scheduler)
+    with pytest.raises(OtaroError, match="this one"):
+        streams[1].text()
+    assert streams[1].finish_reason == "error"
+    for number in (0, 2):
+        assert streams[number].tokens == scheduler.submit([number, 2], max_new_tokens=5, **TOKENS).result().tokens
+
+
+def test_logits_that_are_not_finite_are_an_error(model, monkeypatch):
+    scheduler = Scheduler(model)
+    broken = torch.full((120,), float("nan"))
+    monkeypatch.setattr(scheduler.decoder, "forward", lambda *args, **kwargs: broken)
+    with pytest.raises(OtaroError, match="not finite"):
+        scheduler.submit([1, 2], **TOKENS).result()
+
+
+def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
+    scheduler = Scheduler(model)
+    for options, what in [
+        ({"precision": "E5M9"}, "E5M9"),
+        ({"precision": ["E5M4"]}, "a request has one precision"),
+        ({"precision": "E5M4", "decode": "E5M3"}, "give either precision"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"deadline": 0}, "deadline=0"),
+        ({"logprobs": 121}, "logprobs=121"),
+        ({"stop": [""]}, "an empty text"),
+    ]:
+        with pytest.raises(OtaroError, match=what):
+            scheduler.submit([1, 2], **{**TOKENS, **options})
+    for prompt, what in [([], "no token"), ([1, 120], "token 120 is not in the vocabulary of 120")]:
+        with pytest.raises(OtaroError, match=what):
+            scheduler.submit(prompt, **TOKENS)
+    with pytest.raises(OtaroError, match="has no tokenizer"):
+        scheduler.submit([1, 2])
+    for options in ({"max_sequences": 0}, {"max_sequences": 17}, {"chunk": 0}):
+        with pytest.raises(OtaroError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
+            Scheduler(model, **options)
+    assert scheduler.waiting == 0
+    coarse = otaro.load(copy_of(make_nested("llama"), planes=(3, 4)))
+    stream = Scheduler(coarse).submit([1, 2], max_new_tokens=3, **TOKENS)
+    with pytest.raises(ShardMissingError, match="E5M8 needs"):
+        stream.set_precision("E5M8")
+    assert len(stream.result().tokens) == 3
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2}, {"seed": -1}])
+def test_sampling_that_cannot_be(wrong):
+    with pytest.raises(OtaroError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}: give"):
+        otaro.Sampling(**wrong)
+
+
+# What is told
+
+
+def test_log_probabilities_are_the_models_own(model, logits_seen):
+    stream = Scheduler(model).submit(
+        [1, 2], max_new_tokens=3, logprobs=2, sampling=otaro.Sampling(2.0, seed=1), precision="E5M4", **TOKENS
+    )
+    stream.text()
+    for token, logits in zip(stream, logits_seen[stream], strict=True):
+        every = logits[0].log_softmax(0)
+        assert token.logprob == float(every[token.id])
+        assert [one for one, _ in token.top] == every.topk(2).indices.tolist()
+
+
+def test_figures(model):
+    stream = Scheduler(model).submit([1, 2, 3], precision={0: "E5M8", 2: "E5M3"}, max_new_tokens=4, **TOKENS)
+    figures = stream.result().figures
+    assert (figures.prompt_tokens, figures.new_tokens, figures.precisions) == (3, 4, ["E5M8", "E5M3"])
+    assert min(figures.queue_seconds, figures.prefill_seconds, figures.decode_seconds) > 0
+    assert figures.cache_bytes > 0
+
+
+# The thread
+
+
+def test_threads_submit_and_read_at_will(model):
+    prompts = [[number, 7, 9] for number in range(20)]
+    expected = [Scheduler(model).submit(prompt, max_new_tokens=5, **TOKENS).result().tokens for prompt in prompts]
+    got = {}
+    with otaro.Engine(model, max_sequences=3) as engine:
+
+        def ask(number):
+            got[number] = [token.id for token in engine.submit(prompts[number], max_new_tokens=5, **TOKENS)]
+
+        async def ask_in_a_loop(number):
+            stream = engine.submit(prompts[number], max_new_tokens=5, **TOKENS)
+            got[number] = [token.id async for token in stream]
+
+        async def ask_many():
+            await asyncio.gather(*(ask_in_a_loop(number) for number in range(10, 20)))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+        for thread in threads:
+            thread.start()
+        asyncio.run(ask_many())
+        for thread in threads:
+            thread.join()
+    assert [got[number] for number in range(20)] == expected
+    with pytest.raises(OtaroError, match="this engine is closed"):
+        engine.submit([1])
+
+
+def test_closing_finishes_or_cancels(model):
+    engine = otaro.Engine(model)
+    stream = engine.submit([1, 2], max_new_tokens=30, **TOKENS)
+    engine.close()
+    assert stream.finish_reason == "length"
+    engine = otaro.Engine(model)
+    stream = engine.submit([1, 2], max_new_tokens=60, **TOKENS)
+    with pytest.raises(ZeroDivisionError), engine:
+        raise ZeroDivisionError
+    assert stream.finish_reason == "cancelled"
+
+
+def test_a_stream_keeps_its_engine_and_nothing_keeps_the_thread(model):
+    before = threading.active_count()
+    stream = otaro.Engine(model).submit([1, 2], max_new_tokens=8, **TOKENS)
+    gc.collect()
+    assert len(stream.result().tokens) == 8
+    del stream
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
+
+
+def test_an_engine_that_breaks_tells_everybody(model, monkeypatch):
+    engine = otaro.Engine(model)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(engine.scheduler, "_admit", lambda: 1 / 0)
+    stream = engine.submit([1, 2], **TOKENS)
+    with pytest.raises(ZeroDivisionError):
+        stream.text()
+    engine.close()
+    with pytest.raises(OtaroError, match="closed"):
+        engine.submit([1, 2], **TOKENS)
+
+
+def test_a_precision_may_change_on_the_way(model):
+    stream = Scheduler(model).submit([1, 2], precision="E5M8", max_new_tokens=6, **TOKENS)
+    for number, _ in enumerate(stream):
+        if number == 2:
+            stream.set_precision("E5M3")
+    assert stream.figures.precisions == ["E5M8", "E5M3"]
+    assert stream.finish_reason == "length"
+
+
+def test_a_model_that_no_decoder_serves_is_refused(make_nested):
+    with pytest.raises(OtaroError, match="none serves this model: "), torch.no_grad():
+        Scheduler(otaro.load(make_nested("mixtral")))
