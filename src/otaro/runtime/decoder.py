@@ -20,12 +20,12 @@ from otaro.sefp.precision import Precision
 class Cache(Protocol):
     """Keys and values of some sequences."""
 
-    lengths: list[int]
-    """Tokens that each sequence holds."""
     pooled: bool
-    """Whether a sequence takes memory as it grows, and gives it back when it is cropped.
+    """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
 
-    Otherwise there is room for equally many tokens of every sequence."""
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
 
     @property
     def nbytes(self) -> int:
@@ -39,12 +39,18 @@ class Decoder(Protocol):
     """Runs a described model; its methods may be called by any thread."""
 
     vocabulary: int
+    max_sequences: int
+    """In one step, and in one cache."""
     exact_prompts: bool
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
+    ahead: int
+    """Steps that it pays to have begun before the last one's token is looked at.
+
+    Where there are some, `gpu.GpuDecoder.begin` tells how: the likeliest tokens are chosen on the device."""
     lock: AbstractContextManager[Any]
-    """Whoever has it is alone with what `begin` began."""
+    """For one who goes ahead: nobody else reads meanwhile."""
 
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> Any:
         """An empty `Cache`, in float16 or packed, with room for `capacity` tokens of each sequence from the start."""
@@ -68,21 +74,3 @@ class Decoder(Protocol):
 
         If anything is refused the cache is as before.
         """
-
-    def begin(
-        self,
-        ids: Sequence[int],
-        cache: Any,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
-    ) -> object:
-        """Go on from these tokens by the likeliest, chosen on the device; see `advance`."""
-
-    def goes_on(self, begun: object) -> bool:
-        """Whether nothing else was read or begun since."""
-
-    def advance(self, bits: bytes | None = None) -> int:
-        """Start a step; its number is for `chosen`."""
-
-    def chosen(self, number: int) -> list[int]:
-        """The tokens that a step chose; waits for it."""

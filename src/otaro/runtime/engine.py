@@ -16,7 +16,6 @@ from typing import Any
 from weakref import finalize
 
 from otaro.errors import OtaroError
-from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.request import Prompt
 from otaro.runtime.scheduler import Scheduler
 from otaro.runtime.stream import Stream
@@ -34,7 +33,7 @@ class Engine:
         self,
         model: Any,
         *,
-        max_sequences: int = MAX_TOKENS,
+        max_sequences: int = 16,
         cache_bytes: int | None = None,
         kv: str | Precision | None = None,
         chunk: int | None = None,

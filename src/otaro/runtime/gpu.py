@@ -77,6 +77,9 @@ class _Graph:
 class GpuDecoder:
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
+    max_sequences = MAX_TOKENS
+    ahead = 1
+    """Steps that it pays to have begun before the last one's token is looked at."""
     exact_prompts = False  # more than 16 tokens are read by the library's products
 
     def __init__(self, weights: Description, steps: Steps | None = None) -> None:
@@ -113,6 +116,8 @@ class GpuDecoder:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
         if reason := why_not(model):
             return reason
+        if (kind := model.config.model_type) not in ("llama", "mistral", "qwen2", "qwen3"):
+            return f"its architecture is {kind}, which the decoder does on CPUs alone"
         modules, tensors = packed_modules(model), unpacked_tensors(model)
         devices = {str(one.device) for one in (*tensors, *(module.packed.base for module in modules))}
         if len(devices) > 1:

@@ -19,8 +19,8 @@ class GpuCache(DecoderCache):
     def __init__(
         self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
-        super().__init__(None, precision)
-        self.lengths = [0] * sequences
+        super().__init__(precision)
+        self._lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
@@ -39,9 +39,13 @@ class GpuCache(DecoderCache):
         return self.holder[0]
 
     @property
-    def length(self) -> int:
-        """How many tokens it holds."""
-        return max(self.lengths)
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
 
     @property
     def nbytes(self) -> int:
@@ -69,9 +73,9 @@ class GpuCache(DecoderCache):
 
     def crop(self, length: int, sequence: int | None = None) -> None:
         """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
-        for number in range(len(self.lengths)) if sequence is None else [sequence]:
-            one = self.lengths[number]
-            self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
+        for number, one in enumerate(self.lengths):
+            if sequence in (None, number):
+                self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self) -> None:
         """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""

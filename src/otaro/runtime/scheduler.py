@@ -23,8 +23,7 @@ from typing import Any, cast
 import torch
 
 from otaro.errors import OtaroError, PrecisionError
-from otaro.kernels.steps import MAX_TOKENS
-from otaro.runtime.architectures import packed_modules
+from otaro.runtime.architectures import packed_modules, rope_limit
 from otaro.runtime.decoder import Decoder
 from otaro.runtime.generate import positions_of
 from otaro.runtime.load import load_tokenizer
@@ -52,26 +51,28 @@ class Scheduler:
         self,
         model: Any,
         *,
-        max_sequences: int = MAX_TOKENS,
+        max_sequences: int = 16,
         cache_bytes: int | None = None,
         kv: str | Precision | None = None,
         chunk: int | None = None,
         tokenizer: Any = None,
     ) -> None:
         """As `Engine`."""
-        if not 0 < max_sequences <= MAX_TOKENS:
-            raise OtaroError(f"max_sequences={max_sequences}: 1 to {MAX_TOKENS} sequences run at once, others wait")
         if chunk is not None and chunk < 1:
             raise OtaroError(f"chunk={chunk}: prompts are read one token at a time, or more")
         if reason := why_not(model):
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
         self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
         self.decoder = cast(Decoder, decoder_of(model))
+        most = self.decoder.max_sequences
+        if not 0 < max_sequences <= most:
+            raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
         self._chunk = chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"])
         with torch.inference_mode(False):  # what is kept must stay writable when the caller's mode ends
             kept = None if kv is None else Precision(kv)
             self._slots = Slots(self.decoder, kept, max_sequences, cache_bytes, self._chunk)
-        self.context = min(self._slots.most, positions_of(model) or self._slots.most)
+        limits = (self._slots.most, positions_of(model), rope_limit(model))
+        self.context = min(limit for limit in limits if limit is not None)
         """Tokens of a prompt and its answer that can be read."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to do."""
