@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from otaro.cli.main import app
 from otaro.errors import OtaroError, PrecisionError
 from otaro.evaluate import llama_cpp, machine, speed
+from otaro.kernels import cpu
 
 QUICK = ["--prompt-tokens", "6", "--tokens", "2", "--context", "3", "--rounds", "1"]
 
@@ -61,6 +62,9 @@ def test_json_is_one_line(tiny):
         (["--device", "meta"], OtaroError, "device 'meta': this torch cannot compute on meta"),
         (["--device", "gpu"], OtaroError, "unknown device 'gpu'; use cpu, cuda, cuda:1, ..."),
         (["--context", "600"], OtaroError, "the model has 512 positions"),
+        (["--parallel", "1,2", "--transformers"], OtaroError, "--transformers reads one sequence"),
+        (["--parallel", "2,2"], OtaroError, "--parallel: give numbers of sequences, such as 1,2,4,8"),
+        (["--parallel", "2", "--context", "600"], OtaroError, "a sequence has 512 positions here"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(tiny, monkeypatch, flags, error, message):
@@ -69,7 +73,9 @@ def test_flags_that_make_no_sense_are_refused(tiny, monkeypatch, flags, error, m
         bench(tiny, *flags)
 
 
-@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"], ["--threads", "0"], ["--context", "-1"]])
+@pytest.mark.parametrize(
+    "flags", [["--rounds", "0"], ["--tokens", "0"], ["--threads", "0"], ["--context", "-1"], ["--parallel", "x"]]
+)
 def test_numbers_out_of_range_are_refused(tiny, flags):
     done = bench(tiny, *flags)
     assert done.exit_code == 2
@@ -96,3 +102,31 @@ def test_against_llama_cpp_four_pairs_are_shown_and_files_kept(tiny, tmp_path):
     assert "llama.cpp Q4_0" in shown
     assert "E5M7" not in shown
     assert {path: path.stat().st_mtime_ns for path in files} == files, "used again"
+
+
+# Several sequences at once
+
+SHORT = ["--tokens", "3", "--context", "4", "--rounds", "1"]
+
+
+@pytest.mark.skipif(bool(cpu.MISSING), reason=str(cpu.MISSING))
+def test_parallel_sequences_in_a_table_and_as_json(tiny):
+    result = json.loads(bench(tiny, *SHORT, "--parallel", "1,3", "-p", "E5M4,E5M8", "--json").stdout)
+    rows = [(row["what"], row["sequences"]) for row in result["rows"]]
+    each = [[(f"decoder alone at {p}", 1), (p, 1), (p, 3)] for p in ("E5M8", "E5M4")]
+    assert rows == [*each[0], *each[1], ("mixed", 3)]
+    for row in result["rows"]:
+        assert row["total"] == pytest.approx(row["sequences"] * row["each"])
+        assert len(row["seconds"]) == 1
+    assert [row["gain"] for row in result["rows"] if row["sequences"] == 1] == [1.0] * 4
+    assert (result["settings"]["tokens"], result["settings"]["context"]) == (3, 4)
+    shown = bench(tiny, *SHORT, "--parallel", "1,3", "-p", "E5M4", env={"COLUMNS": "80"}).stdout
+    assert "Several sequences at once" in shown
+    assert "decode of 3 after 4, keys and values in float16; median of 1 round, contenders in turns" in shown
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+def test_parallel_against_llama_cpp(tiny, tmp_path):
+    flags = [*SHORT, "--parallel", "1,2", "-p", "E5M4", "--against", "llama.cpp", "--gguf-dir", tmp_path / "gguf"]
+    rows = [(row["what"], row["sequences"]) for row in json.loads(bench(tiny, *flags, "--json").stdout)["rows"]]
+    assert rows[-2:] == [("llama.cpp Q5_0", 1), ("llama.cpp Q5_0", 2)]

@@ -12,7 +12,7 @@ import otaro
 from otaro.errors import OtaroError
 from otaro.evaluate import llama_cpp
 from otaro.evaluate.engines import plain_model
-from otaro.evaluate.llama_cpp import LlamaCpp, gguf_path, write_gguf
+from otaro.evaluate.llama_cpp import LlamaBatch, LlamaCpp, gguf_path, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
@@ -150,3 +150,17 @@ def test_rotary_frequencies_that_are_not_plain_are_carried_over(make_nested, tmp
     engine.feed(ids)
     assert error(engine.logits(), exact) < 2 * error(half, exact)
     engine.close()
+
+
+@needs_llama
+def test_sequences_of_a_batch_say_what_each_says_alone(tiny, tmp_path):
+    write_gguf(otaro.load(tiny), "F16", tmp_path / "model.gguf")
+    together = LlamaBatch(tmp_path / "model.gguf", threads=1, positions=32, sequences=3)
+    prompts = [[5, 6, 7], [100, 3], [9]]
+    first = [together.read(number, prompt) for number, prompt in enumerate(prompts)]
+    last = together.go_on(first, 4)
+    together.close()
+    alone = LlamaBatch(tmp_path / "model.gguf", threads=1, positions=32)
+    for number, prompt in enumerate(prompts):
+        assert alone.go_on([alone.read(0, prompt)], 4) == [last[number]]
+    alone.close()

@@ -1,6 +1,8 @@
 """Text as it comes: whole characters, no part of a stop, and nothing lost."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -120,3 +122,11 @@ def test_messages_go_through_the_chat_template(tiny):
     scheduler = Scheduler(otaro.load(tiny), tokenizer=tokenizer)
     asked = scheduler.submit([{"role": "user", "content": "def"}], max_new_tokens=8)
     assert asked.text() == scheduler.submit("user: def\nassistant:", max_new_tokens=8).text()
+
+
+@NEEDS_DECODER
+def test_the_example_of_the_documentation_runs(tiny, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    exec(code.replace("demo/tiny", str(tiny)), {})
+    assert "['E5M8']" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from otaro.cli.generate import DeviceOption, DirectoryArgument
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from otaro.evaluate.parallel import Parallel
     from otaro.evaluate.speed import Bar, Bench
 
 LLAMA = "llama.cpp"
@@ -27,9 +28,28 @@ def bench(
         typer.Option("--precision", "-p", help="Some of E5M8,...,E5M3; by default all that are there.", show_default=False),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
-    tokens: Annotated[int, typer.Option(help="Tokens read one by one: decode.", min=1)] = 64,
-    context: Annotated[int, typer.Option(help="Tokens in the cache when decoding starts.", min=0)] = 256,
-    rounds: Annotated[int, typer.Option(help="Rounds that count, after one that warms up.", min=1)] = 5,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens read one by one: decode. [default: 64; 32 with --parallel]", min=1, show_default=False),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in the cache when decoding starts. [default: 256; 64 with --parallel]", min=0, show_default=False
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds that count, after one that warms up. [default: 5; 3 with --parallel]", min=1, show_default=False
+        ),
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,...", show_default=False
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1, show_default=False)] = None,
     kv: Annotated[
         str | None, typer.Option(help="Keep keys and values at E5M8 to E5M3 instead of float16.", show_default=False)
@@ -55,6 +75,7 @@ def bench(
     Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
     """
     import otaro
+    from otaro.evaluate import parallel as together
     from otaro.evaluate import speed
     from otaro.file.hub import Hub
 
@@ -62,25 +83,54 @@ def bench(
         raise otaro.OtaroError(f"--against {against}: {LLAMA} is what there is to compare with")
     if gguf_dir is not None and against is None:
         raise otaro.OtaroError("--gguf-dir keeps the files of --against llama.cpp, which is not given")
-    settings = speed.Settings(prompt_tokens, tokens, context, rounds, threads, otaro.Precision(kv) if kv else None)
+    if parallel is not None and transformers:
+        raise otaro.OtaroError("--transformers reads one sequence, and --parallel several: give either")
+    ours = {"prompt_tokens": prompt_tokens, "tokens": tokens, "context": context, "rounds": rounds, "threads": threads}
+    given = {name: value for name, value in ours.items() if value is not None}
+    short = {} if parallel is None else {"tokens": 32, "context": 64, "rounds": 3}
+    settings = speed.Settings(**{**short, **given}, kv=otaro.Precision(kv) if kv else None)
     chosen = [otaro.Precision(name.strip()) for name in precision.split(",")] if precision else None
     console.quiet_transformers()
+    options: dict[str, Any] = {"device": device, "with_llama": against == LLAMA, "gguf_dir": gguf_dir}
+    options["hub"] = Hub(revision, token, cache_dir)
+    result: Bench | Parallel
     with console.progress_bar("timing") as progress:
-        result = speed.bench(
-            directory,
-            settings,
-            chosen,
-            device=device,
-            with_transformers=transformers,
-            with_llama=against == LLAMA,
-            gguf_dir=gguf_dir,
-            hub=Hub(revision, token, cache_dir),
-            progress=progress,
-        )
+        if parallel is None:
+            result = speed.bench(directory, settings, chosen, with_transformers=transformers, progress=progress, **options)
+        else:
+            result = together.bench(directory, _counts(parallel), settings, chosen, progress=progress, **options)
     if json:
         console.print_json({**result.to_dict(), "versions": console.versions()})
+    elif isinstance(result, together.Parallel):
+        show_parallel(result)
     else:
         show(result)
+
+
+def _counts(parallel: str) -> list[int]:
+    parts = [part.strip() for part in parallel.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{parallel!r} is not of the form 1,2,4,8", param_hint="--parallel")
+    return [int(part) for part in parts]
+
+
+def show_parallel(result: Parallel) -> None:
+    """Print what several sequences make together."""
+    settings = result.settings
+    for line in _place(result):
+        console.out.print(line, highlight=False, soft_wrap=True)
+    console.out.print(
+        f"decode of {settings.tokens} after {settings.context}, keys and values in {settings.kv or 'float16'}; "
+        f"median of {_many(settings.rounds, 'round')}, contenders in turns",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = _table("Several sequences at once", ["precision"], ["sequences", "tokens/s\nin total", "of each", "times\none"])
+    for row, after in zip(result.rows, [*result.rows[1:], None], strict=True):
+        last = after is None or after.what != row.what
+        gain = "-" if row.gain is None else f"{row.gain:.2f}x"
+        table.add_row(row.what, str(row.sequences), _rate(row.total), _rate(row.each), gain, end_section=last)
+    console.out.print(table)
 
 
 def show(result: Bench) -> None:
@@ -100,14 +150,19 @@ def show(result: Bench) -> None:
             console.out.print(_verdict(bar), highlight=False, soft_wrap=True)
 
 
-def _head(result: Bench) -> Iterator[str]:
-    """Where and how it was measured."""
-    settings = result.settings
+def _place(result: Bench | Parallel) -> Iterator[str]:
+    """Where it was measured."""
     kernels = f"{result.kernels} ({console.escape(result.kernels_reason)})"
     yield f"[bold]{console.escape(result.model)}[/]"
     threads = "" if _on_gpu(result) else f", {_many(result.threads, 'thread')}"
     yield f"{console.escape(result.machine)}{threads}; kernels {kernels}"
     yield ", ".join(f"{name} {version}" for name, version in console.versions().items())
+
+
+def _head(result: Bench) -> Iterator[str]:
+    """Where and how it was measured."""
+    settings = result.settings
+    yield from _place(result)
     yield f"{console.escape(result.path)}, keys and values in {result.kv_type}"
     if (asked := result.cut_from) is not None:
         yield (
@@ -154,7 +209,7 @@ def _memory(result: Bench) -> Table:
     return table
 
 
-def _on_gpu(result: Bench) -> bool:
+def _on_gpu(result: Bench | Parallel) -> bool:
     return result.device == "cuda"
 
 

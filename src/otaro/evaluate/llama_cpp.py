@@ -120,9 +120,9 @@ def _frequency_factors(model: Any) -> torch.Tensor | None:
 
 
 class LlamaCpp(Engine):
-    """A GGUF file, run by llama.cpp on `threads` threads with room for `positions` tokens."""
+    """A GGUF file, run by llama.cpp on `threads` threads with room for `positions` tokens of each sequence."""
 
-    def __init__(self, path: Path, *, threads: int, positions: int) -> None:
+    def __init__(self, path: Path, *, threads: int, positions: int, sequences: int = 1) -> None:
         self._lib = library()
         settings = self._lib.llama_model_default_params()
         settings.n_gpu_layers = 0
@@ -130,7 +130,7 @@ class LlamaCpp(Engine):
         if not self._model:
             raise OtaroError(f"llama.cpp cannot open {path}")
         options = self._lib.llama_context_default_params()
-        options.n_ctx = positions
+        options.n_ctx, options.n_seq_max = positions * sequences, sequences
         options.n_threads = options.n_threads_batch = threads
         self._context = self._lib.llama_init_from_model(self._model, options)
         if not self._context:
@@ -150,14 +150,50 @@ class LlamaCpp(Engine):
 
     def logits(self) -> torch.Tensor:
         """What follows the last token."""
+        return torch.from_numpy(self._logits(-1).copy())
+
+    def _logits(self, number: int) -> np.ndarray[Any, Any]:
         count = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        pointer = self._lib.llama_get_logits_ith(self._context, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(pointer, (count,)).copy())
+        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, number), (count,))
+        return found
 
     def close(self) -> None:
         """Give the memory back."""
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
+
+
+class LlamaBatch(LlamaCpp):
+    """The same, for several sequences in one batch."""
+
+    def read(self, sequence: int, ids: list[int]) -> int:
+        """Read a prompt, and nothing before it; returns the likeliest token after it."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, 0, -1)
+        return self._step(ids, list(range(len(ids))), [sequence] * len(ids), wanted=1)[-1]
+
+    def go_on(self, tokens: list[int], count: int) -> list[int]:
+        """From these tokens of the first sequences, `count` times by the likeliest; returns the last ones."""
+        numbers = list(range(len(tokens)))
+        ends = [self._lib.llama_memory_seq_pos_max(self._memory, number) + 1 for number in numbers]
+        for _ in range(count):
+            tokens = self._step(tokens, ends, numbers, wanted=len(tokens))
+            ends = [end + 1 for end in ends]
+        return tokens
+
+    def _step(self, ids: list[int], positions: list[int], sequences: list[int], wanted: int) -> list[int]:
+        """The likeliest token after each of the last `wanted` ones."""
+        count = len(ids)
+        batch = self._lib.llama_batch_init(count, 0, 1)
+        try:
+            batch.n_tokens = count
+            for i, (token, position, sequence) in enumerate(zip(ids, positions, sequences, strict=True)):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+                batch.logits[i] = i >= count - wanted
+            if status := self._lib.llama_decode(self._context, batch):
+                raise OtaroError(f"llama.cpp stopped with status {status}")
+            return [int(self._logits(i).argmax()) for i in range(count - wanted, count)]
+        finally:
+            self._lib.llama_batch_free(batch)
 
 
 @cache

@@ -224,12 +224,12 @@ def bench(
     contenders = len(chosen) + with_transformers + len(kinds)
     asked = settings
     with ExitStack() as stack:
-        threads = stack.enter_context(_threads(settings.threads))
+        threads = stack.enter_context(threads_for_a_while(settings.threads))
         kernels, reason = ops.backend(place.device)
         _check_positions(load(nested.path, chosen[-1]).config, settings)
         before = place.held_bytes()  # the model is gone again, what Python imported for it stays and does not count
         model = load(nested.path, chosen[-1], device=place.device)
-        ids = _random_ids(model.config.vocab_size, settings.positions)
+        ids = random_ids(model.config.vocab_size, settings.positions)
         ours, why_not = engine_for(model, settings.kv, settings.positions, on_gpu)
         if why_not:
             settings = settings.within(BUDGET, *_token_seconds(place, ours, ids), contenders)
@@ -455,7 +455,8 @@ def _neighbours(name: str) -> str:
     return {_llama(kind): f"{precision} then {kind}" for precision, kind in KINDS.items()}.get(name, name)
 
 
-def _random_ids(vocabulary: int, count: int) -> list[int]:
+def random_ids(vocabulary: int, count: int) -> list[int]:
+    """Tokens, the same ones every time."""
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -469,8 +470,8 @@ def _check_positions(config: Any, settings: Settings) -> None:
 
 
 @contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
-    """Compute on so many threads for a while."""
+def threads_for_a_while(wanted: int | None) -> Iterator[int]:
+    """Compute on so many threads; by default on as many as torch does."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:

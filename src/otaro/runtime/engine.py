@@ -12,11 +12,11 @@ What runs when is decided by `scheduler`, which knows no threads; here is the th
 from __future__ import annotations
 
 from threading import Event, Lock, Thread, current_thread
-from typing import Any
+from typing import Any, Unpack
 from weakref import finalize
 
 from otaro.errors import OtaroError
-from otaro.runtime.request import Prompt
+from otaro.runtime.request import Options, Prompt
 from otaro.runtime.scheduler import Scheduler
 from otaro.runtime.stream import Stream
 from otaro.sefp.precision import Precision
@@ -49,7 +49,7 @@ class Engine:
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
-    def submit(self, prompt: Prompt, **options: Any) -> Stream:
+    def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """A request, answered as soon as there is a place; refused at once where it can never be.
 
         - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of new
@@ -69,6 +69,26 @@ class Engine:
             stream = self.scheduler.submit(prompt, by_thread=True, **options)
             stream.engine = self
             return stream
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its answer can have together."""
+        return self.scheduler.context
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return self.scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return self.scheduler.running
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values now."""
+        return self.scheduler.cache_bytes
 
     def close(self, wait: bool = True) -> None:
         """Take no more requests; those under way are finished, or else cancelled."""

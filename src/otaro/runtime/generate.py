@@ -44,7 +44,7 @@ from otaro.kernels.ops import OVERRIDE
 from otaro.runtime.architectures import packed_modules, rope_limit
 from otaro.runtime.decode import DecoderCache
 from otaro.runtime.modules import SefpEmbedding, own_bits
-from otaro.runtime.phases import Phases, steps_and_rows
+from otaro.runtime.phases import Phases, described, steps_and_rows
 from otaro.runtime.precision import PrecisionLike, attachment
 from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
@@ -77,6 +77,8 @@ class Generation:
     """Tokens of the prompt that a cache already held."""
     new_tokens: int = 0
     """In a row."""
+    queue_seconds: float = 0.0
+    """Until the engine had a place for it."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     precisions: list[str] = field(default_factory=list)
@@ -320,7 +322,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
     def _enter(self) -> None:
         if self.phases.enter(self.steps) or self.steps == 0:
             own_bits.set(self.phases.own)  # until `generate` returns
-            self.report.precisions.append(_described(self.phases.bits(list(attachment(self.model).modules.values()))))
+            self.report.precisions.append(described(self.phases.bits(list(attachment(self.model).modules.values()))))
 
     def close(self, sequences: torch.Tensor) -> None:
         self.report.new_tokens = sequences.shape[1] - self.report.prompt_tokens
@@ -456,7 +458,7 @@ def decode_loop(
                     raw.append(logits)
             if reader.ran_at != bits:  # a phase, or somebody else, has switched
                 bits = reader.ran_at
-                report.precisions.append(" / ".join(_described(row) for row in bits))
+                report.precisions.append(" / ".join(described(row) for row in bits))
             if tokens.length > positions > 0:
                 _warn_of_positions(model, positions)
                 positions = 0
@@ -511,10 +513,3 @@ def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:
     """Whether nobody asks for more than the likeliest tokens."""
     wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     return sampler.known and not sampler.do_sample and not stop.others and not sampler.processors and not wants
-
-
-def _described(bits: Any) -> str:
-    """The precision of a step: one, or the range where modules differ."""
-    found = set(bits)
-    names = [f"E5M{m}" for m in (min(found), max(found))]
-    return names[0] if len(found) == 1 else " to ".join(names)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,13 +14,28 @@ from otaro.errors import OtaroError
 from otaro.runtime.phases import Phases, described
 from otaro.runtime.pieces import Pieces
 from otaro.runtime.precision import Attachment, PrecisionLike
-from otaro.runtime.sample import Sampler
+from otaro.runtime.sample import Sampler, Sampling
 from otaro.runtime.session import chat_tokens
 from otaro.runtime.slots import Slot
 from otaro.runtime.stream import Stream, Token
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, tokens, or messages for the model's chat template."""
+
+
+class Options(TypedDict, total=False):
+    """What may be asked of `Engine.submit`, which says what each of them means."""
+
+    precision: PrecisionLike | Mapping[int, PrecisionLike] | None
+    prefill: PrecisionLike | None
+    decode: PrecisionLike | None
+    max_new_tokens: int | None
+    sampling: Sampling | None
+    stop: str | int | Sequence[str | int]
+    ignore_eos: bool
+    deadline: float | None
+    logprobs: int | None
+    text: bool
 
 
 class Precisions:

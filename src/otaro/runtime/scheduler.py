@@ -64,7 +64,7 @@ class Scheduler:
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
         self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
         self.decoder = cast(Decoder, decoder_of(model))
-        most = self.decoder.max_sequences
+        self._most, most = max_sequences, self.decoder.max_sequences
         if not 0 < max_sequences <= most:
             raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
         self._chunk = chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"])
@@ -192,16 +192,14 @@ class Scheduler:
     def _admit(self) -> None:
         place = 0
         while place < len(self._waiting):
-            request = self._waiting[place]
-            slot = self._slots.take(
-                request.ids, request.precisions.bits(0), request.needed, [one.needed for one in self._running]
-            )
-            if slot is not None:
-                request.began_in(slot)
+            request, reserved = self._waiting[place], [one.needed for one in self._running]
+            if self._slots.has_room(request.needed, reserved):
+                bits = request.precisions.bits(0)
+                request.began_in(self._slots.take(request.ids, bits, request.needed, reserved))
                 self._running.append(self._waiting.pop(place))
                 for earlier in self._waiting[:place]:
                     earlier.passed += 1
-            elif request.passed >= _PASSED:
+            elif request.passed >= _PASSED or len(self._running) == self._most:
                 return
             else:
                 place += 1

@@ -48,27 +48,25 @@ class Slots:
         self.cache: Cache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
         self._idle = [Slot(number) for number in range(count)]  # the oldest first
 
-    def take(self, prompt: list[int], bits: bytes, needed: int, reserved: Sequence[int]) -> Slot | None:
-        """A slot for a prompt that is to be read at these mantissa bits, cut to the tokens that it can use.
+    def has_room(self, needed: int, reserved: Sequence[int]) -> bool:
+        """Whether a sequence that may come to need so many tokens can begin beside those that run."""
+        return bool(self._idle) and self._suffices([*reserved, needed])
 
-        It may need so many tokens in the end; `reserved` are those of the sequences that run. None where there is
-        no slot, or no memory yet.
+    def take(self, prompt: list[int], bits: bytes, needed: int, reserved: Sequence[int]) -> Slot:
+        """A slot, if there is room, for a prompt that is to be read at these mantissa bits.
+
+        It is cut to the tokens that the prompt can use. Other idle slots give their memory, the oldest first.
         """
-        if not self._idle:
-            return None
         slot = max(self._idle, key=lambda one: self.common(one, prompt, bits))
         common = self.common(slot, prompt, bits)
         if 2 * common < len(prompt):  # whoever left these tokens may come back for them
             slot, common = self._idle[0], 0
-        others = [one for one in self._idle if one is not slot]
-        if not self._suffices([*reserved, needed]):
-            return None
-        for other in others:
-            if self._suffices([*reserved, needed, *(len(one.tokens) for one in others)]):
+        self._idle.remove(slot)
+        self._crop(slot, common)
+        for other in self._idle:
+            if self._suffices([*reserved, needed, *(len(one.tokens) for one in self._idle)]):
                 break
             self._crop(other, 0)
-        self._crop(slot, common)
-        self._idle.remove(slot)
         return slot
 
     def leave(self, slot: Slot) -> None:

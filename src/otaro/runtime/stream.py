@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple
 
@@ -31,21 +30,13 @@ class Token(NamedTuple):
     """As many of the likeliest tokens as were asked for, with their log-probabilities."""
 
 
-@dataclass
-class Figures(Generation):
-    """How a request went."""
-
-    queue_seconds: float = 0.0
-    """Until a place among the running ones was free."""
-
-
 class Answer(NamedTuple):
     """All of an answer."""
 
     text: str
     tokens: list[int]
     finish_reason: str
-    figures: Figures
+    figures: Generation
 
 
 class Stream:
@@ -55,7 +46,7 @@ class Stream:
         self, set_precision: Callable[[PrecisionLike], None], wake: Callable[[], None], drive: Callable[[], object] | None
     ) -> None:
         """`drive` makes the next step where no thread does."""
-        self.figures = Figures(served_by="decoder")
+        self.figures = Generation(served_by="decoder")
         self.finish_reason: str | None = None
         """None while it goes on; then stop, length, cancelled, deadline or error."""
         self.stopped_by: str | int | None = None

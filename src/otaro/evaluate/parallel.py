@@ -1,0 +1,229 @@
+"""How many tokens a second several sequences make together: `otaro bench --parallel 1,2,4,8,16`.
+
+A contender is a number of sequences at a precision, run by the engine. Sequences at *mixed* precisions take the
+precisions in turn, one after the other; sequences of equal precision share a pass over the weights. Each has its own prompt,
+which was read before the clock starts, so that only decoding is timed. As in `speed`, contenders take turns: a round
+is one turn of each, the first warms up, figures are medians, and gains are medians of ratios within rounds.
+
+Beside them stands one sequence read by the decoder alone, which shows what the engine costs, and llama.cpp if asked
+for, which decodes as many sequences in one batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from otaro.errors import OtaroError
+from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_path, library, write_gguf
+from otaro.evaluate.machine import Cpu, processor
+from otaro.evaluate.progress import Progress
+from otaro.evaluate.speed import Settings, random_ids, threads_for_a_while
+from otaro.file.checkpoint import HUB, resolve_nested
+from otaro.file.hub import Hub
+from otaro.file.io import NestedDirectory
+from otaro.kernels import ops
+from otaro.runtime.architectures import packed_modules
+from otaro.runtime.load import load
+from otaro.runtime.scheduler import Scheduler
+from otaro.runtime.serving import decoder_of
+from otaro.sefp.precision import PRECISIONS, Precision
+
+ALONE = "decoder alone"
+MIXED = "mixed"
+_PAUSE = 0.02  # seconds between turns, as in `speed`
+
+
+@dataclass(frozen=True)
+class Together:
+    """Some sequences of one kind; speeds in tokens per second."""
+
+    what: str
+    """A precision, mixed, the decoder alone, or another engine."""
+    sequences: int
+    total: float
+    each: float
+    gain: float | None
+    """Times the tokens of one sequence of the same kind; None where none was timed."""
+    seconds: list[float]
+    """Round by round."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Everything `otaro bench --parallel` shows."""
+
+    model: str
+    device: str
+    machine: str
+    threads: int
+    kernels: str
+    kernels_reason: str
+    settings: Settings
+    cache_bytes: int
+    """Of keys and values of all sequences, at the end."""
+    rows: list[Together]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "settings": self.settings.to_dict()}
+
+
+Turn = Callable[[], tuple[float, int]]
+"""Seconds, and tokens made in them."""
+
+
+def bench(
+    directory: str,
+    counts: Sequence[int],
+    settings: Settings,
+    precisions: Sequence[Precision] | None = None,
+    *,
+    device: str = "cpu",
+    with_llama: bool = False,
+    gguf_dir: Path | None = None,
+    hub: Hub = HUB,
+    progress: Progress = lambda what, done, total: None,
+) -> Parallel:
+    """Measure so many sequences at once at some precisions, by default at all that the directory has."""
+    if not counts or min(counts) < 1 or len(set(counts)) != len(counts):
+        raise OtaroError("--parallel: give numbers of sequences, such as 1,2,4,8")
+    if settings.context < 2 or settings.tokens < 2:
+        raise OtaroError("--parallel: prompts need a --context of 2, and --tokens 2, at least")
+    place = processor(device)
+    if with_llama and place.kind == "cuda":
+        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
+    if with_llama:
+        library()  # a missing package shows before anything is measured
+    nested = NestedDirectory(resolve_nested(directory, max(precisions) if precisions else None, hub))
+    chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
+    nested.require(chosen[0])
+    with ExitStack() as stack:
+        threads = stack.enter_context(threads_for_a_while(settings.threads))
+        kernels, reason = ops.backend(place.device)
+        model = load(nested.path, chosen[-1], device=place.device)
+        scheduler = Scheduler(model, max_sequences=max(counts), kv=settings.kv)
+        if (wanted := settings.context + settings.tokens) > scheduler.context:
+            told = f"--context {settings.context} and --tokens {settings.tokens} take {wanted}"
+            raise OtaroError(f"a sequence has {scheduler.context} positions here, but {told}")
+        prompts = _prompts(model.config.vocab_size, max(counts), settings.context)
+        turns: dict[tuple[str, int], Turn] = {}
+        for precision in chosen:
+            turns[ALONE + f" at {precision}", 1] = _alone(place, model, prompts[0], precision, settings)
+            for count in counts:
+                turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], settings.tokens)
+            if with_llama and (kind := KINDS.get(str(precision))) is not None:
+                path = gguf_path(model, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
+                if not path.is_file():
+                    write_gguf(model, kind, path)
+                positions = settings.context + settings.tokens + 1
+                theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
+                stack.callback(theirs.close)
+                for count in counts:
+                    turns[f"llama.cpp {kind}", count] = _theirs(place, theirs, prompts[:count], settings.tokens)
+        if len(chosen) > 1:
+            for count in counts:
+                if count > 1:
+                    turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
+        seconds = _take_turns(turns, settings.rounds, progress)
+        return Parallel(
+            model=str(nested.path),
+            device=place.kind,
+            machine=place.name,
+            threads=threads,
+            kernels=kernels,
+            kernels_reason=reason,
+            settings=settings,
+            cache_bytes=scheduler.cache_bytes,
+            rows=[_row(what, count, seconds) for what, count in turns],
+        )
+
+
+def _take_turns(turns: dict[tuple[str, int], Turn], rounds: int, progress: Progress) -> dict[tuple[str, int], list[float]]:
+    """Seconds per token of all of a contender's sequences together, round by round."""
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in turns}
+    total, done = (1 + rounds) * len(turns), 0
+    for number in range(1 + rounds):
+        for (what, count), turn in turns.items():
+            progress(f"{what}, {count} at once", done, total)
+            time.sleep(_PAUSE)
+            taken, tokens = turn()
+            if number:
+                seconds[what, count].append(taken / tokens)
+            done += 1
+            progress(f"{what}, {count} at once", done, total)
+    return seconds
+
+
+def _row(what: str, count: int, seconds: dict[tuple[str, int], list[float]]) -> Together:
+    mine = seconds[what, count]
+    total, one = 1 / median(mine), seconds.get((what, 1))
+    gain = None if one is None else median(alone / together for alone, together in zip(one, mine, strict=True))
+    return Together(what, count, total, total / count, gain, mine)
+
+
+def _prompts(vocabulary: int, count: int, length: int) -> list[list[int]]:
+    ids = random_ids(vocabulary, count * length)
+    return [ids[start : start + length] for start in range(0, len(ids), length)]
+
+
+def _ours(place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision], tokens: int) -> Turn:
+    pairs = list(zip(prompts, islice(cycle(precisions), len(prompts)), strict=True))
+
+    def submitted(count: int) -> list[Any]:
+        return [
+            scheduler.submit(prompt, precision=precision, max_new_tokens=count, ignore_eos=True, text=False)
+            for prompt, precision in pairs
+        ]
+
+    def turn() -> tuple[float, int]:
+        submitted(1)
+        while scheduler.step():  # prompts are read, and found again in the cache below
+            pass
+        streams = submitted(tokens + 1)
+        while not all(stream.tokens for stream in streams):
+            scheduler.step()
+        before = sum(len(stream.tokens) for stream in streams)
+
+        def finish() -> None:
+            while scheduler.step():
+                pass
+
+        seconds = place.seconds(finish)
+        return seconds, sum(len(stream.result().tokens) for stream in streams) - before
+
+    return turn
+
+
+def _alone(place: Cpu, model: Any, prompt: list[int], precision: Precision, settings: Settings) -> Turn:
+    decoder: Any = decoder_of(model)
+    bits = bytes([precision.mantissa_bits]) * len(packed_modules(model))
+    cache = decoder.new_cache(settings.kv, 1, settings.context + settings.tokens)
+
+    def turn() -> tuple[float, int]:
+        cache.crop(0)
+        token = int(decoder.forward(prompt, cache, bits=bits).argmax())
+
+        def decode() -> None:
+            next_token = token
+            for _ in range(settings.tokens):
+                next_token = int(decoder.forward([next_token], cache, bits=bits).argmax())
+
+        return place.seconds(decode), settings.tokens
+
+    return turn
+
+
+def _theirs(place: Cpu, engine: LlamaBatch, prompts: list[list[int]], tokens: int) -> Turn:
+    def turn() -> tuple[float, int]:
+        first = [engine.read(number, prompt) for number, prompt in enumerate(prompts)]
+        return place.seconds(lambda: engine.go_on(first, tokens)), tokens * len(prompts)
+
+    return turn
