@@ -72,17 +72,19 @@ ARCHITECTURES = {
     "mixtral": {"model_type": "mixtral", "dtype": "bfloat16", **EXPERTS},
     "qwen3_moe": {"model_type": "qwen3_moe", "dtype": "float16", "moe_intermediate_size": 80, **EXPERTS},
 }
-# Their embedding scales in its forward and so stays unpacked, with the head that is tied to it.
-GEMMAS = {
+# Packed by the same rule, with what is odd about them: embeddings that scale, fused projections, weights as [in, out].
+OTHERS = {
     "gemma": {"model_type": "gemma", "dtype": "bfloat16"},
     "gemma2": {"model_type": "gemma2", "dtype": "float16", "sliding_window": 16, "query_pre_attn_scalar": 24},
     "gemma3": {"model_type": "gemma3_text", "dtype": "float32", "sliding_window": 16, "query_pre_attn_scalar": 24},
+    "phi3": {"model_type": "phi3", "dtype": "bfloat16", "pad_token_id": 0},
+    "gpt2": {"model_type": "gpt2", "dtype": "float32"},
 }
 
 
 def make_model(architecture: str, **changes: object) -> transformers.PreTrainedModel:
-    """A random model of one of the ARCHITECTURES or GEMMAS, the same one every time."""
-    settings = {**SIZES, **{**ARCHITECTURES, **GEMMAS}[architecture], **changes}
+    """A random model of one of the ARCHITECTURES or OTHERS, the same one every time."""
+    settings = {**SIZES, **{**ARCHITECTURES, **OTHERS}[architecture], **changes}
     dtype = getattr(torch, str(settings.pop("dtype")))
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -142,6 +144,17 @@ def make_nested(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(params=OTHERS)
+def other_architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def as_packed() -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back again."""
+    return lambda name, weight: weight.T.contiguous() if ".c_" in name else weight
 
 
 @pytest.fixture(params=["midpoint", "truncate"])

@@ -34,7 +34,6 @@ from otaro.sefp.codec import (
     first_refused,
     group_needs,
     needs_are_met,
-    refusal,
     smallest_scale_exponent,
 )
 
@@ -144,7 +143,7 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
     largest = None
     for number, (exponent, refused) in enumerate(_in_order(pool, scale_exponent, checkpoint.rows(name, count))):
         if refused is not None:
-            raise refusal(name, shape, number * count * shape[-1] + refused[0], refused[1])
+            raise checkpoint.refusal(name, number * count * shape[-1] + refused[0], refused[1])
         largest = exponent if largest is None else max(largest, exponent)
     yield from _in_order(pool, packed, checkpoint.rows(name, count))
 
