@@ -9,7 +9,7 @@ import otaro
 from otaro.file.io import NestedDirectory
 from otaro.packable import Kind, embedding_scale, packable, scaled
 from otaro.tune.fake_quant import Precisely, prepare
-from tests.conftest import ARCHITECTURES, OTHERS
+from tests.conftest import ALL
 
 XGLM = {"vocab_size": 120, "ffn_dim": 112, "num_layers": 1, "attention_heads": 4}
 
@@ -35,7 +35,7 @@ def test_it_names_each_tensor_and_its_kind(random_model):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS])
+@pytest.mark.parametrize("architecture", ALL)
 def test_packing_loading_and_tuning_follow_it(random_model, make_nested, architecture):
     model = random_model(architecture)
     rule = packable(model)
