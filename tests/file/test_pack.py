@@ -386,6 +386,16 @@ def test_nan_in_an_expert_is_named_with_its_index_in_the_stack(make_checkpoint, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edited"]
 
 
+def test_nan_in_a_convolution_is_named_with_its_index_in_the_checkpoint(make_checkpoint, tmp_path):
+    """Which has it as [in, out]; it is packed transposed."""
+    name = "transformer.h.1.mlp.c_fc.weight"
+    bad = load_file(make_checkpoint("gpt2") / "model.safetensors")[name]
+    assert bad.shape == (96, 384)
+    bad[5, 300] = float("nan")
+    with pytest.raises(WeightError, match=rf"{name}\[5, 300\] is nan"):
+        otaro.pack(edited_copy(make_checkpoint("gpt2"), tmp_path, **{name: bad}), tmp_path / "out")
+
+
 def test_a_nested_model_is_not_packed_again(nested_dir, tmp_path):
     with pytest.raises(CheckpointError, match="is already a nested model; use it as it is"):
         otaro.pack(nested_dir, tmp_path / "out")

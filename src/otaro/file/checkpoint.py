@@ -2,8 +2,8 @@
 
 What to pack is asked of the model class itself, built on the meta device from the checkpoint's config (`otaro.packable`). What
 the checkpoint has for each of its tensors is asked of transformers: its own conversions of names, and of values where a
-checkpoint keeps them in another form. Experts that are stored one by one, and all that is stored as it is, are read by rows;
-a tensor that transformers makes of others is made whole.
+checkpoint keeps them in another form. Experts that are stored one by one, and all that is stored as it is, are read by rows; a
+tensor that transformers makes of others, or that is packed transposed (GPT-2's), is read whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Checkpoint:
     def stored_dtype(self, name: str) -> torch.dtype:
         """The type `name` is stored in."""
         key = self._parts[name][0]
-        return self._file_of[key].dtype(key)
+        return self._made[name].like[name].dtype if name in self._made else self._file_of[key].dtype(key)
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, as the model class has it."""
@@ -169,15 +169,15 @@ class Checkpoint:
             if becomes not in known and key in known:
                 becomes, pattern = rename_source_key(key, [], [], *where)
             name = becomes if pattern is None else rename_source_key(key, names, [], *where)[0]
-            name = name if name not in stored else key  # one that has the name itself comes first
+            name = key if name in stored or name in self._file_of else name  # which belongs to the one that has it
             if pattern is not None and becomes in known and not _joins_experts(converters[pattern]):
                 made = conversions.setdefault(becomes, _Conversion(becomes, converters[pattern], self._model))
                 made.sources.append((name, pattern))
             file.call(key, name)
             self._file_of[name] = file
         for made in conversions.values():
-            made.shapes = {name: tuple(one.shape) for name, one in made.read(self._like).items() if name in known}
-            self._made |= dict.fromkeys(made.shapes, made)
+            made.like = made.read(self._like)
+            self._made |= {name: made for name in made.like if name in known}
         for target, source in self.tied.items():  # of tied tensors either may be the one that is stored
             if source not in self._file_of and source not in self._made and target in self._file_of:
                 self._file_of[target].call(target, source)
@@ -189,7 +189,7 @@ class Checkpoint:
     def _find_parts(self, name: str, shape: Sequence[int]) -> list[str]:
         """The checkpoint's tensors that make up a model tensor, in order of rows."""
         if name in self._made or name in self._file_of:
-            stored = self._made[name].shapes[name] if name in self._made else self._shape(name)
+            stored = tuple(self._made[name].like[name].shape) if name in self._made else self._shape(name)
             if stored != tuple(shape):
                 raise CheckpointError(f"{name} has shape {list(stored)}, config.json implies {list(shape)}")
             return [key for key, _ in self._made[name].sources] if name in self._made else [name]
@@ -337,7 +337,8 @@ class _Conversion:
     model: Any
     sources: list[tuple[str, str]] = field(default_factory=list)
     """Each with the pattern of the converter that it fits, in transformers' order."""
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    like: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What is made, without values."""
 
     def read(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """All tensors made, by name."""
