@@ -85,7 +85,7 @@ def test_pack_and_inspect_name_what_stays_as_it_is_and_count_it(tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "gpt2")
     packed = run("pack", tmp_path / "gpt2", tmp_path / "out")
     note, said = (" ".join(text.split()) for text in (packed.stderr, packed.stdout))
-    assert "are stored in 16 bits: transformer.wpe.weight in float16; --keep-float32 keeps them as they are" in note
+    assert "are stored in 16 bits: transformer.wpe.weight in float16; otaro pack --keep-float32 keeps them" in note
     assert "not packed: transformer.wpe.weight (1 in F16, 524.3 kB), transformer.h.*.mlp.c_fc.bias (2 in F32, 4.1 kB)" in said
     result = json.loads(run("pack", tmp_path / "gpt2", tmp_path / "wide", "--keep-float32", "--json").stdout)
     shown = json.loads(run("inspect", tmp_path / "wide", "--json").stdout)

@@ -599,7 +599,7 @@ def test_large_float32_tensors_that_are_not_packed_are_stored_in_16_bits(tmp_pat
     model = save_random(tmp_path, "xglm", **XGLM)
     name, table = "model.embed_tokens.weight", values(model.get_input_embeddings().weight.data)
     source = edited_copy(tmp_path, tmp_path, **{name: table})
-    with pytest.warns(UserWarning, match=rf"stored in 16 bits: {name} in {str(stored_in)[6:]}; --keep-float32 keeps"):
+    with pytest.warns(UserWarning, match=rf"stored in 16 bits: {name} in {str(stored_in)[6:]}; otaro pack --keep-float32"):
         nested = otaro.pack(source, tmp_path / "nested")
     stored = nested.base.tensor(name)
     assert stored.dtype == stored_in

@@ -100,7 +100,7 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
             setattr(model.get_submodule(path), last, there[name])
     for name, module in attachment(nested).modules.items():
         if isinstance(module, SefpEmbedding):
-            table = model.get_submodule(name)  # one that scales has the scale as a buffer, which its stand-in has not
+            table = model.get_submodule(name)  # one that scales has the scale as a buffer; its stand-in has not
             scale = torch.tensor(module.scale, device=module.packed.base.device)
             table._buffers.update(dict.fromkeys(table._buffers, scale))
     model.generation_config = nested.generation_config

@@ -379,7 +379,7 @@ class _Timer:
 
 
 def weight_bytes_per_token(model: Any, precision: Precision) -> int:
-    """Bytes of the matrices that computing one token reads, packed or not: all but those that rows are looked up in."""
+    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up in."""
     attached = attachment(model)
     schema = attached.nested.schema
     entries = [schema.packed_entries(plane) for plane in range(BASE, precision.mantissa_bits + 1)]

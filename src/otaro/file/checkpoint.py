@@ -1,9 +1,10 @@
 """The model to be packed: where it lies, which of its tensors are packed, and how to read them a few rows at a time.
 
-What to pack is asked of the model class itself, built on the meta device from the checkpoint's config (`otaro.packable`). What
-the checkpoint has for each of its tensors is asked of transformers: its own conversions of names, and of values where a
-checkpoint keeps them in another form. Experts that are stored one by one, and all that is stored as it is, are read by rows; a
-tensor that transformers makes of others, or that is packed transposed (GPT-2's), is read whole.
+What to pack is asked of the model class itself, built on the meta device from the checkpoint's config
+(`otaro.packable`). What the checkpoint has for each of its tensors is asked of transformers: its own conversions
+of names, and of values where a checkpoint keeps them in another form. Experts that are stored one by one, and all
+that is stored as it is, are read by rows. A tensor that transformers makes of others, or that is packed transposed
+(GPT-2's), is read whole.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Checkpoint:
         return self.stored_dtype(next(iter(self.packed)))
 
     def unused(self) -> list[str]:
-        """Tensors of the checkpoint that the model class does not have; less those that it says are of no use to it."""
+        """Tensors of the checkpoint that the model class lacks, less those that it says are of no use to it."""
         used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
         ignored = [r"rotary_emb\.inv_freq$", *(self._model._keys_to_ignore_on_load_unexpected or ())]
         left = self._file_of.keys() - used
@@ -140,7 +141,7 @@ class Checkpoint:
             yield torch.cat(waiting)
 
     def refusal(self, name: str, position: int, value: float) -> WeightError:
-        """For a weight that SEFP does not hold, by its position in `rows`; named by its index in the checkpoint."""
+        """Of the weight at a position in `rows`, which SEFP does not hold: names its index in the checkpoint."""
         if name in self._transposed:
             row, column = divmod(position, self.packed[name][-1])
             position = column * self.packed[name][0] + row
@@ -169,7 +170,7 @@ class Checkpoint:
             if becomes not in known and key in known:
                 becomes, pattern = rename_source_key(key, [], [], *where)
             name = becomes if pattern is None else rename_source_key(key, names, [], *where)[0]
-            name = key if name in stored or name in self._file_of else name  # which belongs to the one that has it
+            name = key if name in stored or name in self._file_of else name  # taken
             if pattern is not None and becomes in known and not _joins_experts(converters[pattern]):
                 made = conversions.setdefault(becomes, _Conversion(becomes, converters[pattern], self._model))
                 made.sources.append((name, pattern))
@@ -360,7 +361,7 @@ def _joins_experts(converter: Any) -> bool:
 
 
 def _build(config: Any) -> Any:
-    """The model class on the meta device; refused if load could not open such a model, or nothing be generated with it."""
+    """The model on the meta device; refused if load could not open it, or nothing could be generated with it."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -66,10 +66,10 @@ def pack(
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
 
     Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
-    groups of 64 with midpoints. Large float32 tensors that are not packed are stored in 16 bits, unless `keep_float32`, with
-    a warning that names them. `out` appears when everything is written and flushed, or not at all. `progress` is called
-    with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those of
-    transformers, for a model on the Hub.
+    groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16 bits, with a warning that
+    names them, unless `keep_float32`. `out` appears when everything is written and flushed, or not at all. `progress`
+    is called with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those
+    of transformers, for a model on the Hub.
     """
     source = resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
@@ -82,7 +82,8 @@ def pack(
         )
     schema = Schema(coding.group_size, coding.reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
-    narrow = {} if keep_float32 else {name: _sixteen_bits(checkpoint.read(name)) for name in _large_float32(checkpoint, kept)}
+    large = [] if keep_float32 else _large_float32(checkpoint, kept)
+    narrow = {name: _sixteen_bits(checkpoint.read(name)) for name in large}
     unpacked = {name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()}
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
     with (
@@ -111,7 +112,7 @@ def pack(
     if narrow:
         told = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in narrow.items())
         warnings.warn(
-            f"float32 tensors that are not packed are stored in 16 bits: {told}; --keep-float32 keeps them as they are",
+            f"float32 tensors that are not packed are stored in 16 bits: {told}; otaro pack --keep-float32 keeps them",
             stacklevel=2,
         )
     return NestedDirectory(target)
@@ -129,13 +130,13 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
 
 
 def _large_float32(checkpoint: Checkpoint, kept: Mapping[str, Sequence[int]]) -> list[str]:
-    """Parameters that stay unpacked and would take more room than the packed ones do; norms and biases are none of them."""
+    """Matrices that stay unpacked, and would take three times the room of packed ones and more."""
     large = [name for name, shape in kept.items() if len(shape) > 1 and 4 * prod(shape) >= LARGE_BYTES]
     return [name for name in large if checkpoint.stored_dtype(name) == torch.float32 and name not in checkpoint.buffers]
 
 
 def _sixteen_bits(tensor: torch.Tensor) -> torch.dtype:
-    """bfloat16 where it loses nothing; else float16, which rounds eight times finer; bfloat16 again beyond its range."""
+    """bfloat16 where it is exact; else float16, which rounds eight times finer; bfloat16 again beyond its range."""
     if torch.equal(tensor.bfloat16().float(), tensor) or not tensor.half().isfinite().all():
         return torch.bfloat16
     return torch.float16

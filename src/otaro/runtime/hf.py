@@ -278,7 +278,7 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
 def _swap_modules(
     model: Any, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
 ) -> dict[str, SefpModule]:
-    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing their packed weight."""
+    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing a weight."""
     weights = {name: PackedWeight(nested, name) for name in nested.schema.packed}
     modules: dict[str, SefpModule] = {}
     for name, packed in _with_tied(weights, tied):

@@ -170,7 +170,7 @@ class SefpConv1D(SefpLinear):
 
 
 class SefpEmbedding(SefpModule):
-    """`nn.Embedding` on a packed weight: decodes the rows it is asked for, and scales them where the model's own did."""
+    """`nn.Embedding` on a packed weight: decodes the rows it is asked for; scales them where the model's own did."""
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__(packed, dtype)

@@ -322,9 +322,9 @@ class BaseLinear(nn.Linear):
 
 
 class _TuneConv1D(nn.Module):
-    """Mixed into GPT-2's Conv1D: multiplies by its weight quantised as it is packed, with groups along the input.
+    """Mixed into GPT-2's Conv1D: multiplies by its weight as it is packed, with groups along the input.
 
-    Its models are small, so autograd may keep the quantised weight.
+    Models that have it are small, so autograd may keep the quantised weight.
     """
 
     precisely: Precisely
