@@ -237,6 +237,21 @@ def test_short_prompts_pass_a_long_one_that_comes_to_its_end_nevertheless(model)
     assert 2 * sum(stream.finish_reason == "length" for stream in shorts) > len(shorts)
 
 
+def test_who_waits_for_memory_is_passed_so_many_times_and_no_more(model, kind, monkeypatch):
+    if kind == "gpu":
+        pytest.skip("a GPU's memory is divided evenly: who has a slot has memory")
+    monkeypatch.setattr("otaro.runtime.scheduler.positions_of", lambda model: None)
+    segment = Scheduler(model, max_sequences=1)._slots.nbytes // 32
+    scheduler = Scheduler(model, max_sequences=4, cache_bytes=4 * segment)
+    large = [scheduler.submit([1] * 100, max_new_tokens=60, **TOKENS) for _ in range(2)]
+    small = [scheduler.submit([number, 2], max_new_tokens=1, **TOKENS) for number in range(20)]
+    while large[0].finish_reason is None:
+        scheduler.step()
+    assert sum(stream.finish_reason is not None for stream in small) == 16
+    finish(scheduler)
+    assert all(stream.finish_reason == "length" for stream in (*large, *small))
+
+
 def test_first_come_first_served(model):
     scheduler = Scheduler(model, max_sequences=1)
     streams = [scheduler.submit([1, 2, number], max_new_tokens=2, **TOKENS) for number in range(3)]
@@ -320,7 +335,12 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
     ]:
         with pytest.raises(OtaroError, match=what):
             scheduler.submit([1, 2], **{**TOKENS, **options})
-    for prompt, what in [([], "no token"), ([1, 120], "token 120 is not in the vocabulary of 120")]:
+    for prompt, what in [
+        ([], "no token"),
+        ([[1, 2]], "a flat list of tokens"),
+        ([1.5], "a flat list of tokens"),
+        ([1, 120], "token 120 is not in the vocabulary of 120"),
+    ]:
         with pytest.raises(OtaroError, match=what):
             scheduler.submit(prompt, **TOKENS)
     with pytest.raises(OtaroError, match="has no tokenizer"):

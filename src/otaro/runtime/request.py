@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, TypedDict
 
 import torch
@@ -163,7 +164,10 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
     elif any(isinstance(one, Mapping) for one in prompt):
         ids = chat_tokens(tokenizer(), list(prompt))  # type: ignore[arg-type]
     else:
-        ids = [int(one) for one in prompt]  # type: ignore[arg-type]
+        try:
+            ids = [index(one) for one in prompt]  # type: ignore[arg-type]
+        except TypeError:
+            raise OtaroError("a prompt is a text, a flat list of tokens, or messages with role and content") from None
     if not ids:
         raise OtaroError("the prompt holds no token")
     for token in ids:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from threading import Condition
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ class Stream:
         self._changed.notify_all()
         sleepers, self._sleepers = self._sleepers, []
         for loop, event in sleepers:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # a loop that has ended meanwhile
                 loop.call_soon_threadsafe(event.set)
 
     def _knows(self, number: int) -> bool:
