@@ -30,18 +30,18 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens read one by one: decode. [default: 64; 32 with --parallel]", min=1, show_default=False),
+        typer.Option(help="Tokens read one by one: decode; by default 64, with --parallel 32.", min=1, show_default=False),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in the cache when decoding starts. [default: 256; 64 with --parallel]", min=0, show_default=False
+            help="Tokens in the cache when decoding starts; by default 256, with --parallel 64.", min=0, show_default=False
         ),
     ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Rounds that count, after one that warms up. [default: 5; 3 with --parallel]", min=1, show_default=False
+            help="Rounds that count, after one that warms up; by default 5, with --parallel 3.", min=1, show_default=False
         ),
     ] = None,
     parallel: Annotated[
