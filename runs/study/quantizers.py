@@ -34,6 +34,7 @@ from otaro.tune.fake_quant import Precisely
 from otaro.tune.plain import exponents_for, scales_for
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+TOGETHER = 16  # weights of one shape
 
 
 def in_groups(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -107,8 +108,21 @@ class Rounding(Precisely):
     def values_of_all(
         self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
     ) -> list[torch.Tensor]:
-        """One by one."""
-        return [self.values(weight, precision, dtype or weight.dtype) for weight in weights]
+        """Equal shapes together: most of a small operation on a GPU is its launch, and here are many."""
+        alike: dict[torch.Size, list[int]] = {}
+        for i, weight in enumerate(weights):
+            alike.setdefault(weight.shape, []).append(i)
+        values = list(weights)
+        for same in alike.values():
+            for members in (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER)):
+                found = self.rounded_stack(torch.stack([weights[i].detach() for i in members]), precision)
+                for i, one in zip(members, found, strict=True):
+                    values[i] = one.to(dtype or weights[i].dtype)
+        return values
+
+    def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """What each of several weights is rounded to."""
+        return self.rounding(weights, precision)
 
 
 class Nested(Rounding):
@@ -144,6 +158,11 @@ class Nested(Rounding):
         codes = (codes + self.moved).floor().clamp(-(2**FINEST), 2**FINEST - 1)
         cell = 2.0 ** (FINEST - precision.mantissa_bits)
         return joined((((codes / cell).floor() + 0.5) * cell - self.moved) * step, weight).float()
+
+    def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """Each with a scale exponent of its own."""
+        each = self._needs(weights).flatten(1)
+        return self.rounded(weights, precision, exponents_for(each.flatten(), [each.shape[1]] * len(each)).view(-1, 1, 1))
 
     def _needs(self, weight: torch.Tensor) -> torch.Tensor:
         """The least |s| of each group with which nothing clips, negative where s is."""

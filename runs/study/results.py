@@ -61,8 +61,8 @@ def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
 def heldout_score(method: str, line: Result) -> float:
     """What a row is judged by: log perplexity on held-out text, at its own precision or over all six."""
     measured = line.get("heldout", {})
-    own = method.removeprefix("fixed:").partition(",")[0]
-    names = [own] if method.startswith("fixed:") else [FULL] if method == "fp" else list(NAMES)
+    own = "E5M3" if method.startswith("int4") else method.removeprefix("fixed:").partition(",")[0]
+    names = [own] if own in NAMES else [FULL] if method == "fp" else list(NAMES)
     values = [measured.get(name) for name in names]
     return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
 

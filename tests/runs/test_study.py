@@ -311,7 +311,7 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
     rows = [
         "small: none, seed 0",
         "small: best, lr*",
-        "small: int4 QAT, chosen*",
+        "small: int4 QAT, lr*",
         "small: fixed:E5M3, lr*",
         "small, questions: best*",
     ]
@@ -337,7 +337,7 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
     assert tuned["perplexity"]["E5M3"] < before["perplexity"]["E5M3"]
     assert set(tuned["others"]) == set(OTHERS)
     assert tuned["others"]["Q8_0"] == pytest.approx(tuned["perplexity"]["full"], rel=0.01)
-    assert by_name["small: int4 QAT, chosen lr, seed 0"]["lr"] == 1e-3
+    assert by_name["small: int4 QAT, lr 0.001, seed 0"]["lr"] == 1e-3
     page = (tmp_path / "results.md").read_text()
     assert f"{tuned['perplexity']['E5M3']:.3f}" in page
     assert (tmp_path / "figures" / "others.svg").stat().st_size > 1000
