@@ -27,8 +27,7 @@ def main() -> None:
     if a.report:
         from runs.study.report import write
 
-        page = a.page or (results.parent / "results.md" if a.small else ROOT / "docs" / "results.md")
-        print("\n".join(write(results, page, small=a.small)))
+        print("\n".join(write(results, pages(a, results), small=a.small)))
         return
 
     import torch
@@ -58,9 +57,16 @@ def main() -> None:
     if a.small:
         from runs.study.report import write
 
-        print("\n".join(write(results, a.page or results.parent / "results.md", small=True)))
+        print("\n".join(write(results, pages(a, results), small=True)))
     if failed:
         sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
+
+
+def pages(a: argparse.Namespace, results: Path) -> list[Path]:
+    """Verdicts and tables; of the reduced form all in one."""
+    if a.page:
+        return [a.page]
+    return [results.parent / "results.md"] if a.small else [ROOT / "docs" / name for name in ("results.md", "tables.md")]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -81,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
     parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
-    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md)")
+    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md and docs/tables.md)")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
     parser.add_argument(
         "--workers", type=_positive, default=1, help="processes side by side (default 1; fourteen suit an H200)"
