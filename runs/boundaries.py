@@ -24,35 +24,45 @@ from transformers.utils import logging
 
 import otaro
 from otaro.evaluate.machine import cpu_name
-from otaro.sefp.codec import midpoint_offset
-from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+from otaro.sefp.codec import MIDPOINT_SHIFT
+from otaro.sefp.precision import FINEST, GROUP_SIZE, PRECISIONS, Precision
 from runs.study.results import append
 
 ROOT = Path(__file__).parents[1]
 
 
-def on_border(weight: torch.Tensor, precision: Precision, group_size: int = GROUP_SIZE) -> torch.Tensor:
-    """Of each weight whether it lies on a border, zeros left out: they have a rule of their own."""
-    m = precision.mantissa_bits
+def border_below(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    """The border of E5M8 nearest to each weight, counted from zero, and whether the weight lies on it.
+
+    Zeros are left out: they have a rule of their own.
+    """
     scales = otaro.encode(weight, group_size=group_size).scales.repeat_interleave(group_size, -1)[..., : weight.shape[-1]]
-    steps, values = scales.double().abs() * 2.0**-m, weight.double()
-    off = midpoint_offset(m) - 0.5  # of borders, in steps, from a multiple of them
-    nearest = (values / steps.where(steps != 0, 1.0) - off).round() + off
-    return (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
+    steps, values = scales.double() * 2.0**-FINEST, weight.double()
+    nearest = (values / steps.where(steps != 0, 1.0)).round()
+    return nearest.to(torch.int16), (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
+
+
+def on_border(weight: torch.Tensor, precision: Precision, group_size: int = GROUP_SIZE) -> torch.Tensor:
+    """Of each weight whether it lies on a border of a precision; those of coarser ones are some of those of finer ones."""
+    number, on = border_below(weight, group_size)
+    return on & ((number - MIDPOINT_SHIFT) % (1 << (FINEST - precision.mantissa_bits)) == 0)
 
 
 def counted(folder: Path) -> dict[str, Any]:
     """Shares of all weights that are packed."""
-    found, zeros, total = dict.fromkeys(map(str, PRECISIONS), 0), 0, 0
+    found, zeros, total = dict.fromkeys(PRECISIONS, 0), 0, 0
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 # a file, not a mapping
             weight = file.get_tensor(name).float()
             if weight.ndim < 2:
                 continue
             zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
+            number, on = border_below(weight)
+            numbers = number[on] - MIDPOINT_SHIFT
             for precision in PRECISIONS:
-                found[str(precision)] += int(on_border(weight, precision).sum())
-    return {"on_border": {name: count / total for name, count in found.items()}, "zeros": zeros / total, "weights": total}
+                found[precision] += int((numbers % (1 << (FINEST - precision.mantissa_bits)) == 0).sum())
+    shares = {str(precision): count / total for precision, count in found.items()}
+    return {"on_border": shares, "zeros": zeros / total, "weights": total}
 
 
 @torch.no_grad()
@@ -66,7 +76,7 @@ def measured(folder: Path, text: Path, tokens: int, window: int) -> dict[str, di
     batches = [{"input_ids": block[None], "labels": block[None]} for block in ids[: tokens // window * window].view(-1, window)]
     model, precisely = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Precisely()
     prepare(model, precisely)
-    columns = [None, *PRECISIONS]
+    columns = [None, PRECISIONS[0], PRECISIONS[2], *PRECISIONS[-2:]]
 
     def perplexities() -> dict[str, float]:
         losses = losses_by_precision(model, precisely, columns, batches)

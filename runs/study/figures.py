@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from otaro.evaluate.plots import STYLE
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import GROUP_SIZE, Precision
 from runs.study import plan
 from runs.study.plan import BENCHES, BIG, COLUMNS, FULL, NAMES, Bench
 from runs.study.quantizers import OTHERS
@@ -94,7 +94,8 @@ def bits_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None
     figure.set_size_inches(4.6 * len(benches), 3.6)
     for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
         own = newest(results, bench.name)
-        bits = [Precision(name).bits_per_weight() for name in NAMES]
+        less = 3 / GROUP_SIZE if own.version == 1 else 0.0  # its scales had five bits
+        bits = [Precision(name).bits_per_weight() - less for name in NAMES]
 
         def means(name: str, columns: Sequence[str], measure: str = "perplexity", own: Results = own) -> list[float]:
             found = [own.values(bench.name, model_at(name, column), column, measure) for column in columns]  # noqa: B023

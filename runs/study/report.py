@@ -371,6 +371,8 @@ def _chosen_rates(results: Results, bench: Bench, names: Sequence[str]) -> str:
         return ""
     every = [own for name in names for own in models_of(name)]
     chosen = {own: rows[0]["lr"] for own in every if (rows := results.rows(bench.name, own)) and 0 in rows and rows[0]["lr"]}
+    if not chosen:
+        return ""
     told = ", ".join(f"`{own}` {rate:g}" for own, rate in chosen.items())
     return f"\nLearning rates, of {', '.join(f'{rate:g}' for rate in bench.rates)} by held-out text: {told}.\n"
 

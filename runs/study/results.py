@@ -141,14 +141,14 @@ class Results:
 
 
 def format_of(line: Result) -> int:
-    """The version of the format whose numbers a row has; of what has none of them, such as a count, the present one."""
+    """The version of the format whose numbers a row has; of what has no settings, such as a count, the present one."""
     return int(line["settings"].get("format", 1)) if "settings" in line else FORMAT
 
 
 def _former(line: Result) -> bool:
     """Whether it was made at a rate that the plan no longer tries."""
-    rates = BENCHES[line["bench"]].rates
-    return bool(rates and format_of(line) == FORMAT and line["settings"]["rate_of"] and line["lr"] not in rates)
+    rates, swept = BENCHES[line["bench"]].rates, line.get("settings", {}).get("rate_of")
+    return bool(rates and swept and format_of(line) == FORMAT and line["lr"] not in rates)
 
 
 def models_of(name: str) -> list[str]:
