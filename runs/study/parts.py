@@ -1,6 +1,6 @@
 """Carry the study's models and data to a machine without a network, in parts of a limited size, without loss.
 
-    python -m runs.study.parts cut models/parts --models models --data DIR --mib 56
+    python -m runs.study.parts cut models/parts --models models --data DIR --mib 52
     python -m runs.study.parts join models/parts --models models --data data          # again after each part that comes
 
 A part is a zip file in a folder of its own. What is small comes first, so that work can begin before the last part is
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("parts", type=Path, help="the folder of the parts")
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--mib", type=int, default=56, help="size of a part at most (default 56)")
+    parser.add_argument("--mib", type=int, default=52, help="size of a part at most (default 52)")
     a = parser.parse_args()
     if a.do == "cut":
         for path in cut(a.parts, a.models, a.data, a.mib << 20):
