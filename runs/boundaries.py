@@ -67,7 +67,7 @@ def counted(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def measured(folder: Path, text: Path, tokens: int, window: int) -> dict[str, dict[str, float]]:
-    """Perplexity by precision of the weights as they are, and with those on borders moved."""
+    """Perplexity at both ends of the weights as they are, and with those on borders moved."""
     from otaro.tune.fake_quant import Precisely, prepare
     from otaro.tune.trainer import losses_by_precision
 
@@ -76,7 +76,7 @@ def measured(folder: Path, text: Path, tokens: int, window: int) -> dict[str, di
     batches = [{"input_ids": block[None], "labels": block[None]} for block in ids[: tokens // window * window].view(-1, window)]
     model, precisely = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Precisely()
     prepare(model, precisely)
-    columns = [None, PRECISIONS[0], PRECISIONS[2], *PRECISIONS[-2:]]
+    columns = [None, PRECISIONS[0], *PRECISIONS[-2:]]
 
     def perplexities() -> dict[str, float]:
         losses = losses_by_precision(model, precisely, columns, batches)

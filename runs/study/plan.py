@@ -276,6 +276,8 @@ def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES)
     """
     for p in reversed(precisions):
         method, low = KNOWN[f"fixed:{p}"], p in LOW
+        if low and bench.name == ALPACA and seed == SEEDS[1]:
+            method = replace(method, extra={"measures": ("perplexity", "zeroshot")})
         if low and bench.name != LONG:
             yield from swept(bench, method, seed)
         else:
@@ -397,7 +399,7 @@ def full() -> list[Job]:
 # precision. From the rows of format 1, whose `seconds` add up to fourteen times the minutes that they took.
 STEP = {SMOL: 0.020, STORIES: 0.005, "moe": 0.015, "builtin": 0.005}
 READING = {SMOL: 0.30, STORIES: 0.08, "moe": 0.17, "builtin": 0.02}
-OTHER_FORMATS, TASKS, OBSERVING = 6, 14, 14.0  # in readings; seconds
+OTHER_FORMATS, TASKS, OBSERVING = 6, 2, 14.0  # in readings; in readings at each precision; in seconds
 
 
 def cost(job: Job) -> float:
@@ -405,7 +407,7 @@ def cost(job: Job) -> float:
     if isinstance(job, Observation):
         return OBSERVING
     bench = BENCHES[job.bench]
-    readings = len(job.measured) + OTHER_FORMATS * ("others" in job.measures) + TASKS * ("zeroshot" in job.measures)
+    readings = len(job.measured) * (1 + TASKS * ("zeroshot" in job.measures)) + OTHER_FORMATS * ("others" in job.measures)
     found = readings * READING[bench.model]
     if job.options is None:
         return found

@@ -116,24 +116,22 @@ def bars(results: Results, benches: Sequence[Bench], measure: str) -> str:
 
 def as_written(results: Results, bench: Bench) -> str:
     """The paper's recipe: SGD at 1e-5 in the first table, at the rate that held-out text prefers in the second."""
-    stated, best_of = (_at_rate(results, bench, only) for only in (bench.rates[:1], bench.rates))
+    own = [line for line in results.lines if line["bench"] == bench.name]
+    stated, best_of = Results(results.path, results.version), Results(results.path, results.version)
+    stated.lines = [line for line in own if line["lr"] in (None, bench.rates[0])]
+    tried = {(line["name"], line["lr"]) for line in own if line["seed"] == plan.SEEDS[0]}
+    swept = [line for line in own if line["lr"] is None or all((line["name"], rate) in tried for rate in bench.rates)]
+    best_of.lines = [line for line in swept if line["seed"] == plan.SEEDS[0] or line["settings"]["lr"] is None]
     text = f"\nAt {bench.rates[0]:g}, as written:\n" + method_table(stated, bench.name, PAPERS)
     text += f"\nAt the best of {', '.join(f'{rate:g}' for rate in bench.rates)} by held-out text:\n"
-    if all(any(line["lr"] == rate for line in best_of.lines) for rate in bench.rates):
+    if any(line["lr"] for line in best_of.lines):
         text += method_table(best_of, bench.name, PAPERS) + _chosen_rates(best_of, bench, PAPERS)
     else:
         text += ALL_MISSING
-    failed = [f"`{line['name']}` at {line['lr']:g}: {line['error']}" for line in best_of.lines if "error" in line]
+    failed = [f"`{line['name']}` at {line['lr']:g}: {line['error']}" for line in own if "error" in line]
     if failed:
         text += f"\nEnded early: {'; '.join(sorted(failed))}.\n"
     return text + results.source(bench.name, PAPERS)
-
-
-def _at_rate(results: Results, bench: Bench, rates: Sequence[float]) -> Results:
-    """Rows of a bench at some rates, and those that are not tuned."""
-    some = Results(results.path, results.version)
-    some.lines = [line for line in results.lines if line["bench"] == bench.name and line["lr"] in (None, *rates)]
-    return some
 
 
 def powers_of_two(results: Results, bench: Bench) -> str:

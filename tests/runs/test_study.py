@@ -345,6 +345,20 @@ def test_a_cell_says_what_is_not_run_yet(tmp_path):
     assert f"| `fixed:`, 6 models |  | {report.MISSING} |  |  |  |  |  |" in shown
 
 
+def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(tmp_path):
+    where, bench = places(tmp_path), plan.BENCHES["small, paper"]
+    made = [("fp", 0, 1e-5, 9.0), ("fp", 0, 0.01, 5.0), ("fp", 1, 1e-5, 8.0), ("uniform", 0, 1e-5, 7.0)]
+    for name, seed, rate, value in made:
+        line = {"key": f"{name} {seed} {rate}", "bench": bench.name, "name": name, "seed": seed, "lr": rate}
+        settings = {"rate_of": name, "format": 2, "lr": rate}
+        append(where.results, {**line, "settings": settings, "perplexity": {"full": value}, "heldout": {"full": value}})
+    stated, chosen = report.as_written(Results(where.results), bench).split("At the best of 1e-05, 0.01")
+    assert "| `fp` | 8.500 ± 0.707 |" in stated
+    assert "| `uniform` | 7.000 |" in stated
+    assert "| `fp` | 5.000 |" in chosen  # of seed 1 no rate was chosen yet
+    assert "| `uniform` | *not run yet* |" in chosen  # nor of this one
+
+
 def test_bars_compare_with_tuning_as_usual_and_at_e5m3_with_int4_qat(tmp_path):
     where = places(tmp_path)
     rows = {"fp": {"full": 10.0, "E5M8": 20.0}, "int4 QAT, held as best": {"E5M3": 12.0}}
