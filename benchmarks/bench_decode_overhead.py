@@ -39,7 +39,7 @@ def main() -> None:
             nested = Path(folder) / "tiny"
             otaro.pack("builtin", nested)
         model = otaro.load(nested, "E5M4")
-        decoder = Decoder(model)
+        decoder = Decoder.of(model)
         cache, theirs = decoder.new_cache(), DynamicCache(config=model.config)
         logits = decoder.forward(list(range(3, 40)), cache)
         token = torch.tensor([[5]])
@@ -50,7 +50,7 @@ def main() -> None:
                 "transformers, a token": best(lambda: model(token, past_key_values=theirs)),
             }
         warpers = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)]
-        figures["precisions of all modules"] = best(lambda: bits_of(decoder.modules, model.sefp.nested))
+        figures["precisions of all modules"] = best(lambda: bits_of(decoder.description.modules, model.sefp.nested))
         figures["likeliest token"] = best(lambda: Sampler([], False).choose(token, logits[None]))
         figures["token by top-p"] = best(lambda: Sampler(warpers, True).choose(token, logits[None]))
         figures["token by transformers' top-p"] = best(

@@ -12,8 +12,8 @@ import torch
 from llama3 import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KEY_HEADS, LAYERS, VOCABULARY, add_plane, random_packed
 
 from otaro.kernels.packed import Packed
+from otaro.runtime.description import Description, Layer, Matrix
 from otaro.runtime.gpu_cache import GpuCache
-from otaro.runtime.gpu_weights import Layer, Matrix, Weights
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.precision import Attachment, set_precision
 from otaro.sefp.precision import COARSEST, FINEST, Precision
@@ -78,7 +78,7 @@ class _AllThere:
         """There is nothing to fetch."""
 
 
-def half_weights() -> Weights:
+def half_weights() -> Description:
     """The same model in float16."""
     return _weights(lambda rows, length: Matrix(_half(rows, length)), fused=True)
 
@@ -87,7 +87,7 @@ def _half(rows: int, length: int) -> torch.Tensor:
     return torch.empty(rows, length, dtype=torch.float16, device=gpu.DEVICE).normal_(std=STD)
 
 
-def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Weights:
+def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Description:
     """A model of such matrices. Fused, queries, keys and values are one matrix, and so are gate and up."""
     shape, device = SHAPE, torch.device(gpu.DEVICE)
     queries, keys = shape.heads * shape.head, shape.key_heads * shape.head
@@ -95,7 +95,7 @@ def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Weights:
     for _ in range(shape.layers):
         layers.append(
             Layer(
-                input_norm=_ones(shape.hidden),
+                attention_norm=_ones(shape.hidden),
                 mlp_norm=_ones(shape.hidden),
                 query=matrix(queries + 2 * keys if fused else queries, shape.hidden),
                 key=None if fused else matrix(keys, shape.hidden),
@@ -106,17 +106,17 @@ def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Weights:
                 down=matrix(shape.hidden, shape.intermediate),
             )
         )
-    return Weights(
+    return Description(
         heads=shape.heads,
         kv_heads=shape.key_heads,
-        head=shape.head,
+        head_dim=shape.head,
         eps=EPS,
         scale=shape.head**-0.5,
         embedding=matrix(shape.vocabulary, shape.hidden),
         layers=layers,
         norm=_ones(shape.hidden),
-        logits=matrix(shape.vocabulary, shape.hidden),
-        rotary=_rotary,
+        lm_head=matrix(shape.vocabulary, shape.hidden),
+        ropes=[_angles],
         device=device,
     )
 
@@ -125,7 +125,7 @@ def _ones(count: int) -> torch.Tensor:
     return torch.ones(count, device=gpu.DEVICE)
 
 
-def _rotary(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of some positions."""
     steps = torch.arange(0, SHAPE.head, 2, device=gpu.DEVICE) / SHAPE.head
     angles = torch.arange(start, end, device=gpu.DEVICE)[:, None] * ROPE_BASE**-steps

@@ -104,7 +104,7 @@ def test_keys_and_values_are_measured_in_the_decoders_cache(tiny, tmp_path):
     assert read_quality(tmp_path).entries == tuple(entries)
     assert entries[0]["command"].endswith("--stride 64 --kv float16")
     model, ids = otaro.load(tiny, "E5M8"), TEXT.ids(Subject(str(tiny)).tokenizer)
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     for entry in entries[::2]:
         total = count = 0
         for some in ids.split(64):

@@ -5,6 +5,7 @@ Truth is the model in float64 on decoded weights; the error may be at most twice
 
 import gc
 import time
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -14,8 +15,9 @@ import otaro
 from otaro.errors import OtaroError
 from otaro.kernels import cuda_steps, reference
 from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.architectures import describe
+from otaro.runtime.description import Matrix
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.gpu_weights import Layer, Matrix, Weights
 from otaro.sefp.precision import Precision
 from tests.kernels import emulated
 from tests.runtime.test_decode import EXACT, IDS, SERVED, VARIANTS, RoundingCache, error, slow
@@ -170,19 +172,19 @@ def test_the_likeliest_tokens_are_chosen_ahead_of_the_host(llama):
 
 def test_weights_need_no_model(llama, decoded_model):
     """Plain float16 matrices, fused as the library likes them, are as good as transformers on them in float16."""
-    packed = Weights.of(llama)
+    packed = describe(llama)
 
     def plain(*matrices):
         return Matrix(torch.cat([reference.decode(matrix.at(8)) for matrix in matrices]).half())
 
     layers = [
-        Layer(one.input_norm, one.mlp_norm, plain(one.query, one.key, one.value), None, None, plain(one.output),
-              plain(one.gate, one.up), None, plain(one.down))
+        replace(one, query=plain(one.query, one.key, one.value), key=None, value=None, output=plain(one.output),
+                gate=plain(one.gate, one.up), up=None, down=plain(one.down))
         for one in packed.layers
     ]  # fmt: skip
-    weights = Weights(
-        packed.heads, packed.kv_heads, packed.head, packed.eps, packed.scale, plain(packed.embedding), layers, packed.norm,
-        plain(packed.logits), packed.rotary, packed.device,
+    weights = replace(
+        packed, embedding=plain(packed.embedding), layers=layers, lm_head=plain(packed.lm_head), modules=(),
+        dtype=torch.float16,
     )  # fmt: skip
     decoder = GpuDecoder(weights)
     truth = slow(decoded_model("llama", "E5M8", dtype=torch.float64), IDS[:30])

@@ -26,7 +26,6 @@ from otaro.runtime import serving
 from otaro.runtime.decode import Decoder
 from otaro.runtime.generate import Generation
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.modules import bits_of
 
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 
@@ -169,7 +168,7 @@ def test_of_switches_at_once_one_is_the_last_for_all_modules(make_nested):
     def switch(name):
         for _ in range(20):
             otaro.set_precision(model, name)
-            seen.append(set(bits_of(decoder.modules, model.sefp.nested)))
+            seen.append(set(decoder.description.precisions()))
 
     at_once([lambda name=name: switch(name) for name in NAMES])
     assert len(seen) == 120
@@ -184,10 +183,10 @@ def test_threads_that_come_first_get_one_decoder(make_nested):
 
 def test_threads_extend_the_positions_once(make_nested):
     model = otaro.load(make_nested("qwen2"), "E5M4")
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     expected = decoder.forward(LONGER, decoder.new_cache())
     for _ in range(3):
-        decoder = Decoder(model)
+        decoder = Decoder.of(model)
         at_once([lambda decoder=decoder: decoder.forward(LONG, decoder.new_cache())] * 4)
         assert decoder._native.positions == 1024
         answers = at_once([lambda decoder=decoder: decoder.forward(LONGER, decoder.new_cache())] * 4)
@@ -196,7 +195,7 @@ def test_threads_extend_the_positions_once(make_nested):
 
 
 def test_a_cache_that_threads_share_is_read_one_by_one(make_nested):
-    decoder = Decoder(otaro.load(make_nested("qwen2"), "E5M4"))
+    decoder = Decoder.of(otaro.load(make_nested("qwen2"), "E5M4"))
     shared, lengths = decoder.new_cache(), []
     same = [5] * 70  # more than one call of the extension: in whichever order threads come, the cache holds the same
 

@@ -62,7 +62,7 @@ class DecodePath(OurEngine):
     """The decode path, with its keys and values in float16 or at the precision `kv`."""
 
     def __init__(self, model: Any, kv: Precision | None = None) -> None:
-        self._decoder = Decoder(model)
+        self._decoder = Decoder.of(model)
         self._cache = self._decoder.new_cache(kv=kv)
 
     def feed(self, ids: list[int]) -> None:

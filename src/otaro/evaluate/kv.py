@@ -40,7 +40,7 @@ class KvReader:
         on_gpu = model.device.type == "cuda"
         if why_not := GpuDecoder.why_not(model) if on_gpu else Decoder.why_not(model):
             raise OtaroError(f"--kv {kv} needs the decoder, which does not serve this model: {why_not}")
-        self._decoder: Any = GpuDecoder.of(model) if on_gpu else Decoder(model)
+        self._decoder: Any = GpuDecoder.of(model) if on_gpu else Decoder.of(model)
         self._kv = None if kv == FLOAT16 else Precision(kv)
         self._at_once = max(8, SLICE // int(model.config.vocab_size))
 

@@ -30,15 +30,22 @@ OFFSET_POSITIONS = 1024
 _numbers = counter()
 
 
-def key_offset(bias: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """What a bias [kv heads * head] adds to keys on average over some positions; their angles are [positions, head / 2].
+def key_offset(
+    bias: torch.Tensor, head_dim: int, cosines: torch.Tensor | None = None, sines: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a bias [kv heads * head_dim] adds to keys on average over some positions.
 
-    Dimensions that turn slowly, and it is these that have large biases, are hardly turned within a context: the mean is the
-    bias itself. Of those that turn fast nothing is left.
+    Cosines and sines of the positions' angles are [positions, n], for 2n dimensions of a head. Dimensions that turn slowly,
+    and it is these that have large biases, are hardly turned within a context: the mean is the bias itself. Of those that turn
+    fast nothing is left.
     """
-    first, second = bias.detach().float().view(-1, 2, cosines.shape[1]).unbind(1)
+    heads = bias.detach().float().view(-1, head_dim)
+    if cosines is None or sines is None:
+        return heads.flatten()
+    count = cosines.shape[1]
+    first, second, rest = heads.split((count, count, head_dim - 2 * count), 1)
     cosine, sine = cosines.float().mean(0), sines.float().mean(0)
-    return torch.stack((first * cosine - second * sine, second * cosine + first * sine), 1).flatten()
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), 1).flatten()
 
 
 class KeyValues:

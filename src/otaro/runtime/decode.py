@@ -1,12 +1,13 @@
-"""A decoder for the LLaMA family whose cost is the weights: all layers of a step are one call into the C++ extension.
+"""A decoder for CPUs whose cost is the weights: all layers of a step are one call into the C++ extension.
 
-`Decoder(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
-type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens into a cache
-and returns logits. A token's arithmetic does not depend on the tokens it is read with: a prompt leaves the same bits read at
-once, in pieces or token by token. Unless it is given mantissa bits, `forward` asks the model's modules for theirs, so that
-`otaro.set_precision` takes effect at the next token and the cache stays.
+`Decoder.of(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
+type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens of one
+sequence into a cache and returns logits, `step` a token of each of several, at its own precision each. A token's arithmetic
+does not depend on the tokens it is read with: a prompt leaves the same bits read at once, in pieces, token by token or beside
+others. A step that is given no mantissa bits asks the model's modules for theirs, so that `otaro.set_precision` takes
+effect at the next token and the cache stays.
 
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
     logits = decoder.forward(prompt, cache)
     logits = decoder.forward([int(logits.argmax())], cache)
@@ -17,10 +18,11 @@ locks. Why layers fused in the extension and not a compiled graph: see docs/deco
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,33 +30,21 @@ import torch
 from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, key_offset
-from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
+from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
+from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
 
 _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-LINEARS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone, not on the length
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_HEAD = 256
 _POSITIONS = 1024  # whose angles are computed at a time
 
 
 class DecoderCache:
-    """Keys and values of the tokens read so far; made by `Decoder.new_cache`."""
+    """Keys and values of the tokens that some sequences consist of so far; made by `Decoder.new_cache`."""
 
-    def __init__(self, native: Any, precision: Precision | None) -> None:
-        self.native, self.precision = native, precision
+    def __init__(self, precision: Precision | None, natives: Sequence[Any] = ()) -> None:
+        self.precision, self.natives = precision, list(natives)
         self._lock, self._claim = RLock(), Lock()
 
     @contextmanager
@@ -68,19 +58,31 @@ class DecoderCache:
             self._claim.release()
 
     @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return [int(native.length) for native in self.natives]
+
+    @property
     def length(self) -> int:
-        """How many tokens it holds."""
-        return int(self.native.length)
+        """How many tokens the longest sequence has."""
+        return max(self.lengths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory, which grow by 64 tokens at a time."""
-        return int(self.native.nbytes)
+        return sum(int(native.nbytes) for native in self.natives)
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens; negative: so many of the last, as transformers' caches have it."""
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all.
+
+        Negative: so many of the last, as transformers' caches have it.
+        """
         with self._lock:
-            self.native.crop(max(0, self.length + length) if length < 0 else length)
+            for native in self.natives if sequence is None else [self.natives[sequence]]:
+                native.crop(max(0, native.length + length) if length < 0 else length)
+
+    def check(self) -> None:
+        """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length` by the name that transformers knows."""
@@ -92,26 +94,33 @@ class DecoderCache:
 
 
 class Decoder:
-    """Runs a nested model on the CPU; `why_not` says which models it serves."""
+    """Runs a described model on the CPU; `why_not` says which models it serves."""
 
-    def __init__(self, model: Any) -> None:
-        if reason := self.why_not(model):
-            raise OtaroError(f"the decoder does not serve this model: {reason}")
-        # Parts of the model, and not the model itself: it must be free to go when only its decoder is left.
-        self._rotary = rotary_of(model)
-        self.vocabulary = int(model.config.vocab_size)
-        self._taken = [_Taken(one, one.data_ptr(), one.detach().float().contiguous()) for one in unpacked_tensors(model)]
-        self.modules: list[SefpModule] = packed_modules(model)
-        """In the order in which `forward` takes their mantissa bits."""
-        self._nested = self.modules[0].packed.nested
-        self._attached = [BASE] * len(self.modules)  # mantissa bits that the extension has planes for,
+    max_sequences = getattr(_cpu, "max_step", 0)
+    ahead = 0
+    """Steps that it pays to have begun before the last one's token is looked at."""
+    lock: AbstractContextManager[Any] = nullcontext()
+    """What a generation holds while it reads: here every step takes its turn by itself."""
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        self.vocabulary = description.lm_head.rows
+        self._nested = description.modules[0].packed.nested
+        self._attached = [BASE] * len(description.modules)  # mantissa bits that the extension has planes for,
         self._reached = BASE  # and that it has for all modules
-        self._native = self._build(model)
+        self._native = self._build()
+
+    @staticmethod
+    def of(model: Any) -> Decoder:
+        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free to go."""
+        if reason := Decoder.why_not(model):
+            raise OtaroError(f"the decoder does not serve this model: {reason}")
+        return Decoder(describe(model))
 
     @staticmethod
     def why_not(model: Any) -> str | None:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
-        if reason := _choose() or architecture_obstacle(model):
+        if reason := _choose() or why_not(model):
             return reason
         for tensor in unpacked_tensors(model):
             if tensor.device.type != "cpu":
@@ -124,58 +133,118 @@ class Decoder:
 
     def serves(self, model: Any) -> bool:
         """Whether this decoder still has what the model consists of."""
-        tensors, modules = unpacked_tensors(model), packed_modules(model)
-        return (
-            len(tensors) == len(self._taken)
-            and all(taken.holds(tensor) for taken, tensor in zip(self._taken, tensors, strict=True))
-            and all(ours is theirs for ours, theirs in zip(self.modules, modules, strict=False))
-        )
+        return still_describes(self.description, model)
 
-    def new_cache(self, kv: Precision | None = None) -> DecoderCache:
-        """An empty cache, in float16, or packed at a precision."""
-        return DecoderCache(self._native.new_cache(kv.mantissa_bits if kv else 0), kv)
+    def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> DecoderCache:
+        """An empty cache for some sequences, in float16, or packed at a precision. It grows as it is filled."""
+        if not 0 < sequences <= self.max_sequences:
+            raise OtaroError(f"a cache holds 1 to {self.max_sequences} sequences, not {sequences}")
+        bits = kv.mantissa_bits if kv else 0
+        return DecoderCache(kv, [self._native.new_cache(bits) for _ in range(sequences)])
 
     def forward(
-        self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False, bits: bytes | None = None
+        self,
+        ids: Sequence[int],
+        cache: DecoderCache,
+        all_logits: bool = False,
+        sequence: int = 0,
+        bits: bytes | None = None,
     ) -> torch.Tensor:
-        """Read `ids` after what the cache holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
+        """Read `ids` after what a sequence holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
 
-        `bits` are the mantissa bits of `modules`, by default those that are set now. If anything is refused the cache is as
+        `bits` are mantissa bits in decoder order, by default those that are set now. If anything is refused the cache is as
         before.
         """
+        tokens = self._checked(ids, cache, [sequence])
+        wanted = [self.description.precisions() if bits is None else bits]
+        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
+        with cache._lock, self._restoring(cache, [sequence], len(tokens), wanted):
+            for start in range(0, len(tokens), self.max_sequences):
+                some = tokens[start : start + self.max_sequences]
+                last = start + len(some) == len(tokens)
+                numbers = range(len(some)) if all_logits else range(len(some) - 1, len(some)) if last else ()
+                rows = logits[start : start + len(some)] if all_logits else logits
+                self._step(some, [cache.natives[sequence]], [len(some)], wanted, numbers, rows, cache.precision)
+        return logits if all_logits else logits[0]
+
+    def step(
+        self,
+        ids: Sequence[int],
+        cache: DecoderCache,
+        sequences: Sequence[int] | None = None,
+        bits: Sequence[bytes] | None = None,
+    ) -> torch.Tensor:
+        """Read one token of each of some sequences, by default of all, in one pass over the weights; float32 logits of each.
+
+        `bits` are mantissa bits in decoder order, for each token. Those of one precision share the work of unpacking.
+        """
+        those = list(range(len(cache.natives))) if sequences is None else list(sequences)
+        tokens = self._checked(ids, cache, those)
+        if len(those) != len(tokens) or len(set(those)) != len(those):
+            raise OtaroError(f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each")
+        if bits is not None and len(bits) != len(tokens):
+            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
+        wanted = [self.description.precisions()] * len(tokens) if bits is None else bits
+        order = sorted(range(len(tokens)), key=wanted.__getitem__)  # equal ones must be neighbours
+        logits = torch.empty(len(tokens), self.vocabulary)
+        with cache._lock, self._restoring(cache, those, 1, wanted):
+            natives = [cache.natives[those[i]] for i in order]
+            in_order = [wanted[i] for i in order]
+            self._step(tokens[order], natives, [1] * len(order), in_order, range(len(order)), logits, cache.precision)
+        places = [0] * len(order)
+        for place, i in enumerate(order):
+            places[i] = place
+        return logits if places == sorted(places) else logits[places]
+
+    def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int]) -> np.ndarray[Any, Any]:
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.ndim != 1 or not len(tokens):
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
-        wanted = bits_of(self.modules, self._nested) if bits is None else bits
-        if len(wanted) != len(self.modules):
-            raise OtaroError(f"precisions of {len(wanted)} matrices were given for {len(self.modules)}")
-        self._attach(wanted)
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
-        with cache._lock:
-            before = cache.length
-            self._know_positions(before + len(tokens))
-            try:
-                for start in range(0, len(tokens), _cpu.max_step):
-                    some = tokens[start : start + _cpu.max_step]
-                    last = start + len(some) == len(tokens)
-                    rows = logits[start : start + len(some)] if all_logits else logits
-                    if not self._native.step(some, cache.native, wanted, rows.numpy() if last or all_logits else None):
-                        raise cannot_hold(cache.precision)
-            except BaseException as error:
-                cache.native.crop(before)
-                if isinstance(error, ValueError):
-                    raise OtaroError(str(error)) from error
-                raise
-        return logits if all_logits else logits[0]
+        for sequence in sequences:
+            if not 0 <= sequence < len(cache.natives):
+                raise OtaroError(f"sequence {sequence} is none of the {len(cache.natives)} of this cache, counted from 0")
+        return tokens
+
+    @contextmanager
+    def _restoring(self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]) -> Iterator[None]:
+        """Have what so many more tokens of some sequences need; and if anything is refused, these as they were."""
+        before = {sequence: cache.natives[sequence].length for sequence in sequences}
+        matrices = len(self.description.modules)
+        for one in set(bits):
+            if len(one) != matrices:
+                raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `all_at` makes them")
+            self._attach(one)
+        self._know_positions(max(before.values()) + count)
+        try:
+            yield
+        except BaseException as error:
+            for sequence, length in before.items():
+                cache.natives[sequence].crop(length)
+            if isinstance(error, ValueError):
+                raise OtaroError(str(error)) from error
+            raise
+
+    def _step(
+        self,
+        tokens: np.ndarray[Any, Any],
+        natives: list[Any],
+        counts: list[int],
+        bits: Sequence[bytes],
+        wanted: Sequence[int],
+        logits: torch.Tensor,
+        kv: Precision | None,
+    ) -> None:
+        if self._native.step(tokens, natives, counts, bits, list(wanted), logits.numpy() if len(wanted) else None):
+            raise cannot_hold(kv)
 
     def _attach(self, bits: bytes) -> None:
-        """Have the planes that so many mantissa bits of each module need."""
+        """Have the planes that so many mantissa bits of each matrix need."""
         if max(bits) <= self._reached:
             return
         with self._nested.lock:
-            for number, (module, wanted) in enumerate(zip(self.modules, bits, strict=True)):
+            for number, (module, wanted) in enumerate(zip(self.description.modules, bits, strict=True)):
                 module.packed.reach(wanted)
                 for plane in range(self._attached[number] + 1, wanted + 1):
                     self._native.attach(number, plane, getattr(module.packed, f"plane{plane}").numpy())
@@ -184,61 +253,51 @@ class Decoder:
 
     def _know_positions(self, count: int) -> None:
         """Compute angles up to `count` positions."""
+        self.description.check_positions(count)
         if count > (start := self._native.positions):
-            end = -(-count // _POSITIONS) * _POSITIONS
-            self._native.extend_positions(start, *(table.numpy() for table in self._angles(start, end)))
+            end = min(-(-count // _POSITIONS) * _POSITIONS, self.description.positions or sys.maxsize)
+            tables = [rope(start, end) for rope in self.description.ropes]
+            cosines, sines = ([pair[i].numpy() for pair in tables] for i in (0, 1))
+            self._native.extend_positions(start, cosines, sines)
 
-    def _angles(self, start: int, end: int) -> list[torch.Tensor]:
-        """Cosines and sines [positions, head / 2], by the model's own rotary module."""
-        with torch.no_grad():
-            both = self._rotary(torch.empty(0), torch.arange(start, end).unsqueeze(0))
-        return [table[0, :, : self._half].contiguous() for table in both]
+    def _build(self) -> Any:
+        described, natives = self.description, {}
+        offsets = described.key_offsets
 
-    def _build(self, model: Any) -> Any:
-        config, first = model.config, model.model.layers[0].self_attn
-        self._half = first.head_dim // 2
-        floats = {id(taken.tensor): taken.floats.numpy() for taken in self._taken}
-        matrices = {packed: _matrix(packed) for packed in {module.packed for module in self.modules}}  # tied ones share one
-        offsets = key_offsets(model, *self._angles(0, OFFSET_POSITIONS))
-        self._offsets = None if offsets is None else offsets.numpy()  # the extension points into it
+        def matrix(one: Matrix) -> tuple[Any, ...]:
+            packed = one.module.packed
+            if packed not in natives:  # tied ones share one
+                base, scales, _, *numbers = packed._packed(BASE)
+                natives[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
+            return natives[packed], one.first, one.rows, one.stride, floats(one.bias)
+
+        def floats(tensor: torch.Tensor | None) -> Any:
+            return None if tensor is None else tensor.numpy()
+
+        numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap", "embedding_scale",
+                   "residual_scale", "logit_scale")  # fmt: skip
+        model = {name: getattr(described, name) for name in numbers}
+        model |= {
+            "embedding": matrix(described.embedding),
+            "lm_head": matrix(described.lm_head),
+            "norm": floats(described.norm),
+        }
+        model["gelu"] = described.activation == "gelu_tanh"
+        model["rope_angles"] = [rope(0, 1)[0].shape[1] for rope in described.ropes]
         layers = []
-        for number, layer in enumerate(model.model.layers):
-            parts: dict[str, Any] = {"key_offset": None if self._offsets is None else self._offsets[number]}
-            for name, path in LINEARS.items():
-                linear = layer.get_submodule(path)
-                parts[name] = matrices[linear.packed]
-                parts[name + "_bias"] = None if linear.bias is None else floats[id(linear.bias)]
-            parts["input_norm"] = floats[id(layer.input_layernorm.weight)]
-            parts["mlp_norm"] = floats[id(layer.post_attention_layernorm.weight)]
-            for name in ("query_norm", "key_norm"):
-                norm = getattr(layer.self_attn, f"{name[0]}_norm", None)
-                parts[name] = None if norm is None else floats[id(norm.weight)]
-            parts["window"] = window_of(config, layer.self_attn)
+        for number, layer in enumerate(described.layers):
+            parts: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in MATRICES}
+            for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm"):
+                parts[name] = floats(getattr(layer, name))
+            norm, experts = layer.query_norm, layer.experts
+            parts["norms_all_heads"] = norm is not None and len(norm) != described.head_dim
+            parts["key_offset"] = None if offsets is None else offsets[number].numpy()
+            parts["rope"], parts["window"] = layer.rope, layer.window
+            parts["router"] = None if experts is None else experts.router.flatten().numpy()
+            if experts is not None:
+                parts |= {"experts": len(experts.router), "chosen": experts.chosen, "normalize": experts.normalize}
             layers.append(parts)
-        return _cpu.Decoder(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            first.head_dim,
-            model.model.norm.variance_epsilon,
-            first.scaling,
-            matrices[model.model.embed_tokens.packed],
-            matrices[model.lm_head.packed],
-            floats[id(model.model.norm.weight)],
-            layers,
-        )
-
-
-class _Taken(NamedTuple):
-    """A norm or bias: where it was, and what the extension points into, the same memory where it is float32."""
-
-    tensor: torch.Tensor
-    address: int
-    floats: torch.Tensor
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the extension computes with what this tensor is now."""
-        same = tensor is self.tensor and tensor.data_ptr() == self.address
-        return same and (self.floats.data_ptr() == self.address or torch.equal(tensor.detach().float(), self.floats))
+        return _cpu.Decoder(model, layers)
 
 
 def cannot_hold(kv: Precision | None) -> OtaroError:
@@ -254,12 +313,6 @@ def cannot_hold(kv: Precision | None) -> OtaroError:
     )
 
 
-def _matrix(packed: PackedWeight) -> Any:
-    """The native view of a packed weight."""
-    base, scales, _, *numbers = packed._packed(BASE)
-    return _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
-
-
 def _choose() -> str:
     """Have the extension compute as OTARO_KERNELS says; returns why it cannot."""
     name, reason = ops.backend("cpu")
@@ -267,71 +320,3 @@ def _choose() -> str:
         return reason
     cpu.choose(name.removeprefix("cpu:"))
     return ""
-
-
-def architecture_obstacle(model: Any) -> str:
-    """What about this model no decoder of ours does, in words."""
-    config = model.config
-    kind = getattr(config, "model_type", None)
-    if kind not in MODEL_TYPES or getattr(model, "model", None) is None or not hasattr(model, "lm_head"):
-        return f"its architecture is {kind}, and the decoder knows {', '.join(MODEL_TYPES)}"
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not silu"
-    rope = getattr(model.model.rotary_emb, "rope_type", "default")
-    if rope not in _FIXED_ROPE:
-        return f"its rotary positions are of type {rope}"
-    head = model.model.layers[0].self_attn.head_dim
-    if 2 * model.model.rotary_emb.inv_freq.numel() != head:
-        return "only a part of each head is rotated"
-    if head > _MAX_HEAD:
-        return f"its heads are wider than {_MAX_HEAD}"
-    if model.training and getattr(config, "attention_dropout", 0):
-        return "it is in training mode and drops out"
-    if any(_hooked(module) for module in model.modules()):
-        return "it has forward hooks"
-    modules = packed_modules(model)
-    if not all(isinstance(module, SefpModule) for module in modules):
-        return "not all of its weights are packed"
-    if modules[0].packed.nested.schema.group_size % 32:
-        return "its group size is no multiple of 32"
-    return ""
-
-
-def packed_modules(model: Any) -> list[Any]:
-    """Packed modules in the order in which the extension takes their precisions."""
-    linears = [layer.get_submodule(path) for layer in model.model.layers for path in LINEARS.values()]
-    return [model.model.embed_tokens, *linears, model.lm_head]
-
-
-def unpacked_tensors(model: Any) -> list[torch.Tensor]:
-    """Norms and biases."""
-    found = list(model.model.parameters())
-    bias = getattr(model.lm_head, "bias", None)
-    return found if bias is None else [*found, bias]
-
-
-def _hooked(module: Any) -> bool:
-    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states, stay for good."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
-
-
-def rotary_of(model: Any) -> Any:
-    """The model's rotary module; where `.half()` has rounded its frequencies, one like it from the model's config."""
-    rotary = model.model.rotary_emb
-    return rotary if rotary.inv_freq.dtype == torch.float32 else type(rotary)(config=model.config).to(rotary.inv_freq.device)
-
-
-def key_offsets(model: Any, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor | None:
-    """What a packed cache keeps the keys of each layer less, [layers, kv heads * head]; None where keys have no bias."""
-    attentions = [layer.self_attn for layer in model.model.layers]
-    biases = [attention.k_proj.bias for attention in attentions if not hasattr(attention, "k_norm")]
-    if len(biases) < len(attentions) or any(bias is None for bias in biases):
-        return None
-    return torch.stack([key_offset(bias, cosines, sines) for bias in biases])
-
-
-def window_of(config: Any, attention: Any) -> int:
-    """How many positions a token sees in this layer, 0 for all: Mistral's is for the model, Qwen's for some layers."""
-    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
-    return int(window or 0)

@@ -1,6 +1,6 @@
 """A decoder for the LLaMA family on a GPU, whose cost is the weights: a token is one launch of a captured graph.
 
-`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any weights of that form (`gpu_weights`). A step takes up
+`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any weights of that form (`description`). A step takes up
 to 16 tokens, of one sequence or of several; each has its own position, and may have its own precision. Longer prompts are read
 in chunks, with decoded weights and the device's library. All of it reads and writes the same cache.
 
@@ -35,11 +35,11 @@ from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.keyvalues import KeyValues
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, ReferenceSteps, Rotation, State, Steps
-from otaro.runtime.decode import architecture_obstacle, packed_modules, unpacked_tensors
+from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
+from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.runtime.gpu_buffers import Buffers
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_prompt import CHUNK, read_prompt
-from otaro.runtime.gpu_weights import MATRICES, Matrix, Weights, parts_of
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -77,10 +77,14 @@ class _Graph:
 class GpuDecoder:
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
-    def __init__(self, weights: Weights, steps: Steps | None = None) -> None:
+    max_sequences = MAX_TOKENS
+    ahead = 1
+    """Steps that it pays to have begun before the last one's token is looked at."""
+
+    def __init__(self, weights: Description, steps: Steps | None = None) -> None:
         self.weights = weights
         self.steps: Steps = steps or steps_for(weights.device)
-        self.vocabulary = weights.logits.rows
+        self.vocabulary = weights.lm_head.rows
         self.precisions = b""
         """Mantissa bits of every matrix at the last step, whoever made it, of its first token."""
         self.lock = RLock()
@@ -97,7 +101,6 @@ class GpuDecoder:
         self._going: _Going | None = None
         self._places: list[int] = []
         self._spare: list[KeyValues] = []
-        self._parts: list[tuple[Any, int, int]] = []
         self._enter_stream()
 
     @staticmethod
@@ -105,15 +108,15 @@ class GpuDecoder:
         """The decoder of a nested model."""
         if reason := GpuDecoder.why_not(model):
             raise OtaroError(f"the decoder does not serve this model: {reason}")
-        decoder = GpuDecoder(Weights.of(model), steps)
-        decoder._parts = parts_of(model)
-        return decoder
+        return GpuDecoder(describe(model), steps)
 
     @staticmethod
     def why_not(model: Any) -> str | None:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
-        if reason := architecture_obstacle(model):
+        if reason := why_not(model):
             return reason
+        if (kind := model.config.model_type) not in ("llama", "mistral", "qwen2", "qwen3"):
+            return f"its architecture is {kind}, which the decoder does on CPUs alone"
         modules, tensors = packed_modules(model), unpacked_tensors(model)
         devices = {str(one.device) for one in (*tensors, *(module.packed.base for module in modules))}
         if len(devices) > 1:
@@ -128,10 +131,7 @@ class GpuDecoder:
 
     def serves(self, model: Any) -> bool:
         """Whether this decoder still has what the model consists of."""
-        now = parts_of(model)
-        return len(now) == len(self._parts) and all(
-            a is b and rest == known for (a, *rest), (b, *known) in zip(now, self._parts, strict=True)
-        )
+        return still_describes(self.weights, model)
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
@@ -202,7 +202,7 @@ class GpuDecoder:
     ) -> torch.Tensor:
         """Read one token of each of some sequences, by default of all; float32 logits [tokens, vocabulary] on the device.
 
-        `bits` are the mantissa bits of each token's matrices, as `Weights.all_at` gives them.
+        `bits` are the mantissa bits of each token's matrices, as `Description.all_at` gives them.
         """
         going = self._arranged(ids, cache, sequences, bits)
         positions = [cache.lengths[sequence] for sequence in going.sequences]
@@ -292,7 +292,9 @@ class GpuDecoder:
                 raise OtaroError(f"sequence {sequence} is none of the {len(cache.lengths)} of this cache, counted from 0")
         for one in bits:
             if one is not None and len(one) != (matrices := len(self.weights.precisions())):
-                raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `Weights.all_at` makes them")
+                raise OtaroError(
+                    f"precisions of {len(one)} matrices were given for {matrices}; `Description.all_at` makes them"
+                )
         return tokens
 
     @_alone
@@ -309,7 +311,7 @@ class GpuDecoder:
             self._forget(None)
 
     def _angles(self, end: int) -> Rotation:
-        cosines, sines = (table.contiguous() for table in self.weights.rotary(0, end))
+        cosines, sines = (table.contiguous() for table in self.weights.ropes[0](0, end))
         return Rotation(cosines, sines, self.weights.scale, self.weights.eps)
 
     def _forget(self, room: KeyValues | None) -> None:
@@ -398,8 +400,10 @@ class GpuDecoder:
             steps.embed(state.ids[some], weights.embedding.at(bits[0]), x[some])
         delta = None
         for number, layer in enumerate(weights.layers):
-            first = 1 + MATRICES * number
-            steps.normalise(x, delta, layer.input_norm, weights.eps, hidden)
+            first = 1 + len(MATRICES) * number
+            assert layer.attention_norm is not None
+            assert layer.mlp_norm is not None
+            steps.normalise(x, delta, layer.attention_norm, weights.eps, hidden)
             self._multiply(hidden, layer.those("query", "key", "value", first=first), buffers.projected, spans)
             vectors = buffers.vectors(tokens)
             steps.place(vectors, (layer.query_norm, layer.key_norm), self._rotation, state, queries, room, number)
@@ -423,11 +427,11 @@ class GpuDecoder:
         """The last norm, and logits."""
         weights, buffers = self.weights, self._buffers
         self.steps.normalise(buffers.x[some], delta, weights.norm, weights.eps, buffers.last.rows(some))
-        number = 1 + MATRICES * len(weights.layers)
+        number = 1 + len(MATRICES) * len(weights.layers)
         if buffers.half_logits is None:
-            self._multiply(buffers.last, [(weights.logits, number)], [buffers.logits], spans)
+            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.logits], spans)
         else:
-            self._multiply(buffers.last, [(weights.logits, number)], [buffers.half_logits], spans)
+            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.half_logits], spans)
             buffers.logits[some] = buffers.half_logits[some]
 
     def _multiply(
@@ -463,7 +467,7 @@ class _Going:
     bits: list[bytes] | None
     cache: GpuCache
 
-    def spans(self, weights: Weights, bits: bytes | None = None) -> list[Span]:
+    def spans(self, weights: Description, bits: bytes | None = None) -> list[Span]:
         """Neighbours of one precision: their own, or else `bits`, or else as the weights are set."""
         if self.bits is None:
             return [Span(slice(0, len(self.ids)), bits or weights.precisions())]

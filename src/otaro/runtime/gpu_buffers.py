@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS, Steps
-from otaro.runtime.gpu_weights import Matrix, Weights
+from otaro.runtime.description import Description, Matrix
 
 
 class Buffers:
     """What a step computes with, for 16 tokens."""
 
-    def __init__(self, weights: Weights, steps: Steps) -> None:
+    def __init__(self, weights: Description, steps: Steps) -> None:
         first, device = weights.layers[0], weights.device
         hidden = weights.embedding.length
-        of_queries, of_keys = weights.heads * weights.head, weights.kv_heads * weights.head
+        of_queries, of_keys = weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim
 
         def new(length: int, like: Matrix | None = None) -> torch.Tensor:
             plain = like is not None and like.plain is not None
@@ -33,12 +33,12 @@ class Buffers:
             self.projected = [new(size, first.query) for size in self._sizes]
             side_by_side = new(2 * width, first.gate)
             self.gates = [side_by_side[:, :width], side_by_side[:, width:]]
-        self.logits = new(weights.logits.rows)
-        self.half_logits = new(weights.logits.rows, weights.logits) if weights.logits.plain is not None else None
+        self.logits = new(weights.lm_head.rows)
+        self.half_logits = new(weights.lm_head.rows, weights.lm_head) if weights.lm_head.plain is not None else None
         self.hidden = steps.activations(MAX_TOKENS, hidden, first.query.group_size)
         self.attended = steps.activations(MAX_TOKENS, of_queries, first.output.group_size)
         self.gated = steps.activations(MAX_TOKENS, width, first.down.group_size)
-        self.last = steps.activations(MAX_TOKENS, hidden, weights.logits.group_size)
+        self.last = steps.activations(MAX_TOKENS, hidden, weights.lm_head.group_size)
 
     def vectors(self, tokens: int) -> Sequence[torch.Tensor]:
         """Queries, keys and values."""

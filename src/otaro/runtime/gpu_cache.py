@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from otaro.kernels.keyvalues import KeyValues
 from otaro.runtime.decode import DecoderCache, cannot_hold
-from otaro.runtime.gpu_weights import Weights
+from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
 GROWTH = 256
@@ -15,12 +15,12 @@ class GpuCache(DecoderCache):
     """What `GpuDecoder.new_cache` makes. With several sequences, `length` is that of the longest."""
 
     def __init__(
-        self, weights: Weights, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
+        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
-        super().__init__(None, precision)
-        self.lengths = [0] * sequences
+        super().__init__(precision)
+        self._lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
-        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head, bits, weights.device)
+        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
         spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
@@ -37,9 +37,13 @@ class GpuCache(DecoderCache):
         return self.holder[0]
 
     @property
-    def length(self) -> int:
-        """How many tokens it holds."""
-        return max(self.lengths)
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +55,9 @@ class GpuCache(DecoderCache):
         """Positions that fit, in each sequence."""
         return self.room.capacity
 
-    def fits(self, weights: Weights) -> bool:
+    def fits(self, weights: Description) -> bool:
         """Whether it was made for such weights."""
-        made = (len(weights.layers), weights.kv_heads, weights.head, weights.device)
+        made = (len(weights.layers), weights.kv_heads, weights.head_dim, weights.device)
         return made == (self._make[0], self._make[2], self._make[3], self._make[5])
 
     def reserve(self, length: int) -> bool:
@@ -65,9 +69,11 @@ class GpuCache(DecoderCache):
         self.holder[0] = self.room.grown(-(-wanted // GROWTH) * GROWTH)
         return True
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens of every sequence; negative: so many of the last."""
-        self.lengths = [max(0, one + length) if length < 0 else min(one, length) for one in self.lengths]
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+        for number, one in enumerate(self.lengths):
+            if sequence in (None, number):
+                self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self) -> None:
         """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""

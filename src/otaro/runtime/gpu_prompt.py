@@ -12,15 +12,15 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from otaro.kernels import ops
 from otaro.kernels.packed import Packed
 from otaro.kernels.steps import Rotation, normed, turned
+from otaro.runtime.description import MATRICES, Description, Layer, Matrix
 from otaro.runtime.gpu_cache import GpuCache
-from otaro.runtime.gpu_weights import MATRICES, Layer, Matrix, Weights
 
 CHUNK = 2048
 """Tokens read at a time."""
 
 
 def read_prompt(
-    weights: Weights, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, rotation: Rotation
+    weights: Description, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, rotation: Rotation
 ) -> torch.Tensor:
     """Put keys and values of a chunk into the cache; what the last layer makes of its tokens, [tokens, hidden], float32."""
     past = cache.lengths[sequence]
@@ -29,9 +29,10 @@ def read_prompt(
     x = ops.embedding(tokens, *rows, torch.float32) if isinstance(rows, Packed) else rows[tokens].float()
     positions = torch.arange(past, past + len(ids), device=weights.device)
     for number, layer in enumerate(weights.layers):
-        of_layer = bits[1 + MATRICES * number : 1 + MATRICES * (number + 1)]
+        of_layer = bits[1 + len(MATRICES) * number : 1 + len(MATRICES) * (number + 1)]
         attended = _attended(weights, layer, number, x, cache, sequence, positions, of_layer, rotation)
         x = x + _product(attended, layer.output, of_layer[3], weights.dtype)
+        assert layer.mlp_norm is not None
         hidden = layer.mlp_norm * normed(x, weights.eps)
         if layer.up is None:
             gate, up = _product(hidden, layer.gate, of_layer[4], weights.dtype).chunk(2, 1)
@@ -44,7 +45,7 @@ def read_prompt(
 
 
 def _attended(
-    weights: Weights,
+    weights: Description,
     layer: Layer,
     number: int,
     x: torch.Tensor,
@@ -55,14 +56,15 @@ def _attended(
     rotation: Rotation,
 ) -> torch.Tensor:
     """What the tokens of a chunk attend to, [tokens, heads * head]; their keys and values go into the cache."""
-    hidden = layer.input_norm * normed(x, weights.eps)
+    assert layer.attention_norm is not None
+    hidden = layer.attention_norm * normed(x, weights.eps)
     if layer.key is None or layer.value is None:
-        sizes = [weights.heads * weights.head, weights.kv_heads * weights.head, weights.kv_heads * weights.head]
+        sizes = [weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim, weights.kv_heads * weights.head_dim]
         vectors = list(_product(hidden, layer.query, bits[0], weights.dtype).split(sizes, 1))
     else:
         three = zip((layer.query, layer.key, layer.value), bits, strict=False)
         vectors = [_product(hidden, matrix, m, weights.dtype) for matrix, m in three]
-    query, key, value = (vector.unflatten(1, (-1, weights.head)) for vector in vectors)
+    query, key, value = (vector.unflatten(1, (-1, weights.head_dim)) for vector in vectors)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = layer.query_norm * normed(query, weights.eps), layer.key_norm * normed(key, weights.eps)
     query, key = turned(query, rotation, positions), turned(key, rotation, positions)
