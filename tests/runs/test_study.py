@@ -591,6 +591,28 @@ def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
         parts.cut(tmp_path / "others", before, before, 10_000)
 
 
+def test_workers_start_once_and_as_soon_as_their_model_has_come(tmp_path):
+    """With a program in place of Python that joins one model at each call, and writes down what it is asked."""
+    asked, work_folder, stub = tmp_path / "asked", tmp_path / "work", tmp_path / "python"
+    join = 'for model in stories15M SmolLM2-135M; do [ -d "$6/$model" ] || { mkdir -p "$6/$model"; '
+    join += 'touch "$6/$model/model.safetensors"; break; }; done'
+    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
+    stub.chmod(0o755)
+    counts = []
+    for expected in (6, 14, 14):
+        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub)})
+        until = time.time() + 60
+        while (workers := asked.read_text().count("--worker")) < expected and time.time() < until:
+            time.sleep(0.05)
+        counts.append(workers)
+    assert counts == [6, 14, 14]
+    lines = [line for line in asked.read_text().splitlines() if "--worker" in line]
+    assert len({line.split("--worker ")[1].split()[0] for line in lines}) == 14
+    assert all("SmolLM2" not in line.split("--only")[1] for line in lines)
+    assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
+
+
 # Weights on borders ---------------------------------------------------------------------------------------------------
 
 
