@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -42,6 +42,15 @@ class Digits(NamedTuple):
     """int8 [tokens, units, 2, unit]: the high bytes of a unit, then the low ones."""
     terms: torch.Tensor
     """int32 [tokens, units, 2]: a unit's sum, and the bits of its power of two, float32."""
+
+
+class Chosen(NamedTuple):
+    """Which experts' matrices to multiply with."""
+
+    numbers: torch.Tensor
+    """int32 [tokens, experts of each]; where activations have a row for each of them, `tokens` counts these."""
+    strides: Sequence[int]
+    """Of each matrix, rows from one expert's to the next one's."""
 
 
 def new_digits(tokens: int, length: int, group_size: int, device: torch.device) -> Digits:
@@ -89,28 +98,37 @@ def products(
     outs: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] = (),
     first: int = 0,
+    experts: Chosen | None = None,
 ) -> None:
-    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows]."""
+    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows].
+
+    With experts, matrices are those of the first one, and outs have a row for each pair of a token and one of its experts.
+    """
     like = matrices[0]
     if any(one[3:6] != like[3:6] or one.bits != like.bits for one in matrices):  # scale exponents may differ
         raise KernelError(
             "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
         )
-    if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
+    most_tokens = MOST_TOKENS if experts is None else len(experts.numbers.flatten())
+    if not 0 < tokens <= most_tokens or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
-    units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
+    pairs = 1 if experts is None else experts.numbers.numel()
+    units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens or experts)
     shared = room * units * (2 * unit + 8) if room <= 2 else 0
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
         room, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
-        count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared,
+        count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
-    parameters = _Linear()
+    parameters = _Linear() if experts is None else _LinearExperts()
+    if isinstance(parameters, _LinearExperts) and experts is not None:
+        parameters.experts, parameters.each = experts.numbers.data_ptr(), pairs // tokens
+        parameters.expert_rows[: len(matrices)] = experts.strides
     for i, one in enumerate(matrices):
         parameters.matrix[i] = packed_parameter(one)
         bias = biases[i] if biases else None
@@ -118,22 +136,22 @@ def products(
     for i, out in enumerate(outs):
         parameters.out[i], parameters.stride[i] = out[first:].data_ptr(), out.stride(0)
     tiles = [-(-len(one.base) // _ROWS) for one in matrices]
-    share = min(1.0, most / max(sum(tiles), 1))
+    share = min(1.0, most / max(sum(tiles) * pairs, 1))
     at = 0
     for i in range(MATRICES):
         parameters.first_block[i] = at
         at += max(1, int(tiles[i] * share)) if i < len(tiles) and tiles[i] else 0
     parameters.first_block[MATRICES] = at
     parameters.x = _activations(digits, first)
-    parameters.tokens, parameters.blocks, parameters.units = tokens, count, units
+    parameters.tokens, parameters.blocks, parameters.units = tokens if experts is None else 1, count, units
     parameters.groups = -(-like.length // like.group_size)
-    kernel((at,), threads, parameters, shared)
+    kernel((at,) if experts is None else (at, pairs), threads, parameters, shared)
 
 
 @cache
 def _linear_kernel(
     device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
-    ragged: bool, long: bool, shared: int,
+    ragged: bool, long: bool, shared: int, experts: bool,
 ) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
     """The kernel, its threads, and how many of its blocks the GPU runs at a time.
 
@@ -146,10 +164,11 @@ def _linear_kernel(
     else:
         span, depth = 2, 3 if bits <= (6 if tokens == 4 else 4) else 2
     units = min(span, max(1, 4 // tokens))
+    of_experts = {"EXPERTS": True} if experts else {}
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
         TOKENS=tokens, SPAN=span, UNITS=units, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0,
-        DEPTH=depth,
+        DEPTH=depth, **of_experts,
     )  # fmt: skip
     threads = _WARP * _LANES // span
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -267,8 +286,14 @@ class _Decode(ctypes.Structure):
 class _Linear(ctypes.Structure):
     """`Linear` of linear.cu."""
 
-    _fields_ = (
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
         ("matrix", PackedParameter * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
         ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", ActivationsParameter),
         ("tokens", ctypes.c_int), ("blocks", ctypes.c_int), ("units", ctypes.c_int), ("groups", ctypes.c_int),
     )  # fmt: skip
+
+
+class _LinearExperts(_Linear):
+    """`Linear` of linear.cu with EXPERTS."""
+
+    _fields_ = (("experts", ctypes.c_void_p), ("expert_rows", ctypes.c_int64 * MATRICES), ("each", ctypes.c_int))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
 from threading import RLock
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import finalize
 
 import torch
@@ -34,12 +34,12 @@ from otaro.errors import OtaroError
 from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.keyvalues import KeyValues
-from otaro.kernels.steps import MAX_TOKENS, RING, Activations, ReferenceSteps, Rotation, State, Steps
+from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
-from otaro.runtime.description import MATRICES, Description, Matrix
-from otaro.runtime.gpu_buffers import Buffers
+from otaro.runtime.description import Description
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
-from otaro.runtime.gpu_prompt import CHUNK, read_prompt
+from otaro.runtime.gpu_layers import Head, Layers, Span, Turning
+from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -56,14 +56,6 @@ def _alone(method: Callable[Concatenate[GpuDecoder, P], R]) -> Callable[Concaten
             return method(self, *args, **kwargs)
 
     return locked
-
-
-class Span(NamedTuple):
-    """Neighbouring tokens of a step that have the same precisions."""
-
-    some: slice
-    bits: bytes
-    """Mantissa bits of embedding, matrices and head."""
 
 
 @dataclass
@@ -86,8 +78,8 @@ class GpuDecoder:
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
-        self._buffers = Buffers(weights, self.steps)
-        self._rotation = self._angles(1)
+        self._layers, self._head = Layers(weights, self.steps), Head(weights, self.steps)
+        self._turning = Turning(weights, 1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
@@ -298,15 +290,11 @@ class GpuDecoder:
         old = cache.room
         if cache.reserve(length):
             self._forget(old)
-        known = len(self._rotation.cosines)
+        known = self._turning.positions
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._rotation = self._angles(end)
+            self._turning = Turning(self.weights, min(end, self.weights.positions or end))
             self._forget(None)
-
-    def _angles(self, end: int) -> Rotation:
-        cosines, sines = (table.contiguous() for table in self.weights.ropes[0](0, end))
-        return Rotation(cosines, sines, self.weights.scale, self.weights.eps)
 
     def _forget(self, room: KeyValues | None) -> None:
         """Drop the graphs that point into this room, or all."""
@@ -333,19 +321,24 @@ class GpuDecoder:
             self._stream = now
 
     def _read(self, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, wanted: str) -> torch.Tensor:
-        """A chunk of a prompt; `last` logits come from the step's own product."""
+        """A chunk of a prompt; logits come from the step's own product."""
         self._enter_stream()
-        x = read_prompt(self.weights, ids, cache, sequence, bits, self._rotation)
+        device, past, count = self.weights.device, cache.lengths[sequence], len(ids)
+        positions = torch.arange(past, past + count, device=device)
+        tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
+        steps = PromptSteps(device, self.weights.dtype, sequence, past)
+        layers = Layers(self.weights, steps, count)
+        layers.run(count, tokens, [Span(slice(0, count), bits)], self._turning, cache.room)
         if wanted == "none":
-            return x
-        if wanted == "last":
-            x = x[-1:]
-        logits = torch.empty(len(x), self.vocabulary, device=x.device)
-        for start in range(0, len(x), MAX_TOKENS):
-            some = x[start : start + MAX_TOKENS]
-            self._buffers.x[: len(some)] = some
-            self._finish(slice(0, len(some)), None, [Span(slice(0, len(some)), bits)])
-            logits[start : start + len(some)] = self._buffers.logits[: len(some)]
+            return layers.x
+        start = count - 1 if wanted == "last" else 0
+        logits = torch.empty(count - start, self.vocabulary, device=device)
+        for at in range(start, count, MAX_TOKENS):
+            few = slice(0, min(MAX_TOKENS, count - at))
+            for ours, theirs in ((self._layers.x, layers.x), (self._layers.delta, layers.delta)):
+                ours[few] = theirs[at : at + MAX_TOKENS]
+            self._head.run(few, self._layers.x[few], self._layers.last_delta(few), [Span(few, bits)])
+            logits[at - start :][few] = self._head.logits[few]
         return logits
 
     def _run(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> torch.Tensor:
@@ -364,7 +357,7 @@ class GpuDecoder:
         else:
             self._graphs.move_to_end(key)
             found.graph.replay()
-        logits = self._buffers.logits[:tokens]
+        logits = self._head.logits[:tokens]
         return logits[-1:] if wanted == "last" else logits
 
     def _capture(self, key: Any, launch: Callable[[], None], cache: GpuCache) -> _Graph:
@@ -386,68 +379,15 @@ class GpuDecoder:
         return found
 
     def _launch(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> None:
-        steps, weights, buffers, state, room = self.steps, self.weights, self._buffers, self.state, cache.room
-        all_of_them = slice(0, tokens)
-        x, queries = buffers.x[:tokens], buffers.queries[:tokens]
-        hidden, attended, gated = (one.rows(all_of_them) for one in (buffers.hidden, buffers.attended, buffers.gated))
-        for some, bits in self._parts_of(spans, [0]):
-            steps.embed(state.ids[some], weights.embedding.at(bits[0]), x[some])
-        delta = None
-        for number, layer in enumerate(weights.layers):
-            first = 1 + len(MATRICES) * number
-            assert layer.attention_norm is not None
-            assert layer.mlp_norm is not None
-            steps.normalise(x, delta, layer.attention_norm, weights.eps, hidden)
-            self._multiply(hidden, layer.those("query", "key", "value", first=first), buffers.projected, spans)
-            vectors = buffers.vectors(tokens)
-            steps.place(vectors, (layer.query_norm, layer.key_norm), self._rotation, state, queries, room, number)
-            steps.attend(queries, state, room, number, layer.window, attended)
-            delta = buffers.delta[:tokens]
-            self._multiply(attended, [(layer.output, first + 3)], [buffers.delta], spans)
-            steps.normalise(x, delta, layer.mlp_norm, weights.eps, hidden)
-            self._multiply(hidden, layer.those("gate", "up", first=first + 4), buffers.gates, spans)
-            gate, up = buffers.gate_and_up(tokens)
-            steps.quantise(gate, gated, up)
-            self._multiply(gated, [(layer.down, first + 6)], [buffers.delta], spans)
+        layers = self._layers
+        layers.run(tokens, self.state, spans, self._turning, cache.room)
+        some = slice(0, tokens)
         if wanted == "last":
-            last = slice(tokens - 1, tokens)
-            self._finish(last, buffers.delta[last], [Span(last, spans[-1].bits)])
-        else:
-            self._finish(all_of_them, delta, spans)
+            some = slice(tokens - 1, tokens)
+            spans = [Span(some, spans[-1].bits)]
+        self._head.run(some, layers.x[some], layers.last_delta(some), spans)
         if wanted == "likeliest":
-            steps.choose(buffers.logits[:tokens], state)
-
-    def _finish(self, some: slice, delta: torch.Tensor | None, spans: list[Span]) -> None:
-        """The last norm, and logits."""
-        weights, buffers = self.weights, self._buffers
-        self.steps.normalise(buffers.x[some], delta, weights.norm, weights.eps, buffers.last.rows(some))
-        number = 1 + len(MATRICES) * len(weights.layers)
-        if buffers.half_logits is None:
-            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.logits], spans)
-        else:
-            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.half_logits], spans)
-            buffers.logits[some] = buffers.half_logits[some]
-
-    def _multiply(
-        self, x: Activations, matrices: list[tuple[Matrix, int]], outs: Sequence[torch.Tensor], spans: list[Span]
-    ) -> None:
-        """Products of some matrices, each with its number among the precisions, once for each precision."""
-        for some, bits in self._parts_of(spans, [number for _, number in matrices]):
-            self.steps.multiply(
-                x.rows(some),
-                [matrix.at(m) for (matrix, _), m in zip(matrices, bits, strict=True)],
-                [out[some] for out in outs],
-                [matrix.bias for matrix, _ in matrices],
-            )
-
-    @staticmethod
-    def _parts_of(spans: list[Span], numbers: list[int]) -> list[tuple[slice, bytes]]:
-        """Neighbours that agree in the precisions of these matrices."""
-        parts = []
-        for bits, same in groupby(spans, key=lambda span: bytes(span.bits[number] for number in numbers)):
-            few = list(same)
-            parts.append((slice(few[0].some.start, few[-1].some.stop), bits))
-        return parts
+            self.steps.choose(self._head.logits[:tokens], self.state)
 
 
 @dataclass

@@ -16,8 +16,12 @@
 // Packed numbers become halves, exactly but for multiples of 2^-25 below 2^-14, at half their size: 2^16 is no half.
 //
 // Set by the caller: HEAD, HEADS (of a block, at most 8), KV_BITS (0: float16), OUT (0: integers in units of UNIT, 1: float16,
-// 2: float32), UNIT.
+// 2: float32), UNIT; CAPPED, where scores are.
 #include "sefp.cuh"
+
+#ifndef CAPPED
+#define CAPPED 0
+#endif
 
 constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
@@ -39,6 +43,7 @@ struct Attend {
   float* floats;
   int64_t capacity;
   int heads, kv_heads, blocks, window;  // blocks: that share a kv head; window: 0 for all positions
+  float cap;
 };
 
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -251,7 +256,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        weights[i][j] = tile + 8 * i + 2 * t + j < end ? scores[i][j] + scores[i][j + 2] : kNever;
+        float score = scores[i][j] + scores[i][j + 2];
+        if constexpr (CAPPED) score = p.cap * tanhf(score / p.cap);
+        weights[i][j] = tile + 8 * i + 2 * t + j < end ? score : kNever;
         next = fmaxf(next, weights[i][j]);
       }
 #pragma unroll

@@ -13,7 +13,15 @@
 // Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS, SPAN, UNITS (1, 2, 4; at most SPAN), WIDE (rows have an
 // even number of blocks), QUADRUPLE (rows have four scales or a multiple of that, at addresses that are multiples of four, one for
 // each unit), RAGGED (rows are not a multiple of 16 units), SHARED (activations fit into shared memory), DEPTH (steps loaded ahead).
+//
+// EXPERTS, with one token: matrices are those of the first expert in a stack, and a launch takes pairs of a token and one of its
+// experts, whose numbers are in the GPU's memory. Row y of the grid is pair y. Nobody else's weights are read.
 #include "sefp.cuh"
+
+#ifndef EXPERTS
+#define EXPERTS 0
+#endif
+static_assert(!EXPERTS || TOKENS == 1, "a pair is one token");
 
 constexpr int kWarps = kLanes / SPAN, kRows = 16, kMatrices = 3;
 constexpr int kPlanes = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
@@ -34,6 +42,11 @@ struct Linear {
   int first_block[kMatrices + 1];  // blocks of threads are shared out among the matrices
   Activations x;
   int tokens, blocks, units, groups;
+#if EXPERTS
+  const int* experts;              // [pairs]
+  int64_t expert_rows[kMatrices];  // from one expert's to the next one's
+  int each;                        // pairs that share a row of x
+#endif
 };
 
 // What a thread holds of a step, for its two rows.
@@ -130,8 +143,8 @@ __device__ __forceinline__ int scale_of(const Step& step, int r, int j) {
 }
 
 // Activations where a warp finds them fast. Few tokens' are copied to shared memory at the start, by each warp those of its own units.
-__device__ __forceinline__ Activations nearby(const Linear& p) {
-  if constexpr (!SHARED) return p.x;
+__device__ __forceinline__ Activations nearby(const Linear& p, const Activations& x) {
+  if constexpr (!SHARED) return x;
   extern __shared__ int4 room[];
   int8_t* digits = reinterpret_cast<int8_t*>(room);
   Term* terms = reinterpret_cast<Term*>(digits + static_cast<int64_t>(TOKENS) * p.units * 2 * kUnit);
@@ -143,8 +156,8 @@ __device__ __forceinline__ Activations nearby(const Linear& p) {
 #pragma unroll
       for (int i = lane; i < SPAN * kChunks; i += kWarp)
         if (!RAGGED || unit + i / kChunks < p.units)
-          copy_to_shared<16>(digits + slot * 2 * kUnit + 16 * i, p.x.digits + slot * 2 * kUnit + 16 * i);
-      if (lane < SPAN && (!RAGGED || unit + lane < p.units)) copy_to_shared<8>(terms + slot + lane, p.x.terms + slot + lane);
+          copy_to_shared<16>(digits + slot * 2 * kUnit + 16 * i, x.digits + slot * 2 * kUnit + 16 * i);
+      if (lane < SPAN && (!RAGGED || unit + lane < p.units)) copy_to_shared<8>(terms + slot + lane, x.terms + slot + lane);
     }
   }
   wait_for_copies();
@@ -251,7 +264,21 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
   int number = 0;
 #pragma unroll
   for (int i = 1; i < kMatrices; ++i) number += static_cast<int>(blockIdx.x) >= p.first_block[i];
+#if EXPERTS
+  // Which expert it is, the predecessor may have to say first.
+  wait_for_predecessor();
+  const int64_t pair = blockIdx.y, skipped = p.experts[pair] * p.expert_rows[number], row_of_x = pair / p.each;
+  Packed matrix = p.matrix[number];
+  matrix.base += kBaseWords * skipped * p.blocks;
+#pragma unroll
+  for (int k = 0; k < kPlanes; ++k) matrix.planes[k] += skipped * p.blocks;
+  matrix.scales += skipped * p.groups;
+  const Activations given = {p.x.digits + row_of_x * p.units * 2 * kUnit, p.x.terms + row_of_x * p.units};
+#else
+  constexpr int64_t pair = 0;
   const Packed& matrix = p.matrix[number];
+  const Activations& given = p.x;
+#endif
   const int first = blockIdx.x - p.first_block[number], stride = p.first_block[number + 1] - p.first_block[number];
   const int steps = (p.units + kLanes - 1) / kLanes, tiles = static_cast<int>((matrix.rows + kRows - 1) / kRows);
   int left = (tiles - first + stride - 1) / stride * steps, unread = left;
@@ -284,12 +311,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
   };
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d) load_next(loaded[d]);
-  wait_for_predecessor();
+  if constexpr (!EXPERTS) wait_for_predecessor();
 
   bool mine[kAccumulators];
 #pragma unroll
   for (int n = 0; n < kAccumulators; ++n) mine[n] = g / 2 / kThreads == t / kThreads && kThreads * n + g / 2 % kThreads < p.tokens;
-  const Activations x = nearby(p);
+  const Activations x = nearby(p, given);
   const float factor = step_factor(matrix, kMeaning.shift + kSpare);
   Fetched fetched = {};
   float lanes[kParts][kAccumulators][2] = {};
@@ -325,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
           if (row >= matrix.rows) continue;
           float sum = sum_lanes<kLanes>(room[token][in_tile]);
           if (p.bias[number]) sum = __fadd_rn(sum, p.bias[number][row]);
-          p.out[number][token * p.stride[number] + row] = sum;
+          p.out[number][(pair + token) * p.stride[number] + row] = sum;
         }
       }
       advance(now);
