@@ -27,6 +27,7 @@ from otaro.sefp.precision import PRECISIONS, Precision
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 
 SERVED = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+MORE = ("phi3", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "qwen3_moe_mixed")
 IDS = [(7 * i + i * i // 3) % 120 for i in range(150)]  # more than two segments of 64 positions
 EXACT = object()
 KV = (None, Precision("E5M7"), Precision("E5M3"))
@@ -113,6 +114,16 @@ def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, r
         otaro.set_precision(model, precision)
         truth = decoded_model(served, precision, reconstruction, torch.float64)
         check_against_slow_path(model, truth, IDS[:24], kv)
+
+
+@pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
+@pytest.mark.parametrize("name", MORE)
+def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, decoded_model, name, kv):
+    model = otaro.load(make_nested(name))
+    assert Decoder.why_not(model) is None
+    for precision in PRECISIONS[::2]:
+        otaro.set_precision(model, precision)
+        check_against_slow_path(model, decoded_model(name, precision, "midpoint", torch.float64), IDS[:24], kv)
 
 
 VARIANTS = {
@@ -304,23 +315,103 @@ def test_the_largest_halves_are_held_and_the_next_are_not(instructions):
         assert cpu._cpu.through_halves(x, np.empty_like(x)) is holds
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8 + [1.5] * 4, "long_factor": [4.0] * 12,
+    "original_max_position_embeddings": 40, "factor": 4.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE], ids=lambda rope: rope["rope_type"]
+)
+def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
+    nested, truth = make_variant("llama", {"rope_parameters": rope, "max_position_embeddings": 40})
+    model = otaro.load(nested, "E5M6")
+    check_against_slow_path(model, truth("E5M6"), IDS[:40])
+    decoder = Decoder.of(model)
+    cache = decoder.new_cache()
+    decoder.forward(IDS[:38], cache)
+    with pytest.raises(OtaroError, match=f"positions of type {rope['rope_type']} up to 40 tokens.*has 41.*DynamicCache"):
+        decoder.forward(IDS[:3], cache)
+    assert cache.length == 38
+    for new, by in ((31, "decoder"), (32, "transformers")):
+        model.generate(torch.tensor([IDS[:10]]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert model.generation.served_by == by
+    assert "42 tokens are wanted" in model.generation.reason
+    model(torch.tensor([IDS[:60]]))  # grows the model's own
+    assert torch.equal(Decoder.of(model).forward(IDS[:38], decoder.new_cache()), decoder.forward(IDS[:38], decoder.new_cache()))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe_mixed", "olmo2"])
+def test_rows_of_a_batch_are_what_they_are_alone(make_nested, instructions, name):
+    """At other lengths, precisions and kinds of cache, whoever else is there, and in whatever order."""
+    model = otaro.load(make_nested(name), "E5M8")
+    decoder = Decoder.of(model)
+    lengths, names = (3, 130, 20, 9, 64), ("E5M4", "E5M8", "E5M3", "E5M4", "E5M8")
+    bits = [decoder.description.all_at(Precision(one)) for one in names]
+    mixed = bytearray(bits[2])
+    mixed[5] = mixed[-1] = 7
+    bits[2] = bytes(mixed)
+    for kv in (None, Precision("E5M5")):
+        batch = decoder.new_cache(kv, sequences=5)
+        alone = [decoder.new_cache(kv) for _ in lengths]
+        for row, length in enumerate(lengths):
+            for cache, sequence in ((batch, row), (alone[row], 0)):
+                decoder.forward(IDS[row : row + length], cache, sequence=sequence, bits=bits[row])
+        expected = [[decoder.forward([IDS[i + row]], alone[row], bits=bits[row]) for i in range(4)] for row in range(5)]
+        for i, those in enumerate(([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 4], [3])):
+            found = decoder.step([IDS[i + row] for row in those], batch, those, [bits[row] for row in those])
+            for logits, row in zip(found, those, strict=True):
+                done = batch.lengths[row] - lengths[row] - 1
+                if done == i:
+                    assert torch.equal(logits, expected[row][i])
+        assert batch.lengths == [5, 133, 22, 12, 67]
+        assert batch.nbytes == sum(cache.nbytes for cache in alone)
+
+
+def test_a_batch_with_a_row_that_cannot_be_held_changes_nothing(make_nested):
+    model = otaro.load(make_nested("qwen2"), "E5M8")
+    decoder = Decoder.of(model)
+    cache = decoder.new_cache(sequences=3)
+    for row in range(3):
+        decoder.forward(IDS[: 3 + row], cache, sequence=row)
+    before = decoder.step(IDS[:3], cache)
+    cache.crop(-1)
+    assert cache.lengths == [3, 4, 5]
+    for wrong, message in (
+        (([1, 2], None, None), "2 tokens for 3 sequences"),
+        (([1, 2], [0, 0], None), "one of each"),
+        (([1], [3], None), "sequence 3 is none of the 3"),
+        (([1, 2, 120], None, None), "token 120 is not in the vocabulary"),
+        (([1], [0], [b"\4"]), "precisions of 1 matrices"),
+        (([1], [0], []), "precisions of 0 tokens"),
+    ):
+        with pytest.raises(OtaroError, match=message):
+            decoder.step(wrong[0], cache, *wrong[1:])
+    model.model.layers[1].self_attn.v_proj.bias.data[3] = 1e6
+    with pytest.raises(OtaroError, match="cannot hold it"):
+        Decoder.of(model).step(IDS[:3], cache)
+    assert cache.lengths == [3, 4, 5]
+    model.model.layers[1].self_attn.v_proj.bias.data[3] = 0.0
+    assert before.shape == decoder.step(IDS[:3], cache).shape
+    with pytest.raises(OtaroError, match="holds 1 to 64 sequences"):
+        decoder.new_cache(sequences=65)
+
+
 def test_why_not(make_nested, make_variant):
     def reason(name="llama", change=lambda model: None, **kwargs):
         model = otaro.load(make_nested(name), **kwargs)
         change(model)
         return Decoder.why_not(model)
 
-    assert "mixtral" in reason("mixtral")
+    assert "its architecture is gemma, and the decoder knows llama, mistral" in reason("gemma")
     assert "float64" in reason(dtype=torch.float64)
-    assert "gelu" in reason(change=lambda model: setattr(model.config, "hidden_act", "gelu"))
+    assert "its activation is gelu" in reason(change=lambda model: setattr(model.config, "hidden_act", "gelu"))
     assert "hooks" in reason(change=lambda model: model.lm_head.register_forward_hook(print))
     assert "not all of its weights" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Linear(96, 120)))
     assert reason(change=lambda model: model.train()) is None  # nothing to drop out
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    nested, _ = make_variant("llama", {"rope_parameters": dynamic})
-    assert "dynamic" in Decoder.why_not(otaro.load(nested))
-    with pytest.raises(OtaroError, match="mixtral"):
-        Decoder.of(otaro.load(make_nested("mixtral")))
+    with pytest.raises(OtaroError, match="gemma"):
+        Decoder.of(otaro.load(make_nested("gemma")))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "qwen3"])

@@ -322,19 +322,14 @@ def test_batches_say_what_transformers_says(make_nested, monkeypatch):
 
 
 @pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
-def test_on_a_cpu_a_precision_is_for_all(make_nested):
-    model, row = otaro.load(make_nested("llama"), "E5M4"), ROWS[:1]
-    found = by_decoder(model, row, precision="E5M8")
-    assert model.generation.precisions == ["E5M8"]
-    with otaro.at_precision(model, "E5M8"):
-        assert torch.equal(found, by_decoder(model, row))
-    with pytest.raises(OtaroError, match="a precision for each row needs the decoder of a GPU"):
-        by_decoder(model, row, precision=["E5M8"])
-    with pytest.raises(OtaroError, match="a precision for each row needs the decoder of a GPU"):
-        by_decoder(model, precision=["E5M8"] * 3)
-    batch = model.generate(**padded(model), precision="E5M8", **OPTIONS)
-    assert (model.generation.served_by, model.generation.precisions) == ("transformers", ["E5M8"])
-    assert new_tokens(batch)[0] == new_tokens(found, row)[0]
+def test_batches_on_a_cpu_say_what_their_rows_say_alone(make_nested):
+    for name in ("llama", "qwen2", "qwen3_moe"):
+        model, names = otaro.load(make_nested(name), "E5M4"), ["E5M8", "E5M3", "E5M5"]
+        alone = [by_decoder(model, [row], precision=one) for row, one in zip(ROWS, names, strict=True)]
+        together = by_decoder(model, precision=names)
+        assert model.generation.precisions == ["E5M8 / E5M3 / E5M5"]
+        expected = [new_tokens(one, [row])[0] for one, row in zip(alone, ROWS, strict=True)]
+        assert new_tokens(together) == expected
 
 
 # On a GPU alone

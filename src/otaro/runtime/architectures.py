@@ -95,13 +95,11 @@ def why_not(model: Any) -> str:
     kind = getattr(config, "model_type", None)
     if kind not in ARCHITECTURES or getattr(model, "model", None) is None or not hasattr(model, "lm_head"):
         return f"its architecture is {kind}, and the decoder knows {', '.join(ARCHITECTURES)}"
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):  # TODO the decoders do not do the others yet
-        return f"its architecture is {kind}"
     activation = getattr(config, ARCHITECTURES[kind].activation, "silu")
     if activation not in _ACTIVATIONS:
         return f"its activation is {activation}, not {' or '.join(_ACTIVATIONS)}"
     for rope in _rope_types(model):
-        if rope not in _ROPES:
+        if rope not in (*_ROPES, *_GROWING_ROPES):
             return f"its rotary positions are of type {rope}"
     if model.model.layers[0].self_attn.head_dim > MAX_HEAD_DIM:
         return f"its heads are wider than {MAX_HEAD_DIM}"
@@ -141,7 +139,8 @@ def describe(model: Any) -> Description:
         device=device,
         dtype=model.model.norm.weight.dtype,
         activation=_ACTIVATIONS[getattr(config, entry.activation, "silu")],
-        positions=_positions(model),
+        positions=rope_limit(model),
+        rope_type=", ".join(dict.fromkeys(_rope_types(model))),
         modules=packed_modules(model),
         taken=[Taken.of(tensor) for tensor in _tensors(model)],
         **numbers,
@@ -266,8 +265,8 @@ def _rope_types(model: Any) -> list[str]:
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
 
 
-def _positions(model: Any) -> int | None:
-    """How many positions the angles that the model has now are right for; None: any."""
+def rope_limit(model: Any) -> int | None:
+    """How many positions a model's angles hold for, until others would have to turn all of them; None: any."""
     if not set(_rope_types(model)) & set(_GROWING_ROPES):
         return None
     config = model.config
@@ -281,7 +280,7 @@ def _ropes(model: Any) -> dict[str, Angles]:
     rotary = model.model.rotary_emb
     frequencies = [buffer for name, buffer in rotary.named_buffers() if name.endswith("inv_freq")]
     # `.half()` rounds frequencies, and growing ropes change theirs when somebody else reads a long text.
-    if _positions(model) is not None or any(one.dtype != torch.float32 for one in frequencies):
+    if rope_limit(model) is not None or any(one.dtype != torch.float32 for one in frequencies):
         rotary = type(rotary)(config=model.config).to(frequencies[0].device)
     device, kinds = frequencies[0].device, getattr(rotary, "rope_type", None)
 
@@ -299,7 +298,12 @@ def _ropes(model: Any) -> dict[str, Angles]:
 
 
 def _key_offsets(described: Description) -> torch.Tensor | None:
-    """What a packed cache keeps the keys of each layer less; None where keys have no bias, or are normed."""
+    """What a packed cache keeps the keys of each layer less; None where keys have no bias, or are normed.
+
+    Nor where scores are capped: what is taken from all of them would not be the same then.
+    """
+    if described.attention_cap:
+        return None
     tables = [rope(0, OFFSET_POSITIONS) for rope in described.ropes]
     offsets = []
     for layer in described.layers:

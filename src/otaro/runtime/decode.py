@@ -1,10 +1,11 @@
-"""A decoder for the LLaMA family whose cost is the weights: all layers of a step are one call into the C++ extension.
+"""A decoder for CPUs whose cost is the weights: all layers of a step are one call into the C++ extension.
 
 `Decoder.of(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
-type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens into a cache
-and returns logits. A token's arithmetic does not depend on the tokens it is read with: a prompt leaves the same bits read at
-once, in pieces or token by token. Unless it is given mantissa bits, `forward` asks the model's modules for theirs, so that
-`otaro.set_precision` takes effect at the next token and the cache stays.
+type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens of one
+sequence into a cache and returns logits, `step` a token of each of several, at its own precision each. A token's arithmetic
+does not depend on the tokens it is read with: a prompt leaves the same bits read at once, in pieces, token by token or beside
+others. A step that is given no mantissa bits asks the model's modules for theirs, so that `otaro.set_precision` takes
+effect at the next token and the cache stays.
 
     decoder = Decoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
@@ -17,8 +18,9 @@ locks. Why layers fused in the extension and not a compiled graph: see docs/deco
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock
 from typing import Any
 
@@ -39,10 +41,10 @@ _POSITIONS = 1024  # whose angles are computed at a time
 
 
 class DecoderCache:
-    """Keys and values of the tokens read so far; made by `Decoder.new_cache`."""
+    """Keys and values of the tokens that some sequences consist of so far; made by `Decoder.new_cache`."""
 
-    def __init__(self, native: Any, precision: Precision | None) -> None:
-        self.native, self.precision = native, precision
+    def __init__(self, precision: Precision | None, natives: Sequence[Any] = ()) -> None:
+        self.precision, self.natives = precision, list(natives)
         self._lock, self._claim = RLock(), Lock()
 
     @contextmanager
@@ -56,19 +58,31 @@ class DecoderCache:
             self._claim.release()
 
     @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return [int(native.length) for native in self.natives]
+
+    @property
     def length(self) -> int:
-        """How many tokens it holds."""
-        return int(self.native.length)
+        """How many tokens the longest sequence has."""
+        return max(self.lengths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory, which grow by 64 tokens at a time."""
-        return int(self.native.nbytes)
+        return sum(int(native.nbytes) for native in self.natives)
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens; negative: so many of the last, as transformers' caches have it."""
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all.
+
+        Negative: so many of the last, as transformers' caches have it.
+        """
         with self._lock:
-            self.native.crop(max(0, self.length + length) if length < 0 else length)
+            for native in self.natives if sequence is None else [self.natives[sequence]]:
+                native.crop(max(0, native.length + length) if length < 0 else length)
+
+    def check(self) -> None:
+        """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length` by the name that transformers knows."""
@@ -81,6 +95,12 @@ class DecoderCache:
 
 class Decoder:
     """Runs a described model on the CPU; `why_not` says which models it serves."""
+
+    max_sequences = getattr(_cpu, "max_step", 0)
+    ahead = 0
+    """Steps that it pays to have begun before the last one's token is looked at."""
+    lock: AbstractContextManager[Any] = nullcontext()
+    """What a generation holds while it reads: here every step takes its turn by itself."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -115,47 +135,112 @@ class Decoder:
         """Whether this decoder still has what the model consists of."""
         return still_describes(self.description, model)
 
-    def new_cache(self, kv: Precision | None = None) -> DecoderCache:
-        """An empty cache, in float16, or packed at a precision."""
-        return DecoderCache(self._native.new_cache(kv.mantissa_bits if kv else 0), kv)
+    def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> DecoderCache:
+        """An empty cache for some sequences, in float16, or packed at a precision. It grows as it is filled."""
+        if not 0 < sequences <= self.max_sequences:
+            raise OtaroError(f"a cache holds 1 to {self.max_sequences} sequences, not {sequences}")
+        bits = kv.mantissa_bits if kv else 0
+        return DecoderCache(kv, [self._native.new_cache(bits) for _ in range(sequences)])
 
     def forward(
-        self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False, bits: bytes | None = None
+        self,
+        ids: Sequence[int],
+        cache: DecoderCache,
+        all_logits: bool = False,
+        sequence: int = 0,
+        bits: bytes | None = None,
     ) -> torch.Tensor:
-        """Read `ids` after what the cache holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
+        """Read `ids` after what a sequence holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
 
-        `bits` are the mantissa bits of `modules`, by default those that are set now. If anything is refused the cache is as
+        `bits` are mantissa bits in decoder order, by default those that are set now. If anything is refused the cache is as
         before.
         """
+        tokens = self._checked(ids, cache, [sequence])
+        wanted = [self.description.precisions() if bits is None else bits]
+        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
+        with cache._lock, self._restoring(cache, [sequence], len(tokens), wanted):
+            for start in range(0, len(tokens), self.max_sequences):
+                some = tokens[start : start + self.max_sequences]
+                last = start + len(some) == len(tokens)
+                numbers = range(len(some)) if all_logits else range(len(some) - 1, len(some)) if last else ()
+                rows = logits[start : start + len(some)] if all_logits else logits
+                self._step(some, [cache.natives[sequence]], [len(some)], wanted, numbers, rows, cache.precision)
+        return logits if all_logits else logits[0]
+
+    def step(
+        self,
+        ids: Sequence[int],
+        cache: DecoderCache,
+        sequences: Sequence[int] | None = None,
+        bits: Sequence[bytes] | None = None,
+    ) -> torch.Tensor:
+        """Read one token of each of some sequences, by default of all, in one pass over the weights; float32 logits of each.
+
+        `bits` are mantissa bits in decoder order, for each token. Those of one precision share the work of unpacking.
+        """
+        those = list(range(len(cache.natives))) if sequences is None else list(sequences)
+        tokens = self._checked(ids, cache, those)
+        if len(those) != len(tokens) or len(set(those)) != len(those):
+            raise OtaroError(f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each")
+        if bits is not None and len(bits) != len(tokens):
+            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
+        wanted = [self.description.precisions()] * len(tokens) if bits is None else bits
+        order = sorted(range(len(tokens)), key=wanted.__getitem__)  # equal ones must be neighbours
+        logits = torch.empty(len(tokens), self.vocabulary)
+        with cache._lock, self._restoring(cache, those, 1, wanted):
+            natives = [cache.natives[those[i]] for i in order]
+            in_order = [wanted[i] for i in order]
+            self._step(tokens[order], natives, [1] * len(order), in_order, range(len(order)), logits, cache.precision)
+        places = [0] * len(order)
+        for place, i in enumerate(order):
+            places[i] = place
+        return logits if places == sorted(places) else logits[places]
+
+    def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int]) -> np.ndarray[Any, Any]:
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.ndim != 1 or not len(tokens):
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
-        wanted = self.description.precisions() if bits is None else bits
-        if len(wanted) != len(self.description.modules):
-            raise OtaroError(f"precisions of {len(wanted)} matrices were given for {len(self.description.modules)}")
-        self._attach(wanted)
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
-        with cache._lock:
-            before = cache.length
-            self._know_positions(before + len(tokens))
-            try:
-                for start in range(0, len(tokens), _cpu.max_step):
-                    some = tokens[start : start + _cpu.max_step]
-                    last = start + len(some) == len(tokens)
-                    rows = logits[start : start + len(some)] if all_logits else logits
-                    if not self._native.step(some, cache.native, wanted, rows.numpy() if last or all_logits else None):
-                        raise cannot_hold(cache.precision)
-            except BaseException as error:
-                cache.native.crop(before)
-                if isinstance(error, ValueError):
-                    raise OtaroError(str(error)) from error
-                raise
-        return logits if all_logits else logits[0]
+        for sequence in sequences:
+            if not 0 <= sequence < len(cache.natives):
+                raise OtaroError(f"sequence {sequence} is none of the {len(cache.natives)} of this cache, counted from 0")
+        return tokens
+
+    @contextmanager
+    def _restoring(self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]) -> Iterator[None]:
+        """Have what so many more tokens of some sequences need; and if anything is refused, these as they were."""
+        before = {sequence: cache.natives[sequence].length for sequence in sequences}
+        matrices = len(self.description.modules)
+        for one in set(bits):
+            if len(one) != matrices:
+                raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `all_at` makes them")
+            self._attach(one)
+        self._know_positions(max(before.values()) + count)
+        try:
+            yield
+        except BaseException as error:
+            for sequence, length in before.items():
+                cache.natives[sequence].crop(length)
+            if isinstance(error, ValueError):
+                raise OtaroError(str(error)) from error
+            raise
+
+    def _step(
+        self,
+        tokens: np.ndarray[Any, Any],
+        natives: list[Any],
+        counts: list[int],
+        bits: Sequence[bytes],
+        wanted: Sequence[int],
+        logits: torch.Tensor,
+        kv: Precision | None,
+    ) -> None:
+        if self._native.step(tokens, natives, counts, bits, list(wanted), logits.numpy() if len(wanted) else None):
+            raise cannot_hold(kv)
 
     def _attach(self, bits: bytes) -> None:
-        """Have the planes that so many mantissa bits of each module need."""
+        """Have the planes that so many mantissa bits of each matrix need."""
         if max(bits) <= self._reached:
             return
         with self._nested.lock:
@@ -168,47 +253,51 @@ class Decoder:
 
     def _know_positions(self, count: int) -> None:
         """Compute angles up to `count` positions."""
+        self.description.check_positions(count)
         if count > (start := self._native.positions):
-            end = -(-count // _POSITIONS) * _POSITIONS
-            self._native.extend_positions(start, *(table.numpy() for table in self.description.ropes[0](start, end)))
+            end = min(-(-count // _POSITIONS) * _POSITIONS, self.description.positions or sys.maxsize)
+            tables = [rope(start, end) for rope in self.description.ropes]
+            cosines, sines = ([pair[i].numpy() for pair in tables] for i in (0, 1))
+            self._native.extend_positions(start, cosines, sines)
 
     def _build(self) -> Any:
-        described = self.description
+        described, natives = self.description, {}
         offsets = described.key_offsets
-        matrices: dict[Any, Any] = {}
 
-        def native(matrix: Matrix) -> Any:
-            packed = matrix.module.packed
-            if packed not in matrices:  # tied ones share one
+        def matrix(one: Matrix) -> tuple[Any, ...]:
+            packed = one.module.packed
+            if packed not in natives:  # tied ones share one
                 base, scales, _, *numbers = packed._packed(BASE)
-                matrices[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
-            return matrices[packed]
+                natives[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
+            return natives[packed], one.first, one.rows, one.stride, floats(one.bias)
 
         def floats(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.numpy()
 
+        numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap", "embedding_scale",
+                   "residual_scale", "logit_scale")  # fmt: skip
+        model = {name: getattr(described, name) for name in numbers}
+        model |= {
+            "embedding": matrix(described.embedding),
+            "lm_head": matrix(described.lm_head),
+            "norm": floats(described.norm),
+        }
+        model["gelu"] = described.activation == "gelu_tanh"
+        model["rope_angles"] = [rope(0, 1)[0].shape[1] for rope in described.ropes]
         layers = []
         for number, layer in enumerate(described.layers):
-            parts: dict[str, Any] = {"key_offset": None if offsets is None else offsets[number].numpy()}
-            for name in MATRICES:
-                matrix = getattr(layer, name)
-                parts[name], parts[name + "_bias"] = native(matrix), floats(matrix.bias)
-            parts["input_norm"] = floats(layer.attention_norm)
-            for name in ("mlp_norm", "query_norm", "key_norm"):
+            parts: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in MATRICES}
+            for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm"):
                 parts[name] = floats(getattr(layer, name))
-            parts["window"] = layer.window
+            norm, experts = layer.query_norm, layer.experts
+            parts["norms_all_heads"] = norm is not None and len(norm) != described.head_dim
+            parts["key_offset"] = None if offsets is None else offsets[number].numpy()
+            parts["rope"], parts["window"] = layer.rope, layer.window
+            parts["router"] = None if experts is None else experts.router.flatten().numpy()
+            if experts is not None:
+                parts |= {"experts": len(experts.router), "chosen": experts.chosen, "normalize": experts.normalize}
             layers.append(parts)
-        return _cpu.Decoder(
-            described.heads,
-            described.kv_heads,
-            described.head_dim,
-            described.eps,
-            described.scale,
-            native(described.embedding),
-            native(described.lm_head),
-            floats(described.norm),
-            layers,
-        )
+        return _cpu.Decoder(model, layers)
 
 
 def cannot_hold(kv: Precision | None) -> OtaroError:

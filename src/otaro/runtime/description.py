@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from otaro.errors import OtaroError
 from otaro.kernels.packed import Packed, Stack
 from otaro.runtime.modules import bits_of
 from otaro.sefp.precision import COARSEST, Precision
@@ -187,11 +188,20 @@ class Description:
     logit_scale: float = 1.0
     positions: int | None = None
     """How far the ropes hold: beyond, other angles would have to turn all positions."""
+    rope_type: str = "default"
     modules: Sequence[Any] = ()
     """They say how precise each matrix is, in decoder order. Without any, all are at E5M8."""
     key_offsets: torch.Tensor | None = None
     """What a packed cache keeps keys less, float32 [layers, kv_heads * head_dim]; see `keyvalues`."""
     taken: Sequence[Taken] = ()
+
+    def check_positions(self, count: int) -> None:
+        """Refuse a text of so many tokens, if the ropes do not hold so far."""
+        if self.positions is not None and count > self.positions:
+            raise OtaroError(
+                f"the decoder knows rotary positions of type {self.rope_type} up to {self.positions} tokens, and this text has "
+                f"{count}: shorten it, or let transformers keep the cache, past_key_values=DynamicCache(config=model.config)"
+            )
 
     def precisions(self) -> bytes:
         """Mantissa bits of all matrices as they are now, in decoder order."""

@@ -10,7 +10,7 @@ On both ways the precision may change while tokens are produced:
     model.generate(ids, prefill="E5M8", decode="E5M4")            # read the prompt at E5M8, write at E5M4
     model.generate(ids, schedule={0: "E5M8", 100: "E5M4"})        # from the 100th new token on at E5M4
     model.generate(ids, precision="E5M4")                          # all of it at E5M4
-    model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder of a GPU only)
+    model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder only)
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
 
 and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step
@@ -41,17 +41,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionError, SlowWarning
 from otaro.kernels.ops import OVERRIDE
-from otaro.runtime.architectures import packed_modules
+from otaro.runtime.architectures import packed_modules, rope_limit
 from otaro.runtime.decode import DecoderCache
-from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.modules import SefpEmbedding, own_bits
 from otaro.runtime.phases import Phases, steps_and_rows
 from otaro.runtime.precision import PrecisionLike, attachment
 from otaro.runtime.rows import Rows, Stop
 from otaro.runtime.sample import Sampler
 from otaro.runtime.serving import (
-    BatchReader,
-    RowReader,
+    Reader,
     decoder_of,
     forget,
     padded_on_the_left,
@@ -218,7 +216,7 @@ class Generates:
         request = _request.get() or self._no_request(Obstacle("another library called it"))
         options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
         # The model's own first: what is advised must help.
-        obstacle = request.obstacle or _obstacle_of(self) or _obstacle(input_ids, options, rows_at_once(self))
+        obstacle = request.obstacle or _obstacle_of(self) or _obstacle(self, input_ids, options)
         if obstacle:
             return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
@@ -272,7 +270,7 @@ class Generates:
         if request.kv:
             raise OtaroError(f"kv={request.kv} needs the decoder, which does not serve here: {reason}")
         if request.rows is not None:
-            raise OtaroError(f"a precision for each row needs the decoder of a GPU, which does not serve here: {reason}")
+            raise OtaroError(f"a precision for each row needs the decoder, which does not serve here: {reason}")
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
         cache = options.get("past_key_values")
@@ -386,12 +384,16 @@ def _obstacle_of(model: Any) -> Obstacle | None:
     return Obstacle(reason, None if reason.startswith(OVERRIDE) else _ADVICE.get(reason, ""))
 
 
-def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any], rows: int) -> Obstacle | None:
-    """What in these options a decoder for so many rows does not do."""
+def _obstacle(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> Obstacle | None:
+    """What in these options the model's decoder does not do."""
+    rows, limit = rows_at_once(model), rope_limit(model)
     config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
     if len(input_ids) > rows:
         told = f"the batch has {len(input_ids)} rows, and the decoder takes {rows}"
-        return Obstacle(told, f"generate {rows} at a time" + ("" if rows > 1 else ", or on a GPU, whose decoder takes 16"))
+        return Obstacle(told, f"generate {rows} at a time")
+    if limit is not None and config.max_length > limit + 1:  # the last token is not read
+        told = f"up to {config.max_length} tokens are wanted, and the decoder knows this model's rotary positions up to {limit}"
+        return Obstacle(told, "ask for fewer new tokens")
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return Obstacle("attentions or hidden states are wanted")
     if config.use_cache is False:
@@ -401,13 +403,8 @@ def _obstacle(input_ids: torch.Tensor, options: Mapping[str, Any], rows: int) ->
     if config.is_assistant:
         return Obstacle("it assists another model")
     mask = options.get("attention_mask")
-    if mask is not None and not bool((mask == 1).all()):
-        if rows == 1:
-            return Obstacle(
-                "the prompt is padded", "leave the padding out; attention_mask=torch.ones_like(ids) says there is none"
-            )
-        if not (mask.dim() == 2 and padded_on_the_left(mask)):
-            return Obstacle("the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'")
+    if mask is not None and not bool((mask == 1).all()) and not (mask.dim() == 2 and padded_on_the_left(mask)):
+        return Obstacle("the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'")
     known |= {"attention_mask", "position_ids", "cache_position", "past_key_values"}
     unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
     return Obstacle(f"{unknown[0]} was given", f"leave {unknown[0]} out") if unknown else None
@@ -433,7 +430,7 @@ def decode_loop(
     report = model.generation = request.report
     report.served_by, report.prompt_tokens = "decoder", input_ids.shape[1]
     report.reused_tokens = 0 if given is None else given.length
-    by_gpu = reader if isinstance(reader, BatchReader) and _device_chooses(sampler, stop, config) else None
+    ahead = reader if reader.ahead and _device_chooses(sampler, stop, config) else None
     scores: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []
     tokens = Rows(input_ids)
@@ -442,11 +439,11 @@ def decode_loop(
     bits: Sequence[bytes] = ()
     clock = time.perf_counter()
     # Nobody but us looks on while the GPU runs ahead, so nobody waits for the decoder in vain.
-    with by_gpu.refusing() if by_gpu and streamer is None else nullcontext():
+    with ahead.refusing() if ahead and streamer is None else nullcontext():
         while True:
-            if by_gpu and chosen is not None:
-                ahead = int(streamer is None and tokens.length + 1 < stop.limit)
-                chosen = by_gpu.likeliest(chosen, tokens.new, ahead)
+            if ahead and chosen is not None:
+                steps = ahead.ahead * int(streamer is None and tokens.length + 1 < stop.limit)
+                chosen = ahead.likeliest(chosen, tokens.new, steps)
             else:
                 logits = reader.read(chosen, tokens.new)
                 if tokens.new == 0:
@@ -469,8 +466,7 @@ def decode_loop(
             if stop(tokens, tuple(scores) if wants_scores else None):
                 break
     report.decode_seconds = time.perf_counter() - clock
-    if isinstance(reader, BatchReader):
-        reader.finish(stop.lasted(tokens.new))
+    reader.finish(stop.lasted(tokens.new))
     report.new_tokens, report.cache_bytes = tokens.new, reader.cache.nbytes
     if streamer is not None:
         streamer.end()
@@ -486,7 +482,7 @@ def decode_loop(
 
 def _reader(
     model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: DecoderCache | None, request: _Request, most: float
-) -> RowReader | BatchReader:
+) -> Reader:
     """What reads these rows, which go on for `most` tokens at most."""
     decoder, prompts, phases, modules = decoder_of(model), unpadded(ids, mask), request.phases, packed_modules(model)
 
@@ -495,16 +491,12 @@ def _reader(
         return phases.bits(modules)
 
     if given is not None:
-        for prompt, length in zip(prompts, getattr(given, "lengths", [given.length]), strict=False):
+        for prompt, length in zip(prompts, given.lengths, strict=False):
             if length >= len(prompt):
                 raise OtaroError(
                     f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
                     "included, and one more at least"
                 )
-    if not isinstance(decoder, GpuDecoder):
-        if request.rows is not None:
-            raise OtaroError("a precision for each row needs the decoder of a GPU: give one precision for all")
-        return RowReader(decoder, given or decoder.new_cache(request.kv), prompts[0], bits)
     rows = None
     if request.rows is not None:
         if len(request.rows) != len(prompts):
@@ -512,7 +504,7 @@ def _reader(
         each = [Phases(attachment(model), {0: precision}) for precision in request.rows]
         rows = [one.bits(modules) for one in each if one.enter(0)]
     cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
-    return BatchReader(decoder, cache, prompts, bits, rows, most)
+    return Reader(decoder, cache, prompts, bits, rows, most)
 
 
 def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:

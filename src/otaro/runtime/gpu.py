@@ -69,6 +69,10 @@ class _Graph:
 class GpuDecoder:
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
+    max_sequences = MAX_TOKENS
+    ahead = 1
+    """Steps that it pays to have begun before the last one's token is looked at."""
+
     def __init__(self, weights: Description, steps: Steps | None = None) -> None:
         self.weights = weights
         self.steps: Steps = steps or steps_for(weights.device)
@@ -285,7 +289,8 @@ class GpuDecoder:
 
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
-        """Make room for so many positions, and know their angles."""
+        """Make room for so many positions, and know their angles; refused where the ropes do not hold so far."""
+        self.weights.check_positions(length)
         self._enter_stream()
         old = cache.room
         if cache.reserve(length):

@@ -17,8 +17,8 @@ class GpuCache(DecoderCache):
     def __init__(
         self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
     ) -> None:
-        super().__init__(None, precision)
-        self.lengths = [0] * sequences
+        super().__init__(precision)
+        self._lengths = [0] * sequences
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
@@ -37,9 +37,13 @@ class GpuCache(DecoderCache):
         return self.holder[0]
 
     @property
-    def length(self) -> int:
-        """How many tokens it holds."""
-        return max(self.lengths)
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +69,11 @@ class GpuCache(DecoderCache):
         self.holder[0] = self.room.grown(-(-wanted // GROWTH) * GROWTH)
         return True
 
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens of every sequence; negative: so many of the last."""
-        self.lengths = [max(0, one + length) if length < 0 else min(one, length) for one in self.lengths]
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+        for number, one in enumerate(self.lengths):
+            if sequence in (None, number):
+                self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self) -> None:
         """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""

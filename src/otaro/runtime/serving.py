@@ -1,7 +1,7 @@
 """Which decoder serves a model, and how `generate` reads tokens with it.
 
-On a CPU it is the extension's (`decode`), for one row of tokens. On a GPU it is the one of captured graphs (`gpu`), for up to
-16 rows: each is a sequence of its own, without the padding that makes a rectangle of them, and may have its own precision.
+On a CPU it is the extension's (`decode`), for up to 64 rows of tokens, on a GPU the one of captured graphs (`gpu`), for up to
+16. Each row is a sequence of its own, without the padding that makes a rectangle of them, and may have its own precision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.decode import Decoder, DecoderCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.gpu_cache import GpuCache
@@ -40,7 +39,7 @@ def why_not(model: Any) -> str | None:
 
 def rows_at_once(model: Any) -> int:
     """How many rows of tokens the decoder of this model's device takes."""
-    return MAX_TOKENS if kind_of(model) is GpuDecoder else 1
+    return kind_of(model).max_sequences
 
 
 @torch.inference_mode(False)
@@ -61,53 +60,29 @@ def forget(model: Any) -> None:
         attached.decoder = None
 
 
-class RowReader:
-    """One row on a CPU. `bits(step)` gives the mantissa bits of a step."""
-
-    def __init__(self, decoder: Decoder, cache: DecoderCache, prompt: list[int], bits: Callable[[int], bytes]) -> None:
-        if isinstance(cache, GpuCache):
-            raise OtaroError("this cache was made by the decoder of another model")
-        self._decoder, self.cache, self._before, self._bits = decoder, cache, cache.length, bits
-        self._unread = prompt[self._before :]
-        self.ran_at: Sequence[bytes] = ()
-        """Mantissa bits of the last step."""
-
-    def read(self, tokens: Sequence[int] | None, step: int) -> torch.Tensor:
-        """Logits [1, vocabulary] after this token; after the prompt, if there is none.
-
-        If anything is refused the cache is as before all of it.
-        """
-        bits = self._bits(step)
-        try:
-            logits = self._decoder.forward(self._unread if tokens is None else tokens, self.cache, bits=bits)
-        except OtaroError:
-            self.cache.crop(self._before)
-            raise
-        self.ran_at = [bits]
-        return logits.unsqueeze(0)
-
-
-class BatchReader:
-    """Some rows on a GPU. `bits(step)` gives the mantissa bits of a step, `rows` those of each row, where they were given."""
+class Reader:
+    """Reads some rows. `bits(step)` gives the mantissa bits of a step, `rows` those of each row, where they were given."""
 
     def __init__(
         self,
-        decoder: GpuDecoder,
+        decoder: Any,
         cache: DecoderCache,
         prompts: list[list[int]],
         bits: Callable[[int], bytes],
         rows: list[bytes] | None,
         most: float,
     ) -> None:
-        if not isinstance(cache, GpuCache) or len(cache.lengths) != len(prompts):
+        if isinstance(cache, GpuCache) != isinstance(decoder, GpuDecoder) or len(cache.lengths) != len(prompts):
             raise OtaroError("this cache was made by the decoder of another model, or for another number of rows")
         self._decoder, self.cache, self._bits, self._rows = decoder, cache, bits, rows
         self._unread = [prompt[length:] for prompt, length in zip(prompts, cache.lengths, strict=True)]
         self._before = list(cache.lengths)
         self._lengths = [len(prompt) for prompt in prompts]
-        decoder.reserve(cache, room_for(prompts, most))
+        if isinstance(decoder, GpuDecoder) and isinstance(cache, GpuCache):
+            decoder.reserve(cache, room_for(prompts, most))
         self._going: object = None
         self._under_way: deque[tuple[int, bytes]] = deque()
+        self.ahead: int = decoder.ahead
         self.ran_at: Sequence[bytes] = rows or ()
         """Mantissa bits of the last step that was waited for; of each row, where they have their own."""
 
@@ -118,7 +93,8 @@ class BatchReader:
             try:
                 yield
             except OtaroError:
-                self.cache.lengths = list(self._before)
+                for row, length in enumerate(self._before):
+                    self.cache.crop(length, row)
                 raise
 
     def read(self, tokens: Sequence[int] | None, step: int) -> torch.Tensor:
@@ -153,13 +129,14 @@ class BatchReader:
             chosen = self._decoder.chosen(number)
             if not ahead:
                 self.cache.check()
-        return chosen
+        return list(chosen)
 
     def finish(self, new: Sequence[int]) -> None:
         """Of so many new tokens of each row all but the last were read; what else was read is forgotten."""
         with self.refusing():
             self.cache.check()
-        self.cache.lengths = [length + count - 1 for length, count in zip(self._lengths, new, strict=True)]
+        for row, (length, count) in enumerate(zip(self._lengths, new, strict=True)):
+            self.cache.crop(length + count - 1, row)
 
 
 def unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <initializer_list>
 #include <new>
+#include <vector>
 
 #include "multiply.h"
 #include "select.h"
@@ -12,32 +12,50 @@
 namespace otaro {
 namespace {
 
-struct Product {
-  const Linear& linear;
-  float* out;  // [tokens, rows]
+// Neighbouring tokens of the same precisions.
+struct Span {
+  int first, count;
+  const uint8_t* bits;
 };
 
-// Products of the same activations in one region: rows of all matrices are numbered through. A chunk of rows is small enough to
-// stay in the cache while tokens pass.
-void multiply(const Kernels& kernels, Pool& pool, std::initializer_list<Product> products, const Activations& x) {
+struct Product {
+  const Linear& linear;
+  int64_t expert;
+  Activations x;
+  const std::vector<Span>& spans;  // of all tokens of x
+  float* out;                      // [tokens, rows]
+};
+
+// The products of several matrices in one region: their rows are numbered through. A chunk of rows is small enough to stay in the cache
+// while tokens pass; where precisions differ, each takes the planes that it needs.
+void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& products) {
   constexpr int64_t kChunkBytes = 256 << 10;
   int64_t rows = 0, row_bytes = 1;
+  int tokens = 1;
   for (const Product& product : products) {
     rows += product.linear.weight.rows;
     row_bytes = std::max(row_bytes, product.linear.weight.length);
+    tokens = std::max(tokens, product.x.tokens);
   }
-  const int64_t cached = x.tokens > 1 ? std::max<int64_t>(16, kChunkBytes / row_bytes / 16 * 16) : rows;
+  const int64_t cached = tokens > 1 ? std::max<int64_t>(16, kChunkBytes / row_bytes / 16 * 16) : rows;
   pool.run(rows, std::min(pool.grain(rows, 16), cached), [&](int64_t begin, int64_t end) {
     int64_t first = 0;
     for (const Product& product : products) {
-      const Packed& weight = product.linear.weight;
-      const int64_t from = std::max(begin, first) - first, to = std::min(end, first + weight.rows) - first;
-      first += weight.rows;
+      const int64_t all = product.linear.weight.rows;
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, first + all) - first;
+      first += all;
       if (from >= to) continue;
-      multiply_rows(kernels, weight, x, from, to, product.out);
+      const auto& spans = product.spans;
+      for (size_t i = 0; i < spans.size();) {
+        const int bits = spans[i].bits[product.linear.number], start = spans[i].first;
+        int count = 0;
+        for (; i < spans.size() && spans[i].bits[product.linear.number] == bits; ++i) count += spans[i].count;
+        multiply_rows(kernels, product.linear.at(bits, product.expert), product.x.some(start, count), from, to,
+                      product.out + start * all);
+      }
       if (const float* bias = product.linear.bias)
-        for (int t = 0; t < x.tokens; ++t)
-          for (int64_t row = from; row < to; ++row) product.out[t * weight.rows + row] += bias[row];
+        for (int t = 0; t < product.x.tokens; ++t)
+          for (int64_t row = from; row < to; ++row) product.out[t * all + row] += bias[row];
     }
   });
 }
@@ -56,6 +74,16 @@ const Floats& floats_of(const Kernels& kernels) {
 #endif
   static_cast<void>(kernels);
   return portable::kFloats;
+}
+
+Packed Linear::at(int bits, int64_t expert) const {
+  Packed rows = weight;
+  rows.bits = bits;
+  const int64_t first = expert * stride;
+  rows.base += first * rows.blocks() * kBaseBytes;
+  rows.scales += first * rows.groups();
+  for (int p = 0; p < bits - kCoarsest; ++p) rows.planes[p] += first * rows.blocks() * kPlaneBytes;
+  return rows;
 }
 
 Cache::Cache(int64_t layers, const Shape& shape, int bits)
@@ -105,20 +133,35 @@ Packed Cache::packed(std::byte* part) const {
   return rows;
 }
 
-void Decoder::extend_positions(int64_t start, int64_t end, const float* cosines, const float* sines) {
-  const int64_t known = positions(), half = shape.head / 2;
+Decoder::Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head, const float* norm,
+                 const std::vector<int64_t>& halves)
+  : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {
+  for (const int64_t half : halves) ropes_.push_back({half, {}, {}});
+}
+
+void Decoder::extend_positions(int64_t start, int64_t end, const std::vector<const float*>& cosines,
+                               const std::vector<const float*>& sines) {
+  const int64_t known = positions();
   if (end <= known) return;
-  const int64_t skip = (known - start) * half, count = (end - start) * half;
-  cosines_.insert(cosines_.end(), cosines + skip, cosines + count);
-  sines_.insert(sines_.end(), sines + skip, sines + count);
+  for (size_t i = 0; i < ropes_.size(); ++i) {
+    Rope& rope = ropes_[i];
+    const int64_t skip = (known - start) * rope.half, count = (end - start) * rope.half;
+    rope.cosines.insert(rope.cosines.end(), cosines[i] + skip, cosines[i] + count);
+    rope.sines.insert(rope.sines.end(), sines[i] + skip, sines[i] + count);
+  }
   positions_.store(end);
 }
 
 // One step in progress.
 struct Decoder::Run {
+  struct Token {
+    Cache* cache;
+    int64_t position, sequence;
+  };
+
   Decoder& decoder;
-  Cache& cache;
-  const int64_t count, past;
+  const std::vector<Sequence>& sequences;
+  const int64_t count;
   const Kernels& kernels = otaro::kernels();
   const Floats& floats = floats_of(kernels);
   Pool& pool = Pool::shared();
@@ -131,80 +174,222 @@ struct Decoder::Run {
   float* queries = room(decoder.queries_, count * of_queries);
   float* keys = room(decoder.keys_, count * of_keys);
   float* values = room(decoder.values_, count * of_keys);
-  float* gate = room(decoder.gate_, count * shape.intermediate);
-  float* up = room(decoder.up_, count * shape.intermediate);
-  std::atomic<bool> held{true};  // so far the cache could hold everything
+  std::vector<Token> tokens = {};
+  std::vector<Span> spans = {};  // of all tokens
+  std::vector<std::atomic<bool>> refused = std::vector<std::atomic<bool>>(sequences.size());
 
-  // body(token) for each token: several tokens are shared out, one is not worth it.
+  void begin() {
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      const Sequence& sequence = sequences[i];
+      for (int64_t t = 0; t < sequence.count; ++t)
+        tokens.push_back({sequence.cache, sequence.cache->length_ + t, static_cast<int64_t>(i)});
+    }
+    spans = spans_of(count, [](int64_t t) { return t; });
+  }
+
+  // Some tokens, those numbered by token_of(0), token_of(1), ...
+  template <class TokenOf>
+  std::vector<Span> spans_of(int64_t some, TokenOf&& token_of) const {
+    std::vector<Span> found;
+    for (int64_t i = 0; i < some; ++i) {
+      const uint8_t* bits = sequences[static_cast<size_t>(tokens[static_cast<size_t>(token_of(i))].sequence)].bits;
+      if (found.empty() || found.back().bits != bits)
+        found.push_back({static_cast<int>(i), 1, bits});
+      else
+        ++found.back().count;
+    }
+    return found;
+  }
+
+  // body(i) for i < some: several are shared out, one is not worth it.
   template <class Body>
-  void each_token(Body&& body) {
-    pool.run(count, std::max<int64_t>(2, pool.grain(count)), [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) body(t);
+  void each(int64_t some, Body&& body) {
+    pool.run(some, std::max<int64_t>(2, pool.grain(some)), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(i);
     });
   }
 
-  // The next norm of x, to which delta is added first if there is one, quantised.
-  Activations normalised(const float* weight, const Packed& next, bool add) {
-    const Activations out = decoder.activations_.activations(next, static_cast<int>(count));
-    each_token([&](int64_t t) {
-      float* row = x + t * shape.hidden;
-      if (add) floats.add(row, delta + t * shape.hidden, shape.hidden);
-      floats.norm(row, weight, shape.eps, shape.hidden, normed + t * shape.hidden);
-      kernels.quantise(normed + t * shape.hidden, shape.hidden, out, static_cast<int>(t));
-    });
+  Activations activations_for(const Linear& linear, int64_t some) {
+    return decoder.activations_.activations(linear.weight, static_cast<int>(some));
+  }
+
+  // Adds what the last part of the layers made of a token, and gives its norm, where there is one, or else the sum.
+  const float* normalised(int64_t t, bool add, const float* output_norm, const float* weight) {
+    float *row = x + t * shape.hidden, *made = delta + t * shape.hidden, *out = normed + t * shape.hidden;
+    if (add) {
+      if (output_norm) floats.norm(made, output_norm, shape.eps, shape.hidden, made);
+      if (shape.residual_scale != 1) floats.scale(made, shape.residual_scale, shape.hidden);
+      floats.add(row, made, shape.hidden);
+    }
+    if (!weight) return row;
+    floats.norm(row, weight, shape.eps, shape.hidden, out);
     return out;
   }
 
   void layer(int64_t number) {
     const Layer& layer = decoder.layers[static_cast<size_t>(number)];
-    multiply(kernels, pool, {{layer.query, queries}, {layer.key, keys}, {layer.value, values}},
-             normalised(layer.input_norm, layer.query.weight, number > 0));
-    each_token([&](int64_t t) { place(layer, number, t); });
-    if (cache.bits_) quantise_queries();
-    attend(layer, number);
-    const Activations attended = decoder.activations_.activations(layer.output.weight, static_cast<int>(count));
-    each_token([&](int64_t t) { kernels.quantise(queries + t * of_queries, of_queries, attended, static_cast<int>(t)); });
-    multiply(kernels, pool, {{layer.output, delta}}, attended);
-    multiply(kernels, pool, {{layer.gate, gate}, {layer.up, up}}, normalised(layer.mlp_norm, layer.gate.weight, true));
-    const Activations gated = decoder.activations_.activations(layer.down.weight, static_cast<int>(count));
-    each_token([&](int64_t t) {
-      float* row = gate + t * shape.intermediate;
-      floats.silu(row, up + t * shape.intermediate, shape.intermediate);
-      kernels.quantise(row, shape.intermediate, gated, static_cast<int>(t));
+    const float* before = number ? decoder.layers[static_cast<size_t>(number) - 1].mlp_output_norm : nullptr;
+    const Activations hidden = activations_for(layer.query, count);
+    each(count, [&](int64_t t) {
+      kernels.quantise(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden, static_cast<int>(t));
     });
-    multiply(kernels, pool, {{layer.down, delta}}, gated);
+    multiply(kernels, pool, {{layer.query, 0, hidden, spans, queries}, {layer.key, 0, hidden, spans, keys},
+                             {layer.value, 0, hidden, spans, values}});
+    each(count, [&](int64_t t) { place(layer, number, t); });
+    quantise_queries();
+    attend(layer, number);
+    const Activations attended = activations_for(layer.output, count);
+    each(count, [&](int64_t t) { kernels.quantise(queries + t * of_queries, of_queries, attended, static_cast<int>(t)); });
+    multiply(kernels, pool, {{layer.output, 0, attended, spans, delta}});
+    if (layer.experts.count)
+      experts(layer);
+    else
+      mlp(layer);
   }
 
-  // Norms and rotates a token's queries and keys, and puts its keys and values into the cache.
-  void place(const Layer& layer, int64_t number, int64_t t) {
-    const int64_t position = past + t, segment = position / kSegment, at = position % kSegment, head = shape.head;
-    const float* cosines = decoder.cosines_.data() + position * (head / 2);
-    const float* sines = decoder.sines_.data() + position * (head / 2);
-    const auto turn = [&](float* vector, const float* weight) {
-      if (weight) floats.norm(vector, weight, shape.eps, head, vector);
-      floats.rotate(vector, cosines, sines, head / 2);
+  void mlp(const Layer& layer) {
+    const int64_t width = layer.gate.weight.rows;
+    float *gate = room(decoder.gate_, count * width), *up = room(decoder.up_, count * width);
+    const Activations hidden = activations_for(layer.gate, count);
+    each(count, [&](int64_t t) {
+      const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
+      kernels.quantise(row, shape.hidden, hidden, static_cast<int>(t));
+    });
+    multiply(kernels, pool, {{layer.gate, 0, hidden, spans, gate}, {layer.up, 0, hidden, spans, up}});
+    const Activations gated = activations_for(layer.down, count);
+    each(count, [&](int64_t t) { activate(gate + t * width, up + t * width, width, gated, t); });
+    multiply(kernels, pool, {{layer.down, 0, gated, spans, delta}});
+  }
+
+  void activate(float* gate, const float* up, int64_t width, const Activations& out, int64_t slot) const {
+    (shape.gelu ? floats.gelu : floats.silu)(gate, up, width);
+    kernels.quantise(gate, width, out, static_cast<int>(slot));
+  }
+
+  // A token and one of its experts.
+  struct Pair {
+    int64_t expert, token;
+    float weight;
+  };
+
+  // Only chosen experts are read. Pairs are sorted by expert, then by token: a token's sum is in the order of its experts, whoever
+  // else is there.
+  void experts(const Layer& layer) {
+    const Experts& experts = layer.experts;
+    float* scores = room(decoder.scores_, count * experts.count);
+    std::vector<const float*> rows(static_cast<size_t>(count));
+    each(count, [&](int64_t t) {
+      const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
+      rows[static_cast<size_t>(t)] = row;
+      float* of_token = scores + t * experts.count;
+      for (int64_t e = 0; e < experts.count; ++e) of_token[e] = floats.dot(row, experts.router + e * shape.hidden, shape.hidden);
+      floats.softmax(of_token, experts.count);
+    });
+    std::vector<Pair> pairs;
+    for (int64_t t = 0; t < count; ++t) choose(experts, scores + t * experts.count, t, pairs);
+    std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
+
+    const auto some = static_cast<int64_t>(pairs.size());
+    const int64_t width = layer.gate.weight.rows;
+    float *gate = room(decoder.gate_, some * width), *up = room(decoder.up_, some * width);
+    float* down = room(decoder.down_, some * shape.hidden);
+    struct Same {
+      int64_t expert, first, count;
+      std::vector<Span> spans;
     };
-    float* of_token = queries + t * of_queries;
-    for (int64_t h = 0; h < shape.heads; ++h) turn(of_token + h * head, layer.query_norm);
+    std::vector<Same> same;  // pairs of one expert
+    for (int64_t i = 0; i < some; ++i) {
+      if (same.empty() || same.back().expert != pairs[static_cast<size_t>(i)].expert)
+        same.push_back({pairs[static_cast<size_t>(i)].expert, i, 0, {}});
+      ++same.back().count;
+    }
+    for (Same& one : same)
+      one.spans = spans_of(one.count, [&](int64_t i) { return pairs[static_cast<size_t>(one.first + i)].token; });
+    const auto of = [](const Activations& all, const Same& one) {
+      return all.some(static_cast<int>(one.first), static_cast<int>(one.count));
+    };
+    std::vector<Product> products;
+    const Activations hidden = activations_for(layer.gate, some);
+    each(some, [&](int64_t i) {
+      const float* row = rows[static_cast<size_t>(pairs[static_cast<size_t>(i)].token)];
+      kernels.quantise(row, shape.hidden, hidden, static_cast<int>(i));
+    });
+    for (const Same& one : same) {
+      products.push_back({layer.gate, one.expert, of(hidden, one), one.spans, gate + one.first * width});
+      products.push_back({layer.up, one.expert, of(hidden, one), one.spans, up + one.first * width});
+    }
+    multiply(kernels, pool, products);
+    const Activations gated = activations_for(layer.down, some);
+    each(some, [&](int64_t i) { activate(gate + i * width, up + i * width, width, gated, i); });
+    std::vector<Product> last;
+    for (const Same& one : same)
+      last.push_back({layer.down, one.expert, of(gated, one), one.spans, down + one.first * shape.hidden});
+    multiply(kernels, pool, last);
+    std::memset(delta, 0, static_cast<size_t>(count * shape.hidden) * sizeof(float));
+    for (int64_t i = 0; i < some; ++i) {
+      const Pair& pair = pairs[static_cast<size_t>(i)];
+      floats.scale(down + i * shape.hidden, pair.weight, shape.hidden);
+      floats.add(delta + pair.token * shape.hidden, down + i * shape.hidden, shape.hidden);
+    }
+  }
+
+  // Of equal scores the first counts. Where scores are no numbers, any experts will do.
+  static void choose(const Experts& experts, const float* scores, int64_t t, std::vector<Pair>& pairs) {
+    const size_t first = pairs.size();
+    float sum = 0;
+    for (int64_t k = 0; k < experts.chosen; ++k) {
+      int64_t best = -1;
+      for (int64_t e = 0; e < experts.count; ++e) {
+        const auto taken = [&](const Pair& pair) { return pair.expert == e; };
+        if (std::any_of(pairs.begin() + static_cast<std::ptrdiff_t>(first), pairs.end(), taken)) continue;
+        if (best < 0 || scores[e] > scores[best]) best = e;
+      }
+      pairs.push_back({best, t, scores[best]});
+      sum += scores[best];
+    }
+    if (experts.normalize)
+      for (size_t i = first; i < pairs.size(); ++i) pairs[i].weight /= sum;
+  }
+
+  // Norms and rotates a token's queries and keys, and puts its keys and values into its cache.
+  void place(const Layer& layer, int64_t number, int64_t t) {
+    const Token& token = tokens[static_cast<size_t>(t)];
+    Cache& cache = *token.cache;
+    const int64_t segment = token.position / kSegment, at = token.position % kSegment, head = shape.head;
+    const Rope* rope = layer.rope < 0 ? nullptr : &decoder.ropes_[static_cast<size_t>(layer.rope)];
+    const auto turn = [&](float* vectors, int64_t heads, const float* weight) {
+      if (weight && layer.norms_all_heads) floats.norm(vectors, weight, shape.eps, heads * head, vectors);
+      for (int64_t h = 0; h < heads; ++h) {
+        float* vector = vectors + h * head;
+        if (weight && !layer.norms_all_heads) floats.norm(vector, weight, shape.eps, head, vector);
+        if (rope) {
+          const int64_t first = token.position * rope->half;
+          floats.rotate(vector, rope->cosines.data() + first, rope->sines.data() + first, rope->half);
+        }
+      }
+    };
+    float *of_token = queries + t * of_queries, *keys_of_token = keys + t * of_keys;
+    turn(of_token, shape.heads, layer.query_norm);
     floats.scale(of_token, shape.scale, of_queries);
+    turn(keys_of_token, shape.kv_heads, layer.key_norm);
+    bool held = true;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
-      float* key = keys + t * of_keys + h * head;
+      float* key = keys_of_token + h * head;
       const float* value = values + t * of_keys + h * head;
-      turn(key, layer.key_norm);
       std::byte* key_part = cache.part(segment, number, h, false);
       std::byte* value_part = cache.part(segment, number, h, true);
       if (cache.bits_) {
         // The same from all keys of a head, so that all scores of a query change alike: ../keyvalues.py says why.
         if (const float* offset = layer.key_offset)
           for (int64_t i = 0; i < head; ++i) key[i] -= offset[h * head + i];
-        if (!encode(key, cache.packed(key_part), at) || !encode(value, cache.packed(value_part), at))
-          held.store(false, std::memory_order_relaxed);
+        held &= encode(key, cache.packed(key_part), at);
+        held &= encode(value, cache.packed(value_part), at);
       } else {
-        const bool key_held = floats.store_key(key, head, reinterpret_cast<uint16_t*>(key_part), at);
-        if (!floats.store_value(value, head, reinterpret_cast<uint16_t*>(value_part) + at * padded(head)) || !key_held)
-          held.store(false, std::memory_order_relaxed);
+        held &= floats.store_key(key, head, reinterpret_cast<uint16_t*>(key_part), at);
+        held &= floats.store_value(value, head, reinterpret_cast<uint16_t*>(value_part) + at * padded(head));
       }
     }
+    if (!held) refused[static_cast<size_t>(token.sequence)].store(true, std::memory_order_relaxed);
   }
 
   bool encode(const float* row, const Packed& rows, int64_t at) const {
@@ -215,66 +400,77 @@ struct Decoder::Run {
                          reinterpret_cast<int8_t*>(const_cast<uint8_t*>(rows.scales)) + at * rows.groups());
   }
 
-  Activations query_activations = {};  // of every token and head, for a packed cache
+  Activations query_activations = {};  // of every token and head, for packed caches
 
   void quantise_queries() {
-    query_activations = decoder.query_activations_.activations(cache.packed(nullptr), static_cast<int>(count * shape.heads));
-    each_token([&](int64_t t) {
+    const auto packed = std::find_if(tokens.begin(), tokens.end(), [](const Token& token) { return token.cache->bits_ != 0; });
+    if (packed == tokens.end()) return;
+    const Packed like = packed->cache->packed(nullptr);  // the same for all, but for their bits
+    query_activations = decoder.query_activations_.activations(like, static_cast<int>(count * shape.heads));
+    each(count, [&](int64_t t) {
       for (int64_t h = t * shape.heads; h < (t + 1) * shape.heads; ++h)
         kernels.quantise(queries + h * shape.head, shape.head, query_activations, static_cast<int>(h));
     });
   }
 
-  // Attention: queries are replaced by what they attend to. Segments give one state each, merged in ascending order. One token
-  // shares out segments, many tokens share out tokens.
+  // Attention: queries are replaced by what they attend to. Segments give one state each, merged in ascending order. Few tokens
+  // share out segments, many tokens share out tokens.
   void attend(const Layer& layer, int64_t number) {
-    const int64_t pairs = count * shape.kv_heads, last = (past + count - 1) / kSegment;
-    const auto first_of = [&](int64_t t) { return layer.window ? std::max<int64_t>(0, past + t + 1 - layer.window) : 0; };
-    const int64_t first = first_of(0) / kSegment, segments = last - first + 1;
-    const bool split = pairs < 4 * pool.threads() && segments > 1;
-    const int64_t slots = split ? segments : 2;
-    float* states = room(decoder.states_, pairs * slots * group * state);
-    const auto finish = [&](int64_t pair, const float* from) {
-      for (int64_t g = 0; g < group; ++g) floats.finish(from + g * state, queries + (pair * group + g) * shape.head, shape.head);
+    struct Seen {
+      int64_t first, end;  // positions
+      int64_t from() const { return first / kSegment; }
+      int64_t segments() const { return (end - 1) / kSegment - from() + 1; }
     };
+    std::vector<Seen> seen;
+    int64_t most = 0;
+    for (const Token& token : tokens) {
+      const int64_t end = token.position + 1;
+      seen.push_back({layer.window ? std::max<int64_t>(0, end - layer.window) : 0, end});
+      most = std::max(most, seen.back().segments());
+    }
+    const int64_t pairs = count * shape.kv_heads;
+    const bool split = pairs < 4 * pool.threads() && most > 1;
+    const int64_t slots = split ? most : 2;
+    float* states = room(decoder.states_, pairs * slots * group * state);
     const auto merge = [&](float* into, const float* next) {
       for (int64_t g = 0; g < group; ++g) floats.merge(into + g * state, next + g * state, shape.head);
     };
+    const auto finish = [&](int64_t pair, const float* from) {
+      for (int64_t g = 0; g < group; ++g) floats.finish(from + g * state, queries + (pair * group + g) * shape.head, shape.head);
+    };
+    const auto seen_by = [&](int64_t pair) { return seen[static_cast<size_t>(pair / shape.kv_heads)]; };
+    const auto states_of = [&](int64_t pair, int64_t slot) { return states + (pair * slots + slot) * group * state; };
     if (split) {
-      pool.run(pairs * segments, 2, [&](int64_t begin, int64_t end) {
+      pool.run(pairs * most, 2, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t pair = i / segments, segment = first + i % segments, t = pair / shape.kv_heads;
-          attend_segment(number, pair, segment, first_of(t), past + t + 1, states + i * group * state);
+          const Seen of_pair = seen_by(i / most);
+          if (i % most < of_pair.segments())
+            attend_segment(number, i / most, of_pair.from() + i % most, of_pair.first, of_pair.end, states_of(i / most, i % most));
         }
       });
       for (int64_t pair = 0; pair < pairs; ++pair) {
-        float* into = states + pair * segments * group * state;
-        const int64_t t = pair / shape.kv_heads, from = first_of(t) / kSegment - first, to = (past + t) / kSegment - first;
-        for (int64_t s = from + 1; s <= to; ++s) merge(into + from * group * state, into + s * group * state);
-        finish(pair, into + from * group * state);
+        for (int64_t s = 1; s < seen_by(pair).segments(); ++s) merge(states_of(pair, 0), states_of(pair, s));
+        finish(pair, states_of(pair, 0));
       }
       return;
     }
     pool.run(pairs, count == 1 ? pairs : std::max<int64_t>(1, pool.grain(pairs) / 4), [&](int64_t begin, int64_t end) {
       for (int64_t pair = begin; pair < end; ++pair) {
-        const int64_t t = pair / shape.kv_heads, from = first_of(t) / kSegment, to = (past + t) / kSegment;
-        float* into = states + pair * slots * group * state;
-        for (int64_t s = from; s <= to; ++s) {
-          float* here = s == from ? into : into + group * state;
-          attend_segment(number, pair, s, first_of(t), past + t + 1, here);
-          if (s > from) merge(into, here);
+        const Seen of_pair = seen_by(pair);
+        for (int64_t s = 0; s < of_pair.segments(); ++s) {
+          attend_segment(number, pair, of_pair.from() + s, of_pair.first, of_pair.end, states_of(pair, s > 0));
+          if (s) merge(states_of(pair, 0), states_of(pair, 1));
         }
-        finish(pair, into);
+        finish(pair, states_of(pair, 0));
       }
     });
   }
 
-  // The states of the queries of one token and kv head over the positions from `first` to `end` that lie in a segment, if any.
+  // The states of the queries of one token and kv head over the positions from `first` to `end` that lie in a segment.
   void attend_segment(int64_t number, int64_t pair, int64_t segment, int64_t first, int64_t end, float* states) const {
-    const int64_t start = segment * kSegment, begin = std::max<int64_t>(0, first - start);
+    const Cache& cache = *tokens[static_cast<size_t>(pair / shape.kv_heads)].cache;
+    const int64_t start = segment * kSegment, begin = std::max<int64_t>(0, first - start), kv_head = pair % shape.kv_heads;
     end = std::min<int64_t>(kSegment, end - start);
-    if (begin >= end) return;
-    const int64_t kv_head = pair % shape.kv_heads;
     std::byte* keys_here = cache.part(segment, number, kv_head, false);
     std::byte* values_here = cache.part(segment, number, kv_head, true);
     alignas(64) float decoded[kSegment * kMaxHead];
@@ -298,6 +494,8 @@ struct Decoder::Run {
       } else {
         floats.score(queries + query * shape.head, rows, shape.head, reinterpret_cast<uint16_t*>(keys_here), end, scores);
       }
+      if (shape.attention_cap != 0)
+        for (int r = 0; r < rows; ++r) floats.cap(scores + r * kSegment + begin, shape.attention_cap, end - begin);
       float* into = states + g * state;
       floats.weigh(scores, rows, begin, end, into, shape.head);
       if (cache.bits_)
@@ -306,28 +504,56 @@ struct Decoder::Run {
         floats.gather_halves(scores, rows, begin, end, reinterpret_cast<uint16_t*>(values_here), into, shape.head);
     }
   }
+
+  void logits_of(const std::vector<int64_t>& wanted, float* logits) {
+    const auto some = static_cast<int64_t>(wanted.size()), vocabulary = shape.vocabulary;
+    const Activations last = activations_for(decoder.head, some);
+    const auto token_of = [&](int64_t i) { return wanted[static_cast<size_t>(i)]; };
+    each(some, [&](int64_t i) {
+      const float* row = normalised(token_of(i), true, decoder.layers.back().mlp_output_norm, decoder.norm);
+      kernels.quantise(row, shape.hidden, last, static_cast<int>(i));
+    });
+    const std::vector<Span> of_wanted = spans_of(some, token_of);
+    multiply(kernels, pool, {{decoder.head, 0, last, of_wanted, logits}});
+    if (shape.logit_scale == 1 && shape.logit_cap == 0) return;
+    pool.run(some * vocabulary, 4096, [&](int64_t begin, int64_t end) {
+      if (shape.logit_scale != 1) floats.scale(logits + begin, shape.logit_scale, end - begin);
+      if (shape.logit_cap != 0) floats.cap(logits + begin, shape.logit_cap, end - begin);
+    });
+  }
 };
 
-bool Decoder::step(const int64_t* ids, int64_t count, Cache& cache, float* logits, bool all) {
+std::vector<int64_t> Decoder::step(const int64_t* ids, const std::vector<Sequence>& sequences,
+                                   const std::vector<int64_t>& wanted, float* logits) {
   static_assert(kMaxRows <= kMaxTokens);
-  const int64_t past = cache.length_;
-  cache.reserve(past + count);
-  Run run{*this, cache, count, past};
-  const auto decode = run.kernels.decode[embedding.bits - kCoarsest][embedding.truncate];
-  for (int64_t t = 0; t < count; ++t) decode(embedding, ids[t], run.x + t * shape.hidden);
+  int64_t count = 0;
+  for (const Sequence& sequence : sequences) {
+    count += sequence.count;
+    sequence.cache->reserve(sequence.cache->length_ + sequence.count);
+  }
+  Run run{*this, sequences, count};
+  run.begin();
+  for (int64_t t = 0; t < count; ++t) {
+    const uint8_t* bits = sequences[static_cast<size_t>(run.tokens[static_cast<size_t>(t)].sequence)].bits;
+    const Packed rows = embedding.at(bits[embedding.number]);
+    float* row = run.x + t * shape.hidden;
+    run.kernels.decode[rows.bits - kCoarsest][rows.truncate](rows, ids[t], row);
+    if (shape.embedding_scale != 1) run.floats.scale(row, shape.embedding_scale, shape.hidden);
+  }
   const auto number = static_cast<int64_t>(layers.size());
   for (int64_t i = 0; i < number; ++i) run.layer(i);
-  if (!run.held.load()) {
-    cache.crop(past);
-    return false;
+  std::vector<int64_t> refused;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    Cache& cache = *sequences[i].cache;
+    if (run.refused[i].load()) {
+      refused.push_back(static_cast<int64_t>(i));
+      cache.crop(cache.length_);
+    } else {
+      cache.length_ += sequences[i].count;
+    }
   }
-  cache.length_ = past + count;
-  if (logits) {
-    Activations x = run.normalised(norm, head.weight, number > 0);
-    if (!all) x = x.some(static_cast<int>(count) - 1, 1);
-    multiply(run.kernels, run.pool, {{head, logits}}, x);
-  }
-  return true;
+  if (!wanted.empty()) run.logits_of(wanted, logits);
+  return refused;
 }
 
 }  // namespace otaro

@@ -1,7 +1,8 @@
-// A decoder of the LLaMA family on packed planes: all layers of one step in one call. What the layers compute is transformers'
-// own (RMS norms, rotary positions, grouped attention, gated SiLU); every linear is the product of sefp.h on
-// activations that are quantised once per input. A token's arithmetic never depends on the tokens it is computed with, on the
-// instruction set or on the threads, so a prompt gives the same bits at once, in pieces and token by token.
+// A decoder on packed planes: all layers of one step in one call. What the layers compute is transformers' own (RMS norms, rotary
+// positions, grouped attention, gated activations, experts; ../../runtime/description.py has it on a page); every linear is
+// the product of sefp.h on activations that are quantised once per input. A step reads tokens of one sequence or of several, each
+// at its own precision. A token's arithmetic never depends on the tokens it is computed with, on the instruction set or on the
+// threads, so a prompt gives the same bits at once, in pieces, token by token and beside others.
 #pragma once
 
 #include <atomic>
@@ -25,21 +26,39 @@ constexpr int64_t kMaxStep = 64;  // tokens of one call
 const Floats& floats_of(const Kernels& kernels);
 
 struct Shape {
-  int64_t hidden = 0, heads = 0, kv_heads = 0, head = 0, intermediate = 0, vocabulary = 0;
-  float eps = 0, scale = 1;  // of queries
+  int64_t hidden = 0, heads = 0, kv_heads = 0, head = 0, vocabulary = 0;
+  float eps = 0, scale = 1;                         // of queries
+  float attention_cap = 0, logit_cap = 0;           // 0: none
+  float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
+  bool gelu = false;  // or silu
 };
 
 struct Linear {
-  Packed weight;
+  Packed weight;                // of the first expert, where there are several; with all planes that were attached
   const float* bias = nullptr;  // [rows] or none
+  int64_t stride = 0;           // rows from one expert to the next
+  int number = 0;               // whose precision is its own
+
+  Packed at(int bits, int64_t expert = 0) const;
+};
+
+// Each token has the `chosen` experts with the highest scores.
+struct Experts {
+  const float* router = nullptr;  // [count, hidden]
+  int64_t count = 0, chosen = 0;
+  bool normalize = false;
 };
 
 struct Layer {
-  const float *input_norm = nullptr, *mlp_norm = nullptr;
-  const float *query_norm = nullptr, *key_norm = nullptr;  // [head] or none
-  const float* key_offset = nullptr;                       // what packed keys are kept less, [kv_heads * head] or none
+  const float *attention_norm = nullptr, *attention_output_norm = nullptr;  // [hidden] or none, as all norms
+  const float *mlp_norm = nullptr, *mlp_output_norm = nullptr;
+  const float *query_norm = nullptr, *key_norm = nullptr;  // [head], or of all heads at once
+  bool norms_all_heads = false;
+  const float* key_offset = nullptr;  // what packed keys are kept less, [kv_heads * head] or none
   Linear query, key, value, output, gate, up, down;
+  int rope = 0;        // -1: none
   int64_t window = 0;  // positions that a token sees, itself included; 0: all
+  Experts experts;
 };
 
 // Keys and values, in segments of kSegment positions that are added as they are needed. In a segment every layer and kv head has its
@@ -76,34 +95,50 @@ class Cache {
   std::vector<std::unique_ptr<std::byte, Free>> segments_;
 };
 
+// Some tokens of a sequence, read after those in its cache.
+struct Sequence {
+  Cache* cache;
+  int64_t count;
+  const uint8_t* bits;  // mantissa bits of all matrices
+};
+
 // Whoever uses what may change (all but `shape` and `positions`) holds the mutex: threads may share a decoder.
 class Decoder {
  public:
-  Decoder(const Shape& shape, std::vector<Layer> layers, const Packed& embedding, const Linear& head, const float* norm)
-    : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {}
+  // `halves` are the numbers of angles of each rope.
+  Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head, const float* norm,
+          const std::vector<int64_t>& halves);
 
-  // Reads `count` tokens, at most kMaxStep, after those in the cache. Logits of the last one, or of all, go to `logits`, unless
-  // it is null. False where the cache cannot hold a key or value, in float16 or packed; it is then as long as before.
-  bool step(const int64_t* ids, int64_t count, Cache& cache, float* logits, bool all);
+  // Reads tokens, at most kMaxStep in all, those of the first sequence first. Logits of the tokens numbered `wanted`, ascending, go to
+  // `logits`. Returns the sequences whose cache cannot hold a key or value, in float16 or packed; these are as long as before. No
+  // two sequences have the same cache.
+  std::vector<int64_t> step(const int64_t* ids, const std::vector<Sequence>& sequences, const std::vector<int64_t>& wanted,
+                            float* logits);
 
-  // Cosines and sines [end - start, head / 2] of the positions from `start`, at most `positions()`, to `end`. Those that are
-  // known already stay, so that it does not matter how many threads bring the same ones.
-  void extend_positions(int64_t start, int64_t end, const float* cosines, const float* sines);
+  // Cosines and sines [end - start, halves] of the positions from `start`, at most `positions()`, to `end`, for every rope. Those
+  // that are known already stay, so that it does not matter how many threads bring the same ones.
+  void extend_positions(int64_t start, int64_t end, const std::vector<const float*>& cosines,
+                        const std::vector<const float*>& sines);
   // How many positions are known, from 0 on. They never become fewer.
   int64_t positions() const { return positions_.load(); }
+  int64_t half(size_t rope) const { return ropes_[rope].half; }
+  size_t ropes() const { return ropes_.size(); }
 
   const Shape shape;
   std::vector<Layer> layers;
-  Packed embedding;
-  Linear head;
+  Linear embedding, head;
   const float* norm;
   std::mutex mutex;
 
  private:
   struct Run;
+  struct Rope {
+    int64_t half;
+    std::vector<float> cosines, sines;
+  };
   std::atomic<int64_t> positions_{0};
-  std::vector<float> cosines_, sines_;
-  std::vector<float> x_, delta_, normed_, queries_, keys_, values_, gate_, up_, states_;
+  std::vector<Rope> ropes_;
+  std::vector<float> x_, delta_, normed_, queries_, keys_, values_, gate_, up_, down_, scores_, states_;
   Scratch activations_, query_activations_;
 };
 

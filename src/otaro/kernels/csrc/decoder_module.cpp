@@ -56,53 +56,35 @@ struct Matrix {
 // for which nobody waits with the GIL.
 class Owner {
  public:
-  Owner(int64_t heads, int64_t kv_heads, int64_t head, float eps, float scale, const nb::object& embedding, const nb::object& head_matrix,
-        const nb::object& norm, const nb::list& layers) {
+  // What these dictionaries hold: runtime/decode.py.
+  Owner(const nb::dict& model, const nb::list& layers) {
     Shape shape;
-    shape.heads = heads, shape.kv_heads = kv_heads, shape.head = head;
-    shape.eps = eps, shape.scale = scale;
-    check(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-    check(head > 0 && head % 2 == 0 && head <= kMaxHead, "head must be even and at most " + std::to_string(kMaxHead));
+    const auto number = [&](const char* name) { return nb::cast<float>(model[name]); };
+    shape.heads = nb::cast<int64_t>(model["heads"]), shape.kv_heads = nb::cast<int64_t>(model["kv_heads"]);
+    shape.head = nb::cast<int64_t>(model["head_dim"]);
+    shape.eps = number("eps"), shape.scale = number("scale");
+    shape.attention_cap = number("attention_cap"), shape.logit_cap = number("logit_cap");
+    shape.embedding_scale = number("embedding_scale"), shape.residual_scale = number("residual_scale");
+    shape.logit_scale = number("logit_scale");
+    shape.gelu = nb::cast<bool>(model["gelu"]);
+    check(shape.kv_heads > 0 && shape.heads > 0 && shape.heads % shape.kv_heads == 0, "heads must be a multiple of kv_heads");
+    check(shape.head > 0 && shape.head % 2 == 0 && shape.head <= kMaxHead, "head must be even and at most " + std::to_string(kMaxHead));
     check(layers.size() > 0, "there must be a layer");
-    const Packed& rows = matrix(embedding).packed;
-    shape.vocabulary = rows.rows, shape.hidden = rows.length;
+    const auto halves = nb::cast<std::vector<int64_t>>(model["rope_angles"]);
+    for (const int64_t half : halves) check(half > 0 && 2 * half <= shape.head, "a rope turns at most a whole head");
+    Linear embedding, head;
+    shape.vocabulary = matrix(model["embedding"][0]).packed.rows, shape.hidden = matrix(model["embedding"][0]).packed.length;
+    take(model["embedding"], 1, shape.vocabulary, shape.hidden, embedding);
     std::vector<Layer> all(layers.size());
-    nb::dict first = nb::cast<nb::dict>(layers[0]);
-    shape.intermediate = matrix(first["gate"]).packed.rows;
-    const int64_t of_queries = heads * head, of_keys = kv_heads * head;
-    Linear output;
-    take(head_matrix, shape.vocabulary, shape.hidden, output);
-    for (size_t i = 0; i < all.size(); ++i) {
-      const auto parts = nb::cast<nb::dict>(layers[i]);
-      Layer& layer = all[i];
-      const auto linear = [&](const char* name, int64_t rows_of, int64_t length, Linear& into) {
-        take(parts[name], rows_of, length, into);
-        into.bias = optional(parts[(std::string(name) + "_bias").c_str()], rows_of);
-      };
-      linear("query", of_queries, shape.hidden, layer.query);
-      linear("key", of_keys, shape.hidden, layer.key);
-      linear("value", of_keys, shape.hidden, layer.value);
-      linear("output", shape.hidden, of_queries, layer.output);
-      linear("gate", shape.intermediate, shape.hidden, layer.gate);
-      linear("up", shape.intermediate, shape.hidden, layer.up);
-      linear("down", shape.hidden, shape.intermediate, layer.down);
-      layer.input_norm = vector(parts["input_norm"], shape.hidden);
-      layer.mlp_norm = vector(parts["mlp_norm"], shape.hidden);
-      layer.query_norm = optional(parts["query_norm"], head);
-      layer.key_norm = optional(parts["key_norm"], head);
-      layer.key_offset = optional(parts["key_offset"], of_keys);
-      layer.window = nb::cast<int64_t>(parts["window"]);
-      check(layer.window >= 0, "window must not be negative");
-    }
-    decoder_ = std::make_unique<Decoder>(shape, std::move(all), rows, output, vector(norm, shape.hidden));
-    // In the order in which `step` gets their precisions.
-    slots_.emplace_back(decoder_->embedding);
-    for (size_t i = 0; i < decoder_->layers.size(); ++i) {
-      Layer& layer = decoder_->layers[i];
+    for (size_t i = 0; i < all.size(); ++i) take(nb::cast<nb::dict>(layers[i]), shape, halves.size(), all[i]);
+    take(model["lm_head"], 1, shape.vocabulary, shape.hidden, head);
+    decoder_ = std::make_unique<Decoder>(shape, std::move(all), embedding, head, vector(model["norm"], shape.hidden), halves);
+    slots_[0].linear = &decoder_->embedding;
+    size_t slot = 1;
+    for (Layer& layer : decoder_->layers)
       for (Linear* linear : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
-        slots_.emplace_back(linear->weight);
-    }
-    slots_.emplace_back(decoder_->head.weight);
+        slots_[slot++].linear = linear;
+    slots_[slot].linear = &decoder_->head;
   }
 
   // The plane that brings a matrix to `bits` mantissa bits; nothing where it has that many.
@@ -110,45 +92,82 @@ class Owner {
     check(matrix < slots_.size(), "there is no such matrix");
     check(bits > kCoarsest && bits <= kFinest, "there are at most five planes");
     Slot& slot = slots_[matrix];
-    check(Matrix::has_columns(plane, slot.known, slot.known.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
     nb::gil_scoped_release released;
     std::lock_guard lock(decoder_->mutex);
-    if (bits <= slot.known.bits) return;
-    check(bits == slot.known.bits + 1, "planes are attached in ascending order");
-    slot.known.planes[slot.planes.size()] = plane.data();
+    Packed& weight = slot.linear->weight;
+    check(static_cast<int64_t>(plane.shape(0)) == slot.rows && static_cast<int64_t>(plane.shape(1)) == weight.blocks() * kPlaneBytes,
+          "a plane must be [rows, 4 * blocks]");
+    if (bits <= weight.bits) return;
+    check(bits == weight.bits + 1, "planes are attached in ascending order");
+    weight.planes[slot.planes.size()] = plane.data() + slot.first * weight.blocks() * kPlaneBytes;
     slot.planes.push_back(std::move(plane));
-    slot.known.bits = bits;
+    weight.bits = bits;
   }
 
-  // False where the cache cannot hold a key or value.
-  bool step(const Array<const int64_t, 1>& ids, Cache& cache, const nb::bytes& bits, const std::optional<Array<float, 2>>& logits) {
-    const std::string wanted(static_cast<const char*>(bits.data()), bits.size());
-    const auto count = static_cast<int64_t>(ids.shape(0));
-    const auto rows = logits ? static_cast<int64_t>(logits->shape(0)) : 0;
+  // Reads counts[i] tokens into caches[i], at the precisions bits[i]. Logits [wanted, vocabulary] of the tokens whose numbers are wanted.
+  // Returns the numbers of caches that cannot hold a key or value.
+  std::vector<int64_t> step(const Array<const int64_t, 1>& ids, const std::vector<Cache*>& caches,
+                            const std::vector<int64_t>& counts, const std::vector<nb::bytes>& bits,
+                            const std::vector<int64_t>& wanted, const std::optional<Array<float, 2>>& logits) {
     const Shape& shape = decoder_->shape;
+    const auto count = static_cast<int64_t>(ids.shape(0));
     check(count > 0 && count <= kMaxStep, "a step takes 1 to " + std::to_string(kMaxStep) + " tokens");
-    check(!logits || ((rows == 1 || rows == count) && static_cast<int64_t>(logits->shape(1)) == shape.vocabulary),
-          "logits must be [1 or tokens, vocabulary]");
+    check(caches.size() == counts.size() && caches.size() == bits.size(), "there must be a count and precisions for each cache");
     for (int64_t i = 0; i < count; ++i)
       check(ids.data()[i] >= 0 && ids.data()[i] < shape.vocabulary,
             "token " + std::to_string(ids.data()[i]) + " is not in the vocabulary of " + std::to_string(shape.vocabulary));
-    check(cache.fits(static_cast<int64_t>(decoder_->layers.size()), shape), "the cache is of another model");
+    check(wanted.empty() || (logits && logits->shape(0) == wanted.size() && static_cast<int64_t>(logits->shape(1)) == shape.vocabulary),
+          "logits must be [wanted, vocabulary]");
+    for (size_t i = 0; i < wanted.size(); ++i)
+      check(wanted[i] >= 0 && wanted[i] < count && (i == 0 || wanted[i] > wanted[i - 1]), "wanted tokens are numbered in ascending order");
+    int64_t total = 0;
+    std::vector<std::string> precisions;
+    std::vector<std::unique_lock<std::mutex>> locks;
+    std::vector<Cache*> sorted(caches);
+    std::sort(sorted.begin(), sorted.end());
+    check(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "a cache is there twice");
+    for (size_t i = 0; i < caches.size(); ++i) {
+      check(caches[i] && caches[i]->fits(static_cast<int64_t>(decoder_->layers.size()), shape), "the cache is of another model");
+      check(counts[i] > 0 && counts[i] <= count, "each cache takes one token or more");
+      total += counts[i];
+      precisions.emplace_back(static_cast<const char*>(bits[i].data()), bits[i].size());
+    }
+    check(total == count, "counts must add up to the tokens");
+
     nb::gil_scoped_release released;
-    std::scoped_lock lock(decoder_->mutex, cache.mutex);
-    set_precisions(wanted);
-    check(cache.length() + count <= decoder_->positions(), "position " + std::to_string(cache.length() + count - 1) +
-                                                             " is beyond those known, " + std::to_string(decoder_->positions()));
-    return decoder_->step(ids.data(), count, cache, logits ? logits->data() : nullptr, rows > 1);
+    std::lock_guard lock(decoder_->mutex);
+    for (Cache* cache : sorted) locks.emplace_back(cache->mutex);
+    std::vector<Sequence> sequences;
+    for (size_t i = 0; i < caches.size(); ++i) {
+      const int64_t end = caches[i]->length() + counts[i];
+      check(end <= decoder_->positions(), "position " + std::to_string(end - 1) + " is beyond those known, " + std::to_string(decoder_->positions()));
+      // Equal ones have one address, so that the decoder sees that they are.
+      const bool like_before = i && precisions[i] == precisions[i - 1];
+      if (!like_before) check_precisions(precisions[i]);
+      sequences.push_back({caches[i], counts[i],
+                           like_before ? sequences.back().bits : reinterpret_cast<const uint8_t*>(precisions[i].data())});
+    }
+    return decoder_->step(ids.data(), sequences, wanted, logits ? logits->data() : nullptr);
   }
 
-  void extend_positions(int64_t start, const Array<const float, 2>& cosines, const Array<const float, 2>& sines) {
-    const auto half = static_cast<size_t>(decoder_->shape.head / 2);
-    check(cosines.shape(1) == half && sines.shape(1) == half && cosines.shape(0) == sines.shape(0),
-          "cosines and sines must be [positions, head / 2]");
+  // Cosines and sines of each rope.
+  void extend_positions(int64_t start, const std::vector<Array<const float, 2>>& cosines,
+                        const std::vector<Array<const float, 2>>& sines) {
+    check(cosines.size() == decoder_->ropes() && sines.size() == cosines.size(), "there must be angles for each rope");
+    std::vector<const float*> both[2];
+    size_t count = 0;
+    for (size_t i = 0; i < cosines.size(); ++i) {
+      const auto half = static_cast<size_t>(decoder_->half(i));
+      if (i == 0) count = cosines[0].shape(0);
+      for (const auto* table : {&cosines[i], &sines[i]}) {
+        check(table->shape(0) == count && table->shape(1) == half, "cosines and sines must be [positions, angles]");
+        both[table == &sines[i]].push_back(table->data());
+      }
+    }
     nb::gil_scoped_release released;
     std::lock_guard lock(decoder_->mutex);
     check(start >= 0 && start <= decoder_->positions(), "positions must follow those known");
-    decoder_->extend_positions(start, start + static_cast<int64_t>(cosines.shape(0)), cosines.data(), sines.data());
+    decoder_->extend_positions(start, start + static_cast<int64_t>(count), both[0], both[1]);
   }
 
   int64_t positions() const { return decoder_->positions(); }
@@ -159,21 +178,64 @@ class Owner {
   }
 
  private:
+  // A matrix, in the order in which `step` gets precisions.
   struct Slot {
-    explicit Slot(Packed& packed) : in_use(&packed), known(packed) {}
-    Packed* in_use;  // what steps read
-    Packed known;    // with all planes that were attached
+    Linear* linear = nullptr;
+    int64_t first = 0, rows = 0;  // its first row in the tensor, and the tensor's rows
     std::vector<Bytes> planes;
   };
 
-  const Matrix& matrix(nb::handle object) {
-    kept_.append(object);
-    return nb::cast<const Matrix&>(object);
+  const Matrix& matrix(nb::handle object) { return nb::cast<const Matrix&>(object); }
+
+  // (matrix, first row, rows of one expert, rows between two experts, bias)
+  void take(nb::handle object, int64_t experts, int64_t rows, int64_t length, Linear& into) {
+    const auto given = nb::cast<nb::tuple>(object);
+    kept_.append(given);
+    const Packed& whole = matrix(given[0]).packed;
+    const auto first = nb::cast<int64_t>(given[1]), stride = nb::cast<int64_t>(given[3]);
+    check(nb::cast<int64_t>(given[2]) == rows && whole.length == length && first >= 0 && stride >= 0 && stride <= whole.rows &&
+            (experts == 1 || stride >= rows) && first + (experts - 1) * stride + rows <= whole.rows,
+          "a matrix has the wrong shape");
+    into.stride = stride, into.number = static_cast<int>(slots_.size());
+    into.weight = whole;
+    into.weight.base += first * whole.blocks() * kBaseBytes;
+    into.weight.scales += first * whole.groups();
+    into.weight.rows = rows;
+    into.bias = optional(given[4], rows);
+    slots_.push_back({nullptr, first, whole.rows, {}});
   }
 
-  void take(nb::handle object, int64_t rows, int64_t length, Linear& into) {
-    into.weight = matrix(object).packed;
-    check(into.weight.rows == rows && into.weight.length == length, "a matrix has the wrong shape");
+  void take(const nb::dict& parts, const Shape& shape, size_t ropes, Layer& layer) {
+    const int64_t of_queries = shape.heads * shape.head, of_keys = shape.kv_heads * shape.head;
+    Experts& experts = layer.experts;
+    if (!parts["router"].is_none()) {
+      experts.count = nb::cast<int64_t>(parts["experts"]), experts.chosen = nb::cast<int64_t>(parts["chosen"]);
+      experts.normalize = nb::cast<bool>(parts["normalize"]);
+      check(experts.count > 0 && experts.count <= kMostExperts && experts.chosen > 0 && experts.chosen <= experts.count,
+            "of some experts one or more are chosen");
+      experts.router = vector(parts["router"], experts.count * shape.hidden);
+    }
+    const int64_t stacked = std::max<int64_t>(1, experts.count);
+    const auto width = nb::cast<int64_t>(parts["gate"][2]);
+    take(parts["query"], 1, of_queries, shape.hidden, layer.query);
+    take(parts["key"], 1, of_keys, shape.hidden, layer.key);
+    take(parts["value"], 1, of_keys, shape.hidden, layer.value);
+    take(parts["output"], 1, shape.hidden, of_queries, layer.output);
+    take(parts["gate"], stacked, width, shape.hidden, layer.gate);
+    take(parts["up"], stacked, width, shape.hidden, layer.up);
+    take(parts["down"], stacked, shape.hidden, width, layer.down);
+    layer.attention_norm = optional(parts["attention_norm"], shape.hidden);
+    layer.attention_output_norm = optional(parts["attention_output_norm"], shape.hidden);
+    layer.mlp_norm = optional(parts["mlp_norm"], shape.hidden);
+    layer.mlp_output_norm = optional(parts["mlp_output_norm"], shape.hidden);
+    layer.norms_all_heads = nb::cast<bool>(parts["norms_all_heads"]);
+    layer.query_norm = optional(parts["query_norm"], layer.norms_all_heads ? of_queries : shape.head);
+    layer.key_norm = optional(parts["key_norm"], layer.norms_all_heads ? of_keys : shape.head);
+    layer.key_offset = optional(parts["key_offset"], of_keys);
+    layer.window = nb::cast<int64_t>(parts["window"]);
+    check(layer.window >= 0, "window must not be negative");
+    layer.rope = parts["rope"].is_none() ? -1 : nb::cast<int>(parts["rope"]);
+    check(layer.rope >= -1 && layer.rope < static_cast<int>(ropes), "there is no such rope");
   }
 
   const float* vector(nb::handle object, int64_t count) {
@@ -185,22 +247,19 @@ class Owner {
 
   const float* optional(nb::handle object, int64_t count) { return object.is_none() ? nullptr : vector(object, count); }
 
-  void set_precisions(const std::string& wanted) {
-    if (wanted == set_) return;
+  void check_precisions(const std::string& wanted) {
+    if (wanted == checked_) return;
     check(wanted.size() == slots_.size(), "there must be one precision for each matrix");
     for (size_t i = 0; i < slots_.size(); ++i)
-      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].known.bits, "a matrix lacks the planes of its precision");
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      *slots_[i].in_use = slots_[i].known;
-      slots_[i].in_use->bits = wanted[i];
-    }
-    set_ = wanted;
+      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].linear->weight.bits, "a matrix lacks the planes of its precision");
+    checked_ = wanted;
   }
 
+  static constexpr int64_t kMostExperts = 1 << 16;
   nb::list kept_;
   std::unique_ptr<Decoder> decoder_;
   std::vector<Slot> slots_;
-  std::string set_;
+  std::string checked_;  // planes are never detached
 };
 
 void crop(Cache& cache, int64_t length) {
@@ -285,9 +344,8 @@ void define_decoder(nb::module_& m) {
     .def_prop_ro("nbytes", bytes_of)
     .def("crop", crop, "length"_a);
   nb::class_<Owner>(m, "Decoder")
-    .def(nb::init<int64_t, int64_t, int64_t, float, float, nb::object, nb::object, nb::object, nb::list>(), "heads"_a, "kv_heads"_a,
-         "head"_a, "eps"_a, "scale"_a, "embedding"_a, "head_matrix"_a, "norm"_a, "layers"_a)
-    .def("step", &Owner::step, plain("ids"), "cache"_a, "bits"_a, plain("logits").none())
+    .def(nb::init<nb::dict, nb::list>(), "model"_a, "layers"_a)
+    .def("step", &Owner::step, plain("ids"), "caches"_a, "counts"_a, "bits"_a, "wanted"_a, plain("logits").none())
     .def("attach", &Owner::attach, "matrix"_a, "bits"_a, plain("plane"))
     .def("extend_positions", &Owner::extend_positions, "start"_a, plain("cosines"), plain("sines"))
     .def_prop_ro("positions", &Owner::positions)

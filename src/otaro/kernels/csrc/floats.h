@@ -27,8 +27,14 @@ struct Floats {
   void (*scale)(float* x, float factor, int64_t count);
   // Rotate the pairs (x[i], x[i + half]) by the angles whose cosines and sines are given.
   void (*rotate)(float* x, const float* cosines, const float* sines, int64_t half);
-  // gate = gate / (1 + exp(-gate)) * up
+  // gate = silu(gate) * up; or gelu, by its approximation with tanh
   void (*silu)(float* gate, const float* up, int64_t count);
+  void (*gelu)(float* gate, const float* up, int64_t count);
+  // x = most * tanh(x / most)
+  void (*cap)(float* x, float most, int64_t count);
+  float (*dot)(const float* x, const float* y, int64_t count);
+  // x = exp(x) / sum(exp(x))
+  void (*softmax)(float* x, int64_t count);
   void (*exponential)(const float* x, float* out, int64_t count);
 
   // Float16, rounded to nearest even: the key of one position of a segment [tiles of 16 positions][head][16], and
@@ -131,19 +137,20 @@ OTARO_INLINE Eight exp8(Eight x) {
   return choose8(x < bottom, Eight{}, result);
 }
 
-static void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+static float dot(const float* x, const float* y, int64_t count) {
   Eight low = {}, high = {};
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const Eight a = load8(x + i), b = load8(x + i + 8);
-    low += a * a, high += b * b;
-  }
+  for (; i + 16 <= count; i += 16) low += load8(x + i) * load8(y + i), high += load8(x + i + 8) * load8(y + i + 8);
   if (i < count) {
-    const int64_t left = count - i;
-    const Eight a = load_some(x + i, left < 8 ? left : 8), b = load_some(x + i + (left < 8 ? 0 : 8), left < 8 ? 0 : left - 8);
-    low += a * a, high += b * b;
+    const int64_t left = count - i, first = left < 8 ? left : 8, rest = left - first, next = i + (rest ? 8 : 0);
+    low += load_some(x + i, first) * load_some(y + i, first);
+    high += load_some(x + next, rest) * load_some(y + next, rest);
   }
-  const float factor = 1.0f / __builtin_sqrtf(sum16(low, high) / static_cast<float>(count) + eps);
+  return sum16(low, high);
+}
+
+static void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+  const float factor = 1.0f / __builtin_sqrtf(dot(x, x, count) / static_cast<float>(count) + eps);
   for (int64_t k = 0; k < count; ++k) out[k] = weight[k] * (x[k] * factor);
 }
 
@@ -164,15 +171,49 @@ static void rotate(float* x, const float* cosines, const float* sines, int64_t h
   }
 }
 
-OTARO_INLINE Eight silu8(Eight gate, Eight up) { return gate / (1.0f + exp8(-gate)) * up; }
+// Eight at a time, the last ones filled up with zeros: x[i] = function(x[i], y[i]).
+template <class Function>
+OTARO_INLINE void each8(float* x, const float* y, int64_t count, Function function) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) store8(x + i, function(load8(x + i), load8(y + i)));
+  if (i < count) {
+    const Eight last = function(load_some(x + i, count - i), load_some(y + i, count - i));
+    std::memcpy(x + i, &last, static_cast<size_t>(count - i) * sizeof(float));
+  }
+}
 
 static void silu(float* gate, const float* up, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) store8(gate + i, silu8(load8(gate + i), load8(up + i)));
-  if (i < count) {
-    const Eight last = silu8(load_some(gate + i, count - i), load_some(up + i, count - i));
-    std::memcpy(gate + i, &last, static_cast<size_t>(count - i) * sizeof(float));
-  }
+  each8(gate, up, count, [](Eight g, Eight u) __attribute__((always_inline)) { return g / (1.0f + exp8(-g)) * u; });
+}
+
+// g/2 (1 + tanh(y)) is g / (1 + exp(-2y)).
+static void gelu(float* gate, const float* up, int64_t count) {
+  constexpr float kTwice = 1.59576912f;  // 2 sqrt(2 / pi)
+  each8(gate, up, count, [](Eight g, Eight u) __attribute__((always_inline)) { return g / (1.0f + exp8(-((g * g * g * 0.044715f + g) * kTwice))) * u; });
+}
+
+// tanh to about one unit in the last place: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would lose digits.
+OTARO_INLINE Eight tanh8(Eight x) {
+  const Eight magnitude = choose8(x < 0.0f, -x, x), z = x * x;
+  const Eight large = 1.0f - 2.0f / (exp8(magnitude + magnitude) + 1.0f);
+  Eight p = all8(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  return choose8(magnitude < 0.625f, p * z * x + x, choose8(x < 0.0f, -large, large));
+}
+
+static void cap(float* x, float most, int64_t count) {
+  each8(x, x, count, [most](Eight value, Eight) __attribute__((always_inline)) { return tanh8(value / most) * most; });
+}
+
+static void softmax(float* x, int64_t count) {
+  float largest = x[0], sum = 0;
+  for (int64_t i = 1; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+  each8(x, x, count, [largest](Eight value, Eight) __attribute__((always_inline)) { return exp8(value - largest); });
+  for (int64_t i = 0; i < count; ++i) sum += x[i];
+  for (int64_t i = 0; i < count; ++i) x[i] /= sum;
 }
 
 static void exponential(const float* x, float* out, int64_t count) {
@@ -383,7 +424,7 @@ static void finish(const float* state, float* out, int64_t head) {
   for (int64_t i = 0; i < head; ++i) out[i] = state[kTile + i] / state[1];
 }
 
-const Floats kFloats = {norm, add, scale, rotate, silu, exponential, store_key, store_value, encode, score, weigh,
+const Floats kFloats = {norm, add, scale, rotate, silu, gelu, cap, dot, softmax, exponential, store_key, store_value, encode, score, weigh,
                         gather_halves, gather_floats, merge, finish};
 
 }  // namespace otaro::OTARO_ISA
