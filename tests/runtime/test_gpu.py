@@ -359,6 +359,39 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
     assert (rows[0] - rows[1]).abs().max() <= rounding * rows[1].abs().max()
 
 
+@pytest.mark.parametrize(
+    ("name", "mlp"),
+    [("llama", ["linear", "quantise", "linear"]), ("mixtral", ["route", "linear", "quantise", "linear", "mix"])],
+    ids=["llama", "mixtral"],
+)
+def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, mlp):
+    """Nine to a layer, where it has no experts, and no constant that its kernels did not have."""
+    launched, constants = [], {}
+
+    def kernel(file, name, device, **given):
+        constants.setdefault(name, set()).update(given)
+        return lambda *launch: launched.append(name)
+
+    monkeypatch.setattr(cuda_steps.nvrtc, "kernel", kernel)
+    monkeypatch.setattr(cuda_steps.cuda, "products", lambda *args, **kwargs: launched.append("linear"))
+    model = otaro.load(make_variant(name, {"head_dim": 64})[0], "E5M5")
+    decoder = GpuDecoder.of(model, cuda_steps.CudaSteps("cpu"))
+    decoder.begin([1], decoder.new_cache())
+    launched.clear()
+    decoder.advance()
+    layer = ["normalise", "linear", "place", "attend", "linear", "normalise", *mlp]
+    assert launched == ["embed", *layer, *layer, "normalise", "linear", "choose"]
+    if name == "llama":
+        assert constants == {
+            "embed": {"BITS", "TRUNCATE", "GROUP_SIZE"},
+            "normalise": {"UNIT", "HALF_IN", "HALF_OUT", "VECTORS"},
+            "place": {"HEAD", "KV_BITS", "HALF_IN"},
+            "attend": {"HEAD", "HEADS", "KV_BITS", "OUT", "UNIT"},
+            "quantise": {"UNIT", "HALF_IN", "HALF_OUT"},
+            "choose": set(),
+        }
+
+
 def _cropped(cache):
     cache.crop(-1)
     return cache

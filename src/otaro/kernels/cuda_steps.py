@@ -145,17 +145,18 @@ class CudaSteps:
         quads = -(-length // 4) if out.group_size is None else units * unit // 4
         vectors = -(-quads // 1024)
         threads = -(-quads // (32 * vectors)) * 32
-        values, delta_norm, scale = delta or Delta(torch.empty(0))
+        values, delta_norm, scale = delta or (None, None, 1.0)
         parameters = _Normalise(
-            x.data_ptr(), values.data_ptr() if delta else 0, _pointer(weight), _digits(out), _halves(out), length, units,
+            x.data_ptr(), _pointer(values), _pointer(weight), _digits(out), _halves(out), length, units,
             eps, scale, _pointer(delta_norm), _pointer(floats),
         )  # fmt: skip
         constants = {
-            "UNIT": unit, "HALF_IN": values.dtype == torch.float16, "HALF_OUT": out.group_size is None, "VECTORS": vectors,
+            "UNIT": unit, "HALF_IN": values is not None and values.dtype == torch.float16,
+            "HALF_OUT": out.group_size is None, "VECTORS": vectors,
         }  # fmt: skip
-        # Named where they are not what decode.cu takes them for, so that most models have the same kernel.
-        few = {"SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None}
-        constants.update({name: True for name, there in few.items() if there})
+        # Named only where a model has them, so that others keep their kernel.
+        rare = {"SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None}
+        constants.update({name: True for name, there in rare.items() if there})
         if weight is None:
             constants["NORM"] = False
         nvrtc.kernel("decode.cu", "normalise", self._gpu, **constants)((len(x),), threads, parameters)

@@ -74,6 +74,8 @@ __device__ __forceinline__ void store_halves(uint16_t* to, const float (&x)[4]) 
   *reinterpret_cast<ushort4*>(to) = make_ushort4(to_half(x[0]), to_half(x[1]), to_half(x[2]), to_half(x[3]));
 }
 
+__device__ __forceinline__ float scaled(float value, float scale) { return SCALED ? __fmul_rn(value, scale) : value; }
+
 // Rows of an embedding: a thread has four weights.
 struct Embed {
   Packed matrix;
@@ -101,19 +103,19 @@ extern "C" __global__ void embed(const __grid_constant__ Embed p) {
 #pragma unroll
     for (int k = 0; k < BITS - kCoarsest; ++k) u = 2 * u | (planes[k] >> 8 * i & 1);
     if (means.raise_negative) u += u < 1 << BITS;
-    float value = static_cast<float>(means.factor * u + means.constant) * step;
-    if constexpr (SCALED) value = __fmul_rn(value, p.scale);
-    if (4 * quad + i < p.length) p.x[static_cast<int64_t>(token) * p.length + 4 * quad + i] = value;
+    if (4 * quad + i < p.length)
+      p.x[static_cast<int64_t>(token) * p.length + 4 * quad + i] = scaled(static_cast<float>(means.factor * u + means.constant) * step, p.scale);
   }
 }
 
-// The sum over a block of at most 32 warps, in every thread. `sums` must not be in use.
-__device__ __forceinline__ float sum_of_block(float sum, float* sums) {
+// A sum over a block of at most 32 warps: each leaves its part, and after a barrier every thread collects them.
+__device__ __forceinline__ void leave_sum(float sum, float* sums) {
 #pragma unroll
   for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
-  __syncthreads();
-  sum = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0.0f;
+}
+__device__ __forceinline__ float collect_sum(const float* sums) {
+  float sum = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0.0f;
 #pragma unroll
   for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
   return sum;
@@ -157,8 +159,9 @@ extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_consta
     for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum += delta[v][i] * delta[v][i];
-    sum = sum_of_block(sum, sums[DELTA_NORM]);
-    const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.length) + p.eps);
+    leave_sum(sum, sums[DELTA_NORM]);
+    __syncthreads();
+    const float factor = 1.0f / sqrtf(collect_sum(sums[DELTA_NORM]) / static_cast<float>(p.length) + p.eps);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const int at = 4 * (v * blockDim.x + threadIdx.x);
@@ -173,10 +176,10 @@ extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_consta
   for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (SCALED) delta[v][i] = __fmul_rn(delta[v][i], p.scale);
-      x[v][i] = __fadd_rn(x[v][i], delta[v][i]);
+      x[v][i] = __fadd_rn(x[v][i], scaled(delta[v][i], p.scale));
       sum += x[v][i] * x[v][i];
     }
+  if constexpr (NORM) leave_sum(sum, sums[0]);
   if (p.delta) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -184,8 +187,11 @@ extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_consta
       if (at < p.length) *reinterpret_cast<float4*>(p.x + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
     }
   }
-  float factor = 1.0f;
-  if constexpr (NORM) factor = 1.0f / sqrtf(sum_of_block(sum, sums[0]) / static_cast<float>(p.length) + p.eps);
+  if constexpr (NORM) {
+    __syncthreads();
+    sum = collect_sum(sums[0]);
+  }
+  const float factor = NORM ? 1.0f / sqrtf(sum / static_cast<float>(p.length) + p.eps) : 1.0f;
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     const int at = 4 * (v * blockDim.x + threadIdx.x);
