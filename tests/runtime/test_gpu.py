@@ -404,19 +404,21 @@ def on_gpu(make_nested):
 
 @ON_GPU
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, served, kv):
+@pytest.mark.parametrize("name", [*SERVED, *MORE])
+def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, name, kv):
     """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than twice as much."""
-    model = otaro.load(make_nested(served), "E5M5", device="cuda", dtype=torch.float32)
-    decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(served), "E5M5"))
-    truth = slow(decoded_model(served, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
+    model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
+    decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(name), "E5M5"))
+    truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
     theirs = error(token_by_token(law, IDS[:40], kv), truth)
     for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
         assert error(ours.cpu(), truth) <= 2 * theirs
 
 
 @ON_GPU
-def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(on_gpu):
-    decoder = GpuDecoder.of(on_gpu)
+@pytest.mark.parametrize("name", ["llama", "olmo2", "qwen3_moe_mixed"])
+def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(make_nested, name):
+    decoder = GpuDecoder.of(otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32))
     eager, cache = [], decoder.new_cache(capacity=64)
     for token in IDS[:20]:
         decoder._occurred.clear()
@@ -430,20 +432,22 @@ def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(on_gpu):
 
 
 @ON_GPU
-def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(on_gpu):
-    decoder = GpuDecoder.of(on_gpu)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe_mixed"])
+def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(make_nested, name):
+    model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
+    decoder = GpuDecoder.of(model)
     names = ("E5M4", "E5M8", "E5M4")
-    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    bits = [decoder.weights.all_at(Precision(one)) for one in names]
     cache = decoder.new_cache(sequences=3)
     prompts(decoder, cache, (3, 9, 5))
     decoder.begin([4, 5, 6], cache, bits=bits)
     numbers = [decoder.advance() for _ in range(8)]
     together = [decoder.chosen(number) for number in numbers]
-    for row, (length, name) in enumerate(zip((3, 9, 5), names, strict=True)):
+    for row, (length, one) in enumerate(zip((3, 9, 5), names, strict=True)):
         alone = decoder.new_cache()
-        otaro.set_precision(on_gpu, "E5M5")
+        otaro.set_precision(model, "E5M5")
         decoder.forward(IDS[row : row + length], alone)
-        otaro.set_precision(on_gpu, name)
+        otaro.set_precision(model, one)
         decoder.begin([4 + row], alone)
         numbers = [decoder.advance() for _ in range(8)]
         assert [decoder.chosen(number)[0] for number in numbers] == [chosen[row] for chosen in together]
