@@ -232,6 +232,13 @@ def test_weights_need_no_model(llama, decoded_model):
         assert error(ours, truth) <= 2 * theirs
 
 
+def test_experts_that_are_not_packed_are_refused(make_nested):
+    described = describe(otaro.load(make_nested("mixtral"), "E5M4"))
+    layers = [replace(layer, gate=Matrix(torch.zeros(8, 96).half()), up=None) for layer in described.layers]
+    with pytest.raises(OtaroError, match="experts that are packed; pack this model"):
+        GpuDecoder(replace(described, layers=layers))
+
+
 def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
     decoder, other = (GpuDecoder.of(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
     cache = decoder.new_cache()
@@ -307,11 +314,11 @@ def test_the_room_of_a_cache_that_is_gone_serves_the_next(llama):
     cache = decoder.new_cache(capacity=100)
     expected = token_by_token(decoder, IDS[:4])
     decoder.forward(IDS[:70], cache)
-    number = cache.room.number
+    number = cache.kv_cache.number
     del cache
     gc.collect()
     again = decoder.new_cache()
-    assert (again.room.number, again.length) == (number, 0)
+    assert (again.kv_cache.number, again.length) == (number, 0)
     assert torch.equal(torch.stack([decoder.forward([token], again) for token in IDS[:4]]), expected)
 
 
@@ -361,7 +368,7 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "mlp"),
-    [("llama", ["linear", "quantise", "linear"]), ("mixtral", ["route", "linear", "quantise", "linear", "mix"])],
+    [("llama", ["linear", "quantize", "linear"]), ("mixtral", ["route", "linear", "quantize", "linear", "add_experts"])],
     ids=["llama", "mixtral"],
 )
 def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, mlp):
@@ -379,16 +386,16 @@ def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, m
     decoder.begin([1], decoder.new_cache())
     launched.clear()
     decoder.advance()
-    layer = ["normalise", "linear", "place", "attend", "linear", "normalise", *mlp]
-    assert launched == ["embed", *layer, *layer, "normalise", "linear", "choose"]
+    layer = ["rms_norm", "linear", "rope_and_cache", "attend", "linear", "rms_norm", *mlp]
+    assert launched == ["embed", *layer, *layer, "rms_norm", "linear", "argmax"]
     if name == "llama":
         assert constants == {
             "embed": {"BITS", "TRUNCATE", "GROUP_SIZE"},
-            "normalise": {"UNIT", "HALF_IN", "HALF_OUT", "VECTORS"},
-            "place": {"HEAD", "KV_BITS", "HALF_IN"},
+            "rms_norm": {"UNIT", "HALF_IN", "HALF_OUT", "VECTORS"},
+            "rope_and_cache": {"HEAD", "KV_BITS", "HALF_IN"},
             "attend": {"HEAD", "HEADS", "KV_BITS", "OUT", "UNIT"},
-            "quantise": {"UNIT", "HALF_IN", "HALF_OUT"},
-            "choose": set(),
+            "quantize": {"UNIT", "HALF_IN", "HALF_OUT"},
+            "argmax": set(),
         }
 
 

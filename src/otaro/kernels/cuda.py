@@ -48,7 +48,7 @@ class Chosen(NamedTuple):
     """Which experts' matrices to multiply with."""
 
     numbers: torch.Tensor
-    """int32 [tokens, experts of each]; where activations have a row for each of them, `tokens` counts these."""
+    """int32 [tokens, experts of each]; activations have a row for each token, or for each number."""
     strides: Sequence[int]
     """Of each matrix, rows from one expert's to the next one's."""
 
@@ -66,9 +66,9 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
     tokens, length = x.shape
     out = out or new_digits(tokens, length, group_size, x.device)
     units, unit = out.digits.shape[1], out.digits.shape[3]
-    kernel = nvrtc.kernel("rows.cu", "quantise", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
+    kernel = nvrtc.kernel("rows.cu", "quantize", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
     warps = tokens * units
-    parameters = _Quantise(x.data_ptr(), _activations(out), tokens, length, units)
+    parameters = _Quantize(x.data_ptr(), _activations(out), tokens, length, units)
     kernel((-(-warps // 4),), _THREADS, parameters)
     return out
 
@@ -84,7 +84,7 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(packed.base), device=x.device)
     if out.numel():
-        packed = _aligned_rows(packed)  # before `quantise`: `linear` loads weights without waiting for its predecessor
+        packed = _aligned_rows(packed)  # before `quantize`: `linear` loads weights without waiting for its predecessor
         digits = to_digits(x, packed.group_size)
         for first in range(0, len(x), MOST_TOKENS):
             products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
@@ -264,8 +264,8 @@ class ActivationsParameter(ctypes.Structure):
     _fields_ = (("digits", ctypes.c_void_p), ("terms", ctypes.c_void_p))
 
 
-class _Quantise(ctypes.Structure):
-    """`Quantise` of rows.cu."""
+class _Quantize(ctypes.Structure):
+    """`Quantize` of rows.cu."""
 
     _fields_ = (
         ("x", ctypes.c_void_p), ("out", ActivationsParameter),

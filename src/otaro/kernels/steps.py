@@ -1,20 +1,21 @@
 """What a decoder does for a few tokens, step by step, in plain torch: the law of the GPU's kernels.
 
-Up to 16 tokens pass together. Each belongs to a sequence and has a position in it (`Tokens`), and its arithmetic does not
-depend on the others. Products are those of `reference.linear`; everything else is float32. `ReferenceSteps` runs on any
-device and is what the kernels (`cuda_steps`) are compared with; both work on memory that the caller keeps, and return nothing:
+Up to 16 tokens pass together. Each belongs to a sequence and has a position in it (`Tokens`), and its
+arithmetic does not depend on the others. Products are those of `reference.linear`; everything else is
+float32. `ReferenceSteps` runs on any device and is what the kernels (`cuda_steps`) are compared with; both
+work on buffers that the caller keeps, and return nothing:
 
     embed             the rows of an embedding
-    normalise         what a layer adds to x; the RMS norm of x, or x itself, as activations
+    rms_norm          what a layer adds to x; the RMS norm of x, or x itself, as activations
     multiply          activations with one to three matrices
-    place             query and key norms, rotation; keys and values into the cache, queries scaled
+    rope_and_cache    query and key norms, rope; keys and values into the cache, queries scaled
     attend            attention over the cache, as activations
-    quantise          floats as activations; or silu or gelu of the floats, times others
+    quantize          floats as activations; or silu or gelu of the floats, times others
     route             the experts of each token, and what each counts
     multiply_experts  as `multiply`, with the matrices of chosen experts
-    mix               what the experts of a token give, in one
-    limit             logits scaled and capped
-    choose            the likeliest token, which becomes the next step's, one position further on
+    add_experts       what the experts of a token give, in one
+    cap_logits        logits scaled and capped
+    argmax            the likeliest token, which becomes the next step's, one position further on
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class State(Tokens):
         self.all = torch.zeros(4, MAX_TOKENS, dtype=torch.int32, device=device)
         super().__init__(*self.all[:3])
         self.steps = self.all[3]
-        """Counts what `choose` has chosen."""
+        """Counts what `argmax` has chosen."""
         self.ring = torch.zeros(RING, MAX_TOKENS, dtype=torch.int32, pin_memory=on_gpu)
         """What was chosen in step i is in row i mod RING; the GPU writes into the host's memory."""
 
 
 @dataclass
 class Activations:
-    """What products are taken with, [tokens, length]. How it is kept is the affair of the steps that made it."""
+    """What products are taken with, [tokens, length], kept as the steps that made it like it."""
 
     length: int
     group_size: int | None
@@ -84,8 +85,11 @@ class Delta(NamedTuple):
     scale: float = 1.0
 
 
-class Rotation(NamedTuple):
-    """How positions turn queries and keys: float32 [positions, n], for the first 2n dimensions of a head; None: not at all."""
+class Rope(NamedTuple):
+    """How positions rotate queries and keys: float32 [positions, n], for the first 2n dimensions of a head.
+
+    None: not at all.
+    """
 
     cosines: torch.Tensor | None
     sines: torch.Tensor | None
@@ -95,15 +99,15 @@ class Rotation(NamedTuple):
     """Of the norms of queries and keys."""
 
 
-class Choice(NamedTuple):
-    """The experts of some tokens in ascending order, int32 [tokens, chosen], and what each counts, float32."""
+class Routing(NamedTuple):
+    """The experts of tokens in ascending order, int32 [tokens, chosen], and what each counts, float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
 
-    def rows(self, some: slice) -> Choice:
+    def rows(self, some: slice) -> Routing:
         """Of some tokens."""
-        return Choice(self.experts[some], self.weights[some])
+        return Routing(self.experts[some], self.weights[some])
 
 
 class Steps(Protocol):
@@ -113,12 +117,12 @@ class Steps(Protocol):
     """Of products with packed weights."""
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
-        """Room for activations."""
+        """A buffer for activations."""
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
         """The rows of tokens `ids`, times the scale, into x [tokens, hidden]."""
 
-    def normalise(
+    def rms_norm(
         self,
         x: torch.Tensor,
         delta: Delta | None,
@@ -127,7 +131,10 @@ class Steps(Protocol):
         out: Activations,
         floats: torch.Tensor | None = None,
     ) -> None:
-        """Add delta to x, in place, and give its norm times the weight, or x itself; as floats too, where they are wanted."""
+        """Add delta to x, in place, and give its norm times the weight, or x itself.
+
+        As floats too, where they are wanted.
+        """
 
     def multiply(
         self,
@@ -138,11 +145,11 @@ class Steps(Protocol):
     ) -> None:
         """Products into `outs`, [tokens, rows] each; those with plain weights are float16."""
 
-    def place(
+    def rope_and_cache(
         self,
         vectors: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor | None],
-        rotation: Rotation,
+        rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
         cache: KeyValues,
@@ -163,30 +170,33 @@ class Steps(Protocol):
         cap: float,
         out: Activations,
     ) -> None:
-        """Queries [tokens, heads * head], over the positions up to their own, or over the last `window` of these.
+        """Queries [tokens, heads * head], over the positions up to their own, or over the last `window`.
 
         Where there is a cap, a score s is cap * tanh(s / cap).
         """
 
-    def quantise(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
-        """Numbers [tokens, length] as activations; silu(x) * up, where `up` is given, or gelu_tanh(x) * up."""
+    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+        """Numbers [tokens, length] as activations; with `up`, silu(x) * up or gelu_tanh(x) * up."""
 
-    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, choice: Choice) -> None:
-        """Experts whose scores, the softmax of router [experts, length] times x [tokens, length], are the highest.
+    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
+        """Those with the highest scores: softmax of router [experts, length] times x [tokens, length].
 
         Of equals the first. Each counts by its score, or by its share of the scores of those chosen.
         """
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], choice: Choice) -> None:
-        """Products into `outs`, [tokens * chosen, rows] each; x has a row for each token, or one for each of its experts."""
+    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+        """Products into `outs`, [tokens * chosen, rows] each.
 
-    def mix(self, parts: torch.Tensor, choice: Choice, out: torch.Tensor) -> None:
+        x has a row for each token, or one for each of its experts.
+        """
+
+    def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
         """Parts [tokens * chosen, length], each times what its expert counts, added one after the other."""
 
-    def limit(self, logits: torch.Tensor, scale: float, cap: float) -> None:
+    def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
         """Logits times the scale, in place; where there is a cap, cap * tanh(logits / cap)."""
 
-    def choose(self, logits: torch.Tensor, state: State) -> None:
+    def argmax(self, logits: torch.Tensor, state: State) -> None:
         """Logits [tokens, vocabulary]; the first of equals is chosen."""
 
 
@@ -209,7 +219,7 @@ class ReferenceSteps:
         if scale != 1:
             x *= scale
 
-    def normalise(
+    def rms_norm(
         self,
         x: torch.Tensor,
         delta: Delta | None,
@@ -248,11 +258,11 @@ class ReferenceSteps:
         product = reference.linear(x, weight)
         return product if bias is None else product + bias
 
-    def place(
+    def rope_and_cache(
         self,
         vectors: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor | None],
-        rotation: Rotation,
+        rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
         cache: KeyValues,
@@ -261,11 +271,11 @@ class ReferenceSteps:
         """Keys and values into the cache."""
         positions, sequences = (one.long() for one in tokens.rows(len(queries)))
         query, key = (
-            turned(vector_normed(vector.float(), norm, rotation.eps, cache.head), rotation, positions)
+            apply_rope(normed_heads(vector.float(), norm, rope.eps, cache.head), rope, positions)
             for vector, norm in zip(vectors, norms, strict=False)
         )
         value = vectors[2].float().unflatten(1, (-1, cache.head))
-        queries.copy_((query * rotation.scale).flatten(1))
+        queries.copy_((query * rope.scale).flatten(1))
         self.write(cache, layer, sequences, positions, key, value)
 
     def write(
@@ -300,44 +310,44 @@ class ReferenceSteps:
             query = queries[token].view(cache.kv_heads, -1, cache.head)
             out.data[token] = capped(query @ keys.transpose(1, 2), cap).softmax(-1).matmul(values).flatten()
 
-    def quantise(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
         """Floats stay floats here."""
         if up is not None:
             x = (silu(x.float()) if activation == "silu" else gelu(x.float(), approximate="tanh")) * up
         out.data.copy_(x)
 
-    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, choice: Choice) -> None:
+    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
         """Token by token: a library's product of several has other bits."""
         scores = torch.stack([(router * one).sum(-1) for one in x]).softmax(-1)
-        count = choice.experts.shape[1]
+        count = routing.experts.shape[1]
         experts = scores.sort(descending=True, stable=True).indices[:, :count].sort().values
         weights = scores.gather(1, experts)
-        choice.experts.copy_(experts)
-        choice.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
+        routing.experts.copy_(experts)
+        routing.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], choice: Choice) -> None:
+    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
         """Products."""
-        experts = choice.experts.flatten().tolist()
+        experts = routing.experts.flatten().tolist()
         each = len(experts) // len(x.data)
         for stack, out in zip(stacks, outs, strict=True):
             for number, expert in enumerate(experts):
                 row = number // each
                 out[number] = self.product(x.data[row : row + 1], stack.of(expert))[0]
 
-    def mix(self, parts: torch.Tensor, choice: Choice, out: torch.Tensor) -> None:
+    def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
         """One expert after the other."""
-        of_token = parts.float().unflatten(0, choice.weights.shape)
+        of_token = parts.float().unflatten(0, routing.weights.shape)
         total = torch.zeros(out.shape, device=out.device)
-        for number, weight in enumerate(choice.weights.unbind(1)):
+        for number, weight in enumerate(routing.weights.unbind(1)):
             total += of_token[:, number] * weight[:, None]
         out.copy_(total)
 
-    def limit(self, logits: torch.Tensor, scale: float, cap: float) -> None:
+    def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
         """In place."""
         logits.copy_(capped(logits * scale, cap))
 
-    def choose(self, logits: torch.Tensor, state: State) -> None:
-        """The likeliest."""
+    def argmax(self, logits: torch.Tensor, state: State) -> None:
+        """The first of equals."""
         tokens = len(logits)
         chosen = logits.argmax(-1).int()
         for token, step in enumerate(state.steps[:tokens].tolist()):
@@ -352,19 +362,19 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (1 / (x.square().mean(-1, keepdim=True) + eps).sqrt())
 
 
-def vector_normed(x: torch.Tensor, norm: torch.Tensor | None, eps: float, head: int) -> torch.Tensor:
-    """Queries or keys [tokens, heads * head] as [tokens, heads, head], after their norm: of each head, or of all at once."""
+def normed_heads(x: torch.Tensor, norm: torch.Tensor | None, eps: float, head: int) -> torch.Tensor:
+    """Queries or keys [tokens, heads * head] as [tokens, heads, head], after their norm."""
     if norm is not None and len(norm) != head:
         x, norm = norm * normed(x, eps), None
     heads: torch.Tensor = x.unflatten(1, (-1, head))
     return heads if norm is None else norm * normed(heads, eps)
 
 
-def turned(vectors: torch.Tensor, rotation: Rotation, positions: torch.Tensor) -> torch.Tensor:
-    """Vectors [tokens, heads, head], the first dimensions rotated by the angles of their positions [tokens]."""
-    if rotation.cosines is None or rotation.sines is None:
+def apply_rope(vectors: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
+    """Vectors [tokens, heads, head], rotated by the angles of their positions [tokens]."""
+    if rope.cosines is None or rope.sines is None:
         return vectors
-    cosines, sines = (table[positions].unsqueeze(1) for table in (rotation.cosines, rotation.sines))
+    cosines, sines = (table[positions].unsqueeze(1) for table in (rope.cosines, rope.sines))
     count = cosines.shape[-1]
     first, second, rest = vectors.split((count, count, vectors.shape[-1] - 2 * count), -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), -1)

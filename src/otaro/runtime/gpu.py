@@ -1,8 +1,9 @@
-"""A decoder for the LLaMA family on a GPU, whose cost is the weights: a token is one launch of a captured graph.
+"""A decoder for GPUs whose cost is the weights: a token is one launch of a captured graph.
 
-`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any weights of that form (`description`). A step takes up
-to 16 tokens, of one sequence or of several; each has its own position, and may have its own precision. Longer prompts are read
-in chunks, with decoded weights and the device's library. All of it reads and writes the same cache.
+`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any description. A step takes up to 16
+tokens, of one sequence or of several; each has its own position, and may have its own precision. Longer
+prompts are read in chunks, with decoded weights and the device's library. Both go through the same layers
+(`gpu_layers`), by other steps, and read and write the same cache.
 
     decoder = GpuDecoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
@@ -38,7 +39,7 @@ from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, 
 from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
-from otaro.runtime.gpu_layers import Head, Layers, Span, Turning
+from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
 from otaro.sefp.precision import Precision
 
@@ -62,8 +63,8 @@ def _alone(method: Callable[Concatenate[GpuDecoder, P], R]) -> Callable[Concaten
 class _Graph:
     graph: Any
     nbytes: int
-    room: Any
-    """The cache's memory, which must live as long."""
+    kv_cache: Any
+    """Which must live as long."""
 
 
 class GpuDecoder:
@@ -83,7 +84,7 @@ class GpuDecoder:
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
         self._layers, self._head = Layers(weights, self.steps), Head(weights, self.steps)
-        self._turning = Turning(weights, 1)
+        self._ropes = RopeTables(weights, 1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
@@ -125,18 +126,18 @@ class GpuDecoder:
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
-        """An empty cache, in float16 or packed at a precision, for up to 16 sequences; room for `capacity` tokens of each."""
+        """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
         self._enter_stream()
-        # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
+        # The memory of a cache that is gone serves the next of its kind, with its graphs; others are freed.
         kind, found = (sequences, kv.mantissa_bits if kv else 0), None
         while self._spare:
-            room = self._spare.pop()
-            if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
-                found = room
+            spare = self._spare.pop()
+            if found is None and (spare.sequences, spare.bits) == kind and spare.capacity >= capacity:
+                found = spare
             else:
-                self._forget(room)
+                self._forget(spare)
         cache = GpuCache(self.weights, kv, sequences, capacity, found)
         finalize(cache, self._spare.extend, cache.holder)
         return cache
@@ -232,7 +233,7 @@ class GpuDecoder:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights, bits), cache, "likeliest")
+        self._run(len(going.ids), going.spans(self.weights, bits), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
@@ -289,21 +290,21 @@ class GpuDecoder:
 
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
-        """Make room for so many positions, and know their angles; refused where the ropes do not hold so far."""
+        """Have memory and angles for so many positions; refused where the ropes do not hold so far."""
         self.weights.check_positions(length)
         self._enter_stream()
-        old = cache.room
+        old = cache.kv_cache
         if cache.reserve(length):
             self._forget(old)
-        known = self._turning.positions
+        known = self._ropes.positions
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._turning = Turning(self.weights, min(end, self.weights.positions or end))
+            self._ropes = RopeTables(self.weights, min(end, self.weights.positions or end))
             self._forget(None)
 
-    def _forget(self, room: KeyValues | None) -> None:
-        """Drop the graphs that point into this room, or all."""
-        gone = [key for key, one in self._graphs.items() if room is None or one.room is room]
+    def _forget(self, kv_cache: KeyValues | None) -> None:
+        """Drop the graphs that point into this memory, or all."""
+        gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:
             torch.cuda.synchronize(self.weights.device)
         for key in gone:
@@ -333,7 +334,7 @@ class GpuDecoder:
         tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
         steps = PromptSteps(device, self.weights.dtype, sequence, past)
         layers = Layers(self.weights, steps, count)
-        layers.run(count, tokens, [Span(slice(0, count), bits)], self._turning, cache.room)
+        layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":
             return layers.x
         start = count - 1 if wanted == "last" else 0
@@ -350,7 +351,7 @@ class GpuDecoder:
         """One step: from its graph if there is one, else launch by launch; the second time a graph is captured."""
         self._enter_stream()
         self.precisions = spans[0].bits
-        key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.room.number, wanted)
+        key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.kv_cache.number, wanted)
         found = self._graphs.get(key)
         if found is None and self._on_gpu and key in self._occurred:
             found = self._capture(key, lambda: self._launch(tokens, spans, cache, wanted), cache)
@@ -378,21 +379,21 @@ class GpuDecoder:
             finally:
                 graph.capture_end()
         torch.cuda.synchronize(device)
-        found = self._graphs[key] = _Graph(graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.room)
+        found = self._graphs[key] = _Graph(graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.kv_cache)
         if len(self._graphs) > _GRAPHS:
             self._graphs.popitem(last=False)
         return found
 
     def _launch(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> None:
         layers = self._layers
-        layers.run(tokens, self.state, spans, self._turning, cache.room)
+        layers.run(tokens, self.state, spans, self._ropes, cache.kv_cache)
         some = slice(0, tokens)
         if wanted == "last":
             some = slice(tokens - 1, tokens)
             spans = [Span(some, spans[-1].bits)]
         self._head.run(some, layers.x[some], layers.last_delta(some), spans)
-        if wanted == "likeliest":
-            self.steps.choose(self._head.logits[:tokens], self.state)
+        if wanted == "argmax":
+            self.steps.argmax(self._head.logits[:tokens], self.state)
 
 
 @dataclass

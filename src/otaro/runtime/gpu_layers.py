@@ -1,6 +1,7 @@
-"""A model's layers on a GPU, step by step: the same for single tokens (`kernels.steps`) and for prompts (`gpu_prompt`).
+"""The layers of a described model, step by step: the only place where they are written down for a GPU.
 
-What they compute with is memory that is made once, so that captured graphs may point into it.
+Single tokens and prompts differ in the steps that they are given, `kernels.steps` or `gpu_prompt`. What is
+computed with are buffers that are made once, so that captured graphs may point into them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.kernels.keyvalues import KeyValues
-from otaro.kernels.steps import MAX_TOKENS, Activations, Choice, Delta, Rotation, Steps, Tokens
+from otaro.kernels.steps import MAX_TOKENS, Activations, Delta, Rope, Routing, Steps, Tokens
 from otaro.runtime.description import MATRICES, Description, Experts, Layer, Matrix
 
 
@@ -26,20 +27,20 @@ class Span(NamedTuple):
     """Mantissa bits of embedding, matrices and head."""
 
 
-class Turning:
-    """How each layer turns queries and keys, by tables of so many positions."""
+class RopeTables:
+    """The rope of each layer, for so many positions."""
 
     def __init__(self, weights: Description, positions: int) -> None:
         self.positions = positions
         tables = [[table.contiguous() for table in rope(0, positions)] for rope in weights.ropes]
-        turning = [Rotation(cosines, sines, weights.scale, weights.eps) for cosines, sines in tables]
-        none = Rotation(None, None, weights.scale, weights.eps)
-        self.of_layer = [none if layer.rope is None else turning[layer.rope] for layer in weights.layers]
+        ropes = [Rope(cosines, sines, weights.scale, weights.eps) for cosines, sines in tables]
+        none = Rope(None, None, weights.scale, weights.eps)
+        self.of_layer = [none if layer.rope is None else ropes[layer.rope] for layer in weights.layers]
 
 
 @dataclass
 class _Gated:
-    """What the gated products of some layers are computed with: for each token, or for each of a token's experts."""
+    """Buffers of gated products: with a row for each token, or for each of a token's experts."""
 
     projected: list[torch.Tensor]
     """Gate and up side by side, as one or as two."""
@@ -48,7 +49,7 @@ class _Gated:
     result: Activations
     parts: torch.Tensor | None = None
     """What experts give."""
-    choice: Choice | None = None
+    routing: Routing | None = None
 
 
 class Layers:
@@ -78,7 +79,7 @@ class Layers:
         self._floats = self._new(hidden) if routed else None
 
     def _new(self, length: int, like: Matrix | None = None, rows: int = 1) -> torch.Tensor:
-        """Memory for float32 numbers, or for products with such a matrix; `rows` for each token."""
+        """A buffer for float32 numbers, or for products with such a matrix; `rows` for each token."""
         kind = torch.float32
         if like is not None:
             kind = torch.float16 if like.plain is not None else self.steps.product_dtype
@@ -96,11 +97,11 @@ class Layers:
                 raise OtaroError("the decoder multiplies with experts that are packed; pack this model")
             shape, device = (self._tokens, each), self.weights.device
             experts = torch.zeros(shape, dtype=torch.int32, device=device)
-            made.choice = Choice(experts, torch.zeros(shape, device=device))
+            made.routing = Routing(experts, torch.zeros(shape, device=device))
             made.parts = self._new(self.weights.embedding.length, layer.down, each)
         return made
 
-    def run(self, count: int, tokens: Tokens, spans: list[Span], turning: Turning, cache: KeyValues) -> None:
+    def run(self, count: int, tokens: Tokens, spans: list[Span], ropes: RopeTables, cache: KeyValues) -> None:
         """What the layers make of the first tokens is x and delta; keys and values go into the cache."""
         steps, weights, some = self.steps, self.weights, slice(0, count)
         x, queries, attended = self.x[some], self._queries[some], self._attended.rows(some)
@@ -110,11 +111,11 @@ class Layers:
         for number, layer in enumerate(weights.layers):
             first = 1 + len(MATRICES) * number
             hidden = self._normed(x, delta, layer.attention_norm)
-            self._multiply(hidden, layer.those("query", "key", "value", first=first), self._projected, spans)
+            multiply(steps, hidden, layer.those("query", "key", "value", first=first), self._projected, spans)
             vectors, norms = [one[some] for one in self._vectors], (layer.query_norm, layer.key_norm)
-            steps.place(vectors, norms, turning.of_layer[number], tokens, queries, cache, number)
+            steps.rope_and_cache(vectors, norms, ropes.of_layer[number], tokens, queries, cache, number)
             steps.attend(queries, tokens, cache, number, layer.window, weights.attention_cap, attended)
-            self._multiply(attended, [(layer.output, first + 3)], [self.delta], spans)
+            multiply(steps, attended, [(layer.output, first + 3)], [self.delta], spans)
             delta = Delta(self.delta[some], layer.attention_output_norm, weights.residual_scale)
             floats = None if layer.experts is None or self._floats is None else self._floats[some]
             hidden = self._normed(x, delta, layer.mlp_norm, floats)
@@ -132,49 +133,46 @@ class Layers:
         self, x: torch.Tensor, delta: Delta | None, norm: torch.Tensor | None, floats: torch.Tensor | None = None
     ) -> Activations:
         hidden = self._hidden.rows(slice(0, len(x)))
-        self.steps.normalise(x, delta, norm, self.weights.eps, hidden, floats)
+        self.steps.rms_norm(x, delta, norm, self.weights.eps, hidden, floats)
         return hidden
 
     def _mlp(self, count: int, hidden: Activations, layer: Layer, first: int, spans: list[Span]) -> None:
         gated, some = self._gated[_kind(layer)], slice(0, count)
-        self._multiply(hidden, layer.those("gate", "up", first=first), gated.projected, spans)
+        multiply(self.steps, hidden, layer.those("gate", "up", first=first), gated.projected, spans)
         result = gated.result.rows(some)
-        self.steps.quantise(gated.gate[some], result, gated.up[some], self.weights.activation)
-        self._multiply(result, [(layer.down, first + 2)], [self.delta], spans)
+        self.steps.quantize(gated.gate[some], result, gated.up[some], self.weights.activation)
+        multiply(self.steps, result, [(layer.down, first + 2)], [self.delta], spans)
 
     def _experts(self, count: int, hidden: Activations, layer: Layer, experts: Experts, first: int, spans: list[Span]) -> None:
         steps, gated, each = self.steps, self._gated[_kind(layer)], experts.chosen
         assert self._floats is not None
-        assert gated.choice is not None
+        assert gated.routing is not None
         assert gated.parts is not None
-        choice, some = gated.choice.rows(slice(0, count)), slice(0, count * each)
-        steps.route(self._floats[:count], experts.router, experts.normalize, choice)
-        self._multiply(hidden, layer.those("gate", "up", first=first), gated.projected, spans, choice)
+        routing, some = gated.routing.rows(slice(0, count)), slice(0, count * each)
+        steps.route(self._floats[:count], experts.router, experts.normalize, routing)
+        self._multiply_experts(hidden, 1, layer.those("gate", "up", first=first), gated.projected, spans, routing)
         result = gated.result.rows(some)
-        steps.quantise(gated.gate[some], result, gated.up[some], self.weights.activation)
-        self._multiply(result, [(layer.down, first + 2)], [gated.parts], spans, choice, each)
-        steps.mix(gated.parts[some], choice, self.delta[:count])
+        steps.quantize(gated.gate[some], result, gated.up[some], self.weights.activation)
+        self._multiply_experts(result, each, [(layer.down, first + 2)], [gated.parts], spans, routing)
+        steps.add_experts(gated.parts[some], routing, self.delta[:count])
 
-    def _multiply(
+    def _multiply_experts(
         self,
         x: Activations,
+        rows: int,
         matrices: list[tuple[Matrix, int]],
         outs: Sequence[torch.Tensor],
         spans: list[Span],
-        choice: Choice | None = None,
-        rows: int = 1,
+        routing: Routing,
     ) -> None:
-        """As `multiply`; with experts x has so many rows for each token."""
-        if choice is None:
-            multiply(self.steps, x, matrices, outs, spans)
-            return
+        """As `multiply`; x has so many rows for each token, outs one for each of its experts."""
+        each = routing.experts.shape[1]
         for some, bits in parts_of(spans, [number for _, number in matrices]):
-            each = choice.experts.shape[1]
             self.steps.multiply_experts(
                 x.rows(slice(some.start * rows, some.stop * rows)),
                 [matrix.stack(m) for (matrix, _), m in zip(matrices, bits, strict=True)],
                 [out[some.start * each : some.stop * each] for out in outs],
-                choice.rows(some),
+                routing.rows(some),
             )
 
 
@@ -190,13 +188,13 @@ class Head:
     def run(self, some: slice, x: torch.Tensor, delta: Delta, spans: list[Span]) -> None:
         """Of some tokens, whose x and delta are given."""
         weights = self.weights
-        self.steps.normalise(x, delta, weights.norm, weights.eps, self._hidden.rows(some))
+        self.steps.rms_norm(x, delta, weights.norm, weights.eps, self._hidden.rows(some))
         number = 1 + len(MATRICES) * len(weights.layers)
         multiply(self.steps, self._hidden, [(weights.lm_head, number)], [self._products], spans)
         if self._products is not self.logits:
             self.logits[some] = self._products[some]
         if weights.logit_scale != 1 or weights.logit_cap:
-            self.steps.limit(self.logits[some], weights.logit_scale, weights.logit_cap)
+            self.steps.cap_logits(self.logits[some], weights.logit_scale, weights.logit_cap)
 
 
 def multiply(

@@ -1,7 +1,7 @@
-"""The steps of a decoder for a prompt: many tokens of one sequence, with decoded weights and the library's attention.
+"""The steps of a decoder for prompts: many tokens of one sequence, by decoded weights and the library's attention.
 
-Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's own type.
-Weights are decoded for one product and forgotten.
+Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's
+own type. Weights are decoded for one product and forgotten.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from otaro.kernels import ops
 from otaro.kernels.keyvalues import KeyValues
 from otaro.kernels.packed import Packed, Stack
-from otaro.kernels.steps import Activations, Choice, ReferenceSteps, Tokens, capped
+from otaro.kernels.steps import Activations, ReferenceSteps, Routing, Tokens, capped
 
 CHUNK = 2048
 """Tokens read at a time."""
@@ -90,20 +90,20 @@ class PromptSteps(ReferenceSteps):
             )[0]
         out.data.copy_(result.transpose(0, 1).flatten(1))
 
-    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, choice: Choice) -> None:
+    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
         """And which pairs of a token and its expert each expert has."""
         scores = linear(x, router).softmax(-1)
-        experts = scores.topk(choice.experts.shape[1], sorted=False).indices.sort().values
+        experts = scores.topk(routing.experts.shape[1], sorted=False).indices.sort().values
         weights = scores.gather(1, experts)
-        choice.experts.copy_(experts)
-        choice.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
+        routing.experts.copy_(experts)
+        routing.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
         order = experts.flatten().sort(stable=True)
         those, counts = (one.tolist() for one in order.values.unique_consecutive(return_counts=True))
         self._chosen = list(zip(those, order.indices.split(counts), strict=True))
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], choice: Choice) -> None:
+    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
         """Expert by expert, with all tokens that chose it."""
-        each = choice.experts.numel() // len(x.data)
+        each = routing.experts.numel() // len(x.data)
         for expert, pairs in self._chosen:
             rows = x.data[pairs // each]
             for stack, out in zip(stacks, outs, strict=True):

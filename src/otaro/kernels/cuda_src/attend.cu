@@ -186,7 +186,7 @@ __device__ __forceinline__ void finish(const Attend& p, int64_t token, int first
   const int64_t at = (token * p.heads + first_head + head) * HEAD + dimension;
   if constexpr (OUT == 0) {
     static_assert(OUT || HEAD % UNIT == 0, "a unit must not span heads");
-    quantise_quads<UNIT>(x, there, at / UNIT, p.out);
+    quantize_quads<UNIT>(x, there, at / UNIT, p.out);
   } else if (there) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

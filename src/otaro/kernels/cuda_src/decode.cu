@@ -1,13 +1,18 @@
-// What a decoding step does between products: embed, normalise, place keys and values, gate, quantise, route to experts and mix what
-// they give, limit logits, choose. Attention has a file of its own, attend.cu. ../steps.py says what each computes, in torch.
+// What a decoding step does between products: embed, rms_norm, rope and the cache, gate, quantize, route to experts and add what
+// they give, cap logits, argmax. Attention has a file of its own, attend.cu. ../steps.py says what each computes, in torch.
 //
 // A step has up to 16 tokens. Each belongs to a sequence and has a position in it; both are read from the GPU's memory, so that a
 // captured launch serves all positions.
 //
 // Constants that kernels do not need may be left out: BITS, TRUNCATE, GROUP_SIZE (embed); UNIT (32 or 64), HALF_IN, HALF_OUT
-// (normalise, quantise), VECTORS (normalise); HEAD, KV_BITS (place; 0 is float16). What few models have is compiled where it is asked
-// for: SCALED (embed: rows times a scale; normalise: delta times one), DELTA_NORM, NORM (0: x itself goes on), FLOATS (normalise), GELU
-// (quantise), ROTATED (place: pairs of a head that are turned), WHOLE_NORM (place: a norm is of all heads at once), NORMALIZE (route).
+// (rms_norm, quantize), VECTORS (rms_norm); HEAD, KV_BITS (rope_and_cache; 0 is float16). What few models have is compiled
+// only where it is asked for:
+//
+//   embed           SCALED: rows times a scale
+//   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on; FLOATS: as floats too
+//   quantize        GELU, not SiLU
+//   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once
+//   route           NORMALIZE: scores of those chosen add up to one
 #include "sefp.cuh"
 
 #ifndef BITS
@@ -46,8 +51,8 @@
 #ifndef GELU
 #define GELU 0
 #endif
-#ifndef ROTATED
-#define ROTATED (HEAD / 2)
+#ifndef ROPE_PAIRS
+#define ROPE_PAIRS (HEAD / 2)
 #endif
 #ifndef WHOLE_NORM
 #define WHOLE_NORM 0
@@ -123,7 +128,7 @@ __device__ __forceinline__ float collect_sum(const float* sums) {
 
 // x += delta, where there is one, which may be normed and scaled before; then weight * x / sqrt(mean(x^2) + eps), or x itself, as integers
 // or in float16, and as floats for a router. One block is one token.
-struct Normalise {
+struct RmsNorm {
   float* x;            // [tokens, length]
   const void* delta;   // the same, or null
   const float* weight; // [length]
@@ -135,7 +140,7 @@ struct Normalise {
   float* floats;              // [tokens, length]
 };
 
-extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_constant__ Normalise p) {
+extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constant__ RmsNorm p) {
   __shared__ float sums[1 + DELTA_NORM][kWarp];
   let_successor_start();
   const int64_t token = blockIdx.x, row = token * p.length;
@@ -205,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(1024) normalise(const __grid_consta
     if constexpr (HALF_OUT) {
       if (at < p.length) store_halves(p.halves + row + at, x[v]);
     } else {
-      quantise_quads<UNIT>(x[v], at < p.units * UNIT, token * p.units + at / UNIT, p.out);
+      quantize_quads<UNIT>(x[v], at < p.units * UNIT, token * p.units + at / UNIT, p.out);
     }
   }
 }
@@ -216,7 +221,7 @@ __device__ __forceinline__ float activated(float x) {
   return x / (1.0f + __expf(-x));
 }
 
-struct Quantise {
+struct Quantize {
   const void* x;    // [tokens, length]
   const void* up;   // the same, or null
   int64_t stride;   // of both, from token to token
@@ -225,7 +230,7 @@ struct Quantise {
   int tokens, length, units;
 };
 
-extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
+extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
   let_successor_start();
   wait_for_predecessor();
   const int64_t at = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x), slot = at / UNIT;
@@ -243,17 +248,17 @@ extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
   if constexpr (HALF_OUT) {
     if (there && in_row < p.length) store_halves(p.halves + token * p.length + in_row, x);
   } else {
-    quantise_quads<UNIT>(x, there, slot, p.out);
+    quantize_quads<UNIT>(x, there, slot, p.out);
   }
 }
 
 // Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
-struct Place {
+struct RopeAndCache {
   const void* from[3];       // queries, keys, values [tokens, heads, HEAD]
   int64_t strides[3];        // from token to token
   const float* norms[2];     // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
   const float* offsets;      // what packed keys are kept less [kv heads, HEAD], or null
-  const float* cosines;      // [positions, ROTATED]
+  const float* cosines;      // [positions, ROPE_PAIRS]
   const float* sines;
   const int* positions;      // [tokens]
   const int* sequences;
@@ -265,13 +270,13 @@ struct Place {
   int heads, kv_heads;
 };
 
-constexpr int kPlaceWarps = 4;
+constexpr int kCacheWarps = 4;
 constexpr int kHalf = HEAD / 2;
-static_assert(ROTATED <= kHalf, "a head has no more pairs");
+static_assert(ROPE_PAIRS <= kHalf, "a head has no more pairs");
 
-// The two elements of pair i, which are rotated together if i < ROTATED.
-__device__ __forceinline__ int first_of(int i) { return i < ROTATED ? i : ROTATED + i; }
-__device__ __forceinline__ int second_of(int i) { return i < ROTATED ? ROTATED + i : kHalf + i; }
+// The two elements of pair i, which are rotated together if i < ROPE_PAIRS.
+__device__ __forceinline__ int first_of(int i) { return i < ROPE_PAIRS ? i : ROPE_PAIRS + i; }
+__device__ __forceinline__ int second_of(int i) { return i < ROPE_PAIRS ? ROPE_PAIRS + i : kHalf + i; }
 
 constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock;
 
@@ -307,14 +312,14 @@ __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kPlaceWarps * kWarp) place(const __grid_constant__ Place p) {
+extern "C" __global__ void __launch_bounds__(kCacheWarps * kWarp) rope_and_cache(const __grid_constant__ RopeAndCache p) {
   constexpr int kMine = (kHalf + kWarp - 1) / kWarp, kPitch = kHeadBlocks * kBlock;
-  __shared__ float shared[kPlaceWarps][HEAD];
+  __shared__ float shared[kCacheWarps][HEAD];
   let_successor_start();
   wait_for_predecessor();
   const int64_t token = blockIdx.y;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int head = blockIdx.x * kPlaceWarps + warp, kind = 0;  // queries, keys, values
+  int head = blockIdx.x * kCacheWarps + warp, kind = 0;  // queries, keys, values
   if (head >= p.heads) head -= p.heads, kind = 1;
   if (kind == 1 && head >= p.kv_heads) head -= p.kv_heads, kind = 2;
   if (kind == 2 && head >= p.kv_heads) return;
@@ -350,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(kPlaceWarps * kWarp) place(const __
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = lane + kWarp * k;
-      if (i >= ROTATED) continue;
-      const float cosine = p.cosines[static_cast<int64_t>(position) * ROTATED + i], sine = p.sines[static_cast<int64_t>(position) * ROTATED + i];
+      if (i >= ROPE_PAIRS) continue;
+      const float cosine = p.cosines[static_cast<int64_t>(position) * ROPE_PAIRS + i], sine = p.sines[static_cast<int64_t>(position) * ROPE_PAIRS + i];
       const float a = first[k], b = second[k];
       // Nothing is fused, so that the CPU's decoder and torch give the same.
       first[k] = __fsub_rn(__fmul_rn(a, cosine), __fmul_rn(b, sine));
@@ -492,14 +497,14 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps * kWarp) route(const __
 }
 
 // What the experts of a token give, each times its weight, in ascending order: a token's bits do not depend on the others.
-struct Mix {
+struct AddExperts {
   const float* parts;    // [tokens, count, length]
   const float* weights;  // [tokens, count]
   float* out;            // [tokens, length]
   int length, count;
 };
 
-extern "C" __global__ void mix(const __grid_constant__ Mix p) {
+extern "C" __global__ void add_experts(const __grid_constant__ AddExperts p) {
   let_successor_start();
   wait_for_predecessor();
   const int64_t token = blockIdx.y;
@@ -517,13 +522,13 @@ extern "C" __global__ void mix(const __grid_constant__ Mix p) {
 }
 
 // Logits times a scale, and softly between -cap and cap where there is one; in place.
-struct Limit {
+struct CapLogits {
   float* logits;
   int64_t count;
   float scale, cap;
 };
 
-extern "C" __global__ void limit(const __grid_constant__ Limit p) {
+extern "C" __global__ void cap_logits(const __grid_constant__ CapLogits p) {
   let_successor_start();
   wait_for_predecessor();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -533,7 +538,7 @@ extern "C" __global__ void limit(const __grid_constant__ Limit p) {
 }
 
 // The likeliest token, the first of equals; NaN is likelier than anything. It becomes the next step's, a position further on.
-struct Choose {
+struct Argmax {
   const float* logits;          // [tokens, count]
   unsigned long long* best;     // [tokens]; zero between launches, as tickets are
   int* tickets;                 // [tokens]
@@ -542,7 +547,7 @@ struct Choose {
   int count, ring_size, stride;
 };
 
-extern "C" __global__ void choose(const __grid_constant__ Choose p) {
+extern "C" __global__ void argmax(const __grid_constant__ Argmax p) {
   __shared__ unsigned long long shared[kWarp];
   let_successor_start();
   wait_for_predecessor();

@@ -58,7 +58,7 @@ struct Step {
 
 // Where a warp is, tile after tile and step after step; of each of the thread's rows the number of its first piece's block, and of
 // its first group.
-struct Place {
+struct Cursor {
   int tile, step;
   uint32_t block[2], group[2];
 };
@@ -86,10 +86,10 @@ __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, 
 }
 
 // The first unit of a step of this warp.
-__device__ __forceinline__ int first_unit(const Place& at) { return kLanes * at.step + SPAN * (threadIdx.x / kWarp); }
+__device__ __forceinline__ int first_unit(const Cursor& at) { return kLanes * at.step + SPAN * (threadIdx.x / kWarp); }
 
 // Loads a step of two rows.
-__device__ __forceinline__ void load(const Linear& p, const Packed& matrix, const Place& at, Step& step) {
+__device__ __forceinline__ void load(const Linear& p, const Packed& matrix, const Cursor& at, Step& step) {
   const int t = threadIdx.x % 4, word = t % kThreads * kWords % kBaseWords, unit = first_unit(at);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -145,8 +145,8 @@ __device__ __forceinline__ int scale_of(const Step& step, int r, int j) {
 // Activations where a warp finds them fast. Few tokens' are copied to shared memory at the start, by each warp those of its own units.
 __device__ __forceinline__ Activations nearby(const Linear& p, const Activations& x) {
   if constexpr (!SHARED) return x;
-  extern __shared__ int4 room[];
-  int8_t* digits = reinterpret_cast<int8_t*>(room);
+  extern __shared__ int4 buffer[];
+  int8_t* digits = reinterpret_cast<int8_t*>(buffer);
   Term* terms = reinterpret_cast<Term*>(digits + static_cast<int64_t>(TOKENS) * p.units * 2 * kUnit);
   const int lane = threadIdx.x % kWarp;
   for (int token = 0; token < p.tokens; ++token) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void fetch(const Linear& p, const Activations& x, int
 }
 
 // Adds the terms of part j of a step to the lanes.
-__device__ __forceinline__ void compute(const Linear& p, const Step& step, const Place& at, int j, const Fetched& x, float factor,
+__device__ __forceinline__ void compute(const Linear& p, const Step& step, const Cursor& at, int j, const Fetched& x, float factor,
                                         float (&lanes)[kAccumulators][2]) {
   const int t = threadIdx.x % 4;
   int c[kBlocks][kAccumulators][4] = {}, d[kBlocks][kAccumulators][4] = {};  // one for each block: chains are slow
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
   const int steps = (p.units + kLanes - 1) / kLanes, tiles = static_cast<int>((matrix.rows + kRows - 1) / kRows);
   int left = (tiles - first + stride - 1) / stride * steps, unread = left;
 
-  const auto enter = [&](Place& at) {
+  const auto enter = [&](Cursor& at) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t row = static_cast<uint32_t>(min(static_cast<int64_t>(at.tile) * kRows + g + 8 * r, matrix.rows - 1));
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
       at.group[r] = row * p.groups;
     }
   };
-  const auto advance = [&](Place& at) {
+  const auto advance = [&](Cursor& at) {
     if (++at.step < steps) return;
     at.step = 0;
     at.tile += stride;
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
 
   // Weights are nobody's output: their loads need not wait.
   Step loaded[DEPTH];
-  Place ahead = {first}, now;
+  Cursor ahead = {first}, now;
   enter(ahead);
   now = ahead;
   const auto load_next = [&](Step& into) {
@@ -332,8 +332,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
       }
       load_next(loaded[d]);
       if (now.step + 1 == steps) {
-        // The lanes of a row meet. Two rooms in turns: nobody can be two tiles ahead of a barrier.
-        float (&room)[TOKENS][kRows][kLanes + 1] = shared[parity];
+        // The lanes of a row meet. Two buffers in turns: nobody can be two tiles ahead of a barrier.
+        float (&buffer)[TOKENS][kRows][kLanes + 1] = shared[parity];
         parity ^= 1;
 #pragma unroll
         for (int j = 0; j < kParts; ++j)
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               const int token = kThreads * n + t % kThreads;
-              if (token < TOKENS) room[token][g + 8 * r][SPAN * warp + UNITS * j + t / kThreads] = lanes[j][n][r];
+              if (token < TOKENS) buffer[token][g + 8 * r][SPAN * warp + UNITS * j + t / kThreads] = lanes[j][n][r];
               lanes[j][n][r] = 0.0f;
             }
         __syncthreads();
@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) linear(const __grid
           const int token = i / kRows, in_tile = i % kRows;
           const int64_t row = static_cast<int64_t>(now.tile) * kRows + in_tile;
           if (row >= matrix.rows) continue;
-          float sum = sum_lanes<kLanes>(room[token][in_tile]);
+          float sum = sum_lanes<kLanes>(buffer[token][in_tile]);
           if (p.bias[number]) sum = __fadd_rn(sum, p.bias[number][row]);
           p.out[number][(pair + token) * p.stride[number] + row] = sum;
         }

@@ -1,6 +1,6 @@
 // Activations to integers, and packed rows to values.
 //
-// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantise` UNIT; for `decode` BITS, TRUNCATE, IDS.
+// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS, TRUNCATE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -19,13 +19,13 @@ using Float = Of<DTYPE>::Type;
 using Stored = Float::Stored;
 
 #ifdef UNIT
-struct Quantise {
+struct Quantize {
   const Stored* x;  // [tokens, length]
   Activations out;
   int64_t tokens, length, units;
 };
 
-extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
+extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
   wait_for_predecessor();
   let_successor_start();  // not earlier: `linear` loads weights at once, and whoever wrote those must be done
   const int lane = threadIdx.x % kWarp;
@@ -33,7 +33,7 @@ extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
   if (slot >= p.tokens * p.units) return;
   const int64_t first = slot % p.units * UNIT + lane, second = first + kWarp;
   const Stored* row = p.x + slot / p.units * p.length;
-  quantise_unit<UNIT>(first < p.length ? Float::load(row[first]) : 0.0f,
+  quantize_unit<UNIT>(first < p.length ? Float::load(row[first]) : 0.0f,
                       UNIT == 64 && second < p.length ? Float::load(row[second]) : 0.0f, slot, p.out);
 }
 #endif

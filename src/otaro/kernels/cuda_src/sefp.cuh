@@ -128,10 +128,10 @@ __device__ __forceinline__ float step_of(int scale, float factor) {
   return __fmul_rn(__uint_as_float(static_cast<uint32_t>(scale) << 20 & 0x87f00000u), factor);
 }
 
-// Quantises one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if the unit is 64.
+// Quantizes one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if the unit is 64.
 // Steps 1 and 2 of ../reference.py.
 template <int Unit>
-__device__ __forceinline__ void quantise_unit(float first, float second, int64_t slot, const Activations& out) {
+__device__ __forceinline__ void quantize_unit(float first, float second, int64_t slot, const Activations& out) {
   const int lane = threadIdx.x % kWarp;
   uint32_t largest = __float_as_uint(first) & 0x7fffffffu;
   if (Unit == 64) largest = max(largest, __float_as_uint(second) & 0x7fffffffu);
@@ -202,10 +202,10 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// As `quantise_unit`, with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
+// As `quantize_unit`, with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
 // come here; those that have nothing (`there` is false) come with zeros, and store nothing.
 template <int Unit>
-__device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, int64_t slot, const Activations& out) {
+__device__ __forceinline__ void quantize_quads(const float (&x)[4], bool there, int64_t slot, const Activations& out) {
   constexpr int kMates = Unit / 4;
   const int at = static_cast<int>(threadIdx.x) % kMates;
   uint32_t largest = 0;
