@@ -72,7 +72,7 @@ ARCHITECTURES = {
     "mixtral": {"model_type": "mixtral", "dtype": "bfloat16", **EXPERTS},
     "qwen3_moe": {"model_type": "qwen3_moe", "dtype": "float16", "moe_intermediate_size": 80, **EXPERTS},
 }
-# Their embedding scales in its forward and so stays unpacked, with the head that is tied to it.
+# Their embedding scales its rows.
 GEMMAS = {
     "gemma": {"model_type": "gemma", "dtype": "bfloat16"},
     "gemma2": {
@@ -110,9 +110,14 @@ MORE = {
 }  # fmt: skip
 
 
+# Run by transformers; its projections are [in, out].
+GPT2 = {"gpt2": {"model_type": "gpt2", "dtype": "float32"}}
+ALL = {**ARCHITECTURES, **GEMMAS, **MORE, **GPT2}
+
+
 def make_model(architecture: str, **changes: object) -> transformers.PreTrainedModel:
-    """A random model of one of the ARCHITECTURES, GEMMAS or MORE, the same one every time."""
-    settings = {**SIZES, **{**ARCHITECTURES, **GEMMAS, **MORE}[architecture], **changes}
+    """A random model of one of ALL, the same one every time."""
+    settings = {**SIZES, **ALL[architecture], **changes}
     dtype = getattr(torch, str(settings.pop("dtype")))
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -172,6 +177,17 @@ def make_nested(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(params=[*GEMMAS, "phi3", *GPT2])
+def other_architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def as_packed() -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back again."""
+    return lambda name, weight: weight.T.contiguous() if ".c_" in name else weight
 
 
 @pytest.fixture(params=["midpoint", "truncate"])

@@ -80,13 +80,24 @@ def test_a_place_where_nothing_can_be_written_is_named(command):
     assert re.fullmatch(words, str(result.exception))
 
 
-def test_pack_says_how_much_of_a_model_stays_as_it_is(tmp_path):
-    """GPT-2's projections are no plain linears."""
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
-    said = " ".join(run("pack", tmp_path / "gpt2", tmp_path / "out").stdout.split())
-    assert re.search(r"\d\d% of the weights stay as they are, at every precision: transformer\.", said)
-    assert "stay as they are" not in run("pack", "builtin", tmp_path / "tiny").stdout
+def test_pack_and_inspect_name_what_stays_as_it_is_and_count_it(tmp_path):
+    config = AutoConfig.for_model("gpt2", n_embd=128, n_layer=2, n_head=2, vocab_size=64, n_positions=2048)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "gpt2")
+    packed = run("pack", tmp_path / "gpt2", tmp_path / "out")
+    note, said = (" ".join(text.split()) for text in (packed.stderr, packed.stdout))
+    assert "are stored in 16 bits: transformer.wpe.weight in float16; otaro pack --keep-float32 keeps them" in note
+    assert "not packed: transformer.wpe.weight (1 in F16, 524.3 kB), transformer.h.*.mlp.c_fc.bias (2 in F32, 4.1 kB)" in said
+    result = json.loads(run("pack", tmp_path / "gpt2", tmp_path / "wide", "--keep-float32", "--json").stdout)
+    shown = json.loads(run("inspect", tmp_path / "wide", "--json").stdout)
+    assert result["unpacked"] == shown["unpacked"]
+    assert result["bits_per_weight"] == {row["precision"]: row["bits_per_weight"] for row in shown["precisions"]}
+    wpe = {"name": "transformer.wpe.weight", "tensors": 1, "weights": 1 << 18, "bytes": 1 << 20, "dtype": "F32"}
+    assert shown["unpacked"][0] == wpe
+    assert sum(group["weights"] for group in shown["unpacked"]) == shown["other_parameters"]
+    table = run("inspect", tmp_path / "out").stdout
+    assert re.search(
+        r"Not packed, the same at every precision.*transformer\.wpe\.weight\s*│\s*1 │ 262,144 │\s*F16", table, re.DOTALL
+    )
 
 
 def test_pack_takes_the_reconstruction_of_the_paper_and_another_group_size(tmp_path):
@@ -102,7 +113,8 @@ def test_inspect_counts_what_is_there(packed):
     for number, row in enumerate(reversed(shown["precisions"]), 1):
         assert row["shards"] == SHARDS[:number]
         assert row["bytes"] == sum((packed / name).stat().st_size for name in SHARDS[:number])
-        assert row["bits_per_weight"] == pytest.approx(3 + number + 8 / 64, abs=1e-3)
+        norms = shown["other_parameters"] / (shown["packed_weights"] + shown["other_parameters"])
+        assert row["bits_per_weight"] == pytest.approx((1 - norms) * (3 + number + 8 / 64) + norms * 16)
     model = otaro.load(packed, "E5M3")
     weights = {name: module.weight for name, module in model.sefp.modules.items() if name.endswith("down_proj")}
     row = next(row for row in shown["modules"] if row["type"] == "down_proj")

@@ -76,6 +76,11 @@ def test_a_checkpoint_is_loaded_in_its_type_only_where_nothing_is_rounded(half, 
     assert kinds == [torch.bfloat16, torch.float32]
 
 
+def test_a_model_without_plain_linears_takes_no_adapters(make_checkpoint):
+    with pytest.raises(otaro.OtaroError, match="--lora adapts plain linear layers, and GPT2LMHeadModel has none; tune it"):
+        tune_model.load_model(make_checkpoint("gpt2"), Training(lora=4))
+
+
 def test_the_8_bit_optimizer_without_its_package_is_refused_in_words(half, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(otaro.OtaroError, match=r"adamw8bit needs the package bitsandbytes; install it with: pip install"):

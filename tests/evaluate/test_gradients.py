@@ -26,7 +26,7 @@ def batches_of(count, length=12, size=2):
     return [{"input_ids": some, "labels": some} for some in ids]
 
 
-def one_by_one(directory, batches, reconstruction):
+def one_by_one(directory, batches, reconstruction, as_packed=lambda name, weight: weight):
     """[batch][row][name]: gradients of models made afresh for each precision."""
     found = []
     for batch in batches:
@@ -35,8 +35,9 @@ def one_by_one(directory, batches, reconstruction):
             model, packed = opened(directory)
             parameters = [model.get_parameter(name) for name in packed]
             if precision is not None:
-                for parameter in parameters:
-                    parameter.data = otaro.encode(parameter, GROUP_SIZE, reconstruction).decode(precision)
+                for name, parameter in zip(packed, parameters, strict=True):
+                    codes = otaro.encode(as_packed(name, parameter.data), GROUP_SIZE, reconstruction)
+                    parameter.data = as_packed(name, codes.decode(precision))
             rows.append(dict(zip(packed, torch.autograd.grad(model(**batch).loss, parameters), strict=True)))
         found.append(rows)
     return found
@@ -57,13 +58,16 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reconstruction"), [("llama", "midpoint"), ("llama_tied", "truncate"), ("mixtral", "midpoint")]
+    ("architecture", "reconstruction"),
+    [("llama", "midpoint"), ("llama_tied", "truncate"), ("mixtral", "midpoint"), ("gpt2", "midpoint")],
 )
-def test_gradients_are_those_of_models_that_hold_the_decoded_weights(make_checkpoint, seen, architecture, reconstruction):
+def test_gradients_are_those_of_models_that_hold_the_decoded_weights(
+    make_checkpoint, as_packed, seen, architecture, reconstruction
+):
     directory, batches = make_checkpoint(architecture), batches_of(2)
     model, packed = opened(directory)
     analyze_gradients(model, packed, batches, group_size=GROUP_SIZE, reconstruction=reconstruction)
-    for found, expected in zip(seen, one_by_one(directory, batches, reconstruction), strict=True):
+    for found, expected in zip(seen, one_by_one(directory, batches, reconstruction, as_packed), strict=True):
         assert list(found) == packed
         for name in packed:
             assert torch.equal(found[name], torch.stack([row[name].flatten() for row in expected]))

@@ -191,7 +191,7 @@ def test_the_opening_tells_the_result(full_report):
     assert "One model, six precisions" in text
     assert "best takes 1.6 MB at E5M8, and the first 739.3 kB of it are the model at E5M3." in text
     assert "perplexity changes by +237.5% (plain: +237.5%)" in text
-    assert "67.50739.3 kB4.125 bits" in text
+    assert "67.50739.3 kB4.139 bits" in text
     assert "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)" in text
 
 
@@ -199,7 +199,7 @@ def test_the_opening_tells_of_held_out_data_where_nothing_else_was_measured(tmp_
     best = make_run(tmp_path / "best", TUNED, builtin_nested)
     text = Reader(page_of(best, make_run(tmp_path / "plain", {**BEFORE_TUNING, "E5M3": 9.6}))).text
     assert "perplexity changes by +7.7% (before tuning: +24.2%; plain: +20.8%)" in text
-    assert "8.52739.3 kB4.125 bits9.87 before tuning" in text
+    assert "8.52739.3 kB4.139 bits9.87 before tuning" in text
 
 
 def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(tmp_path, builtin_nested):
@@ -214,7 +214,7 @@ def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(t
     ]
     assert [series.label for series in held_out] == [BEFORE, "run"]
     page = page_of(run, tmp_path / "before")
-    assert "67.50739.3 kB4.125 bits135.00 before tuning" in Reader(page).text
+    assert "67.50739.3 kB4.139 bits135.00 before tuning" in Reader(page).text
     measured = next(iter(charts_of(page).values()))
     assert measured["layer"][0]["encoding"]["color"]["scale"] == {
         "domain": [BEFORE, "run"],

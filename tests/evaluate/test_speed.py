@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import otaro
 from otaro.errors import OtaroError, ShardMissingError
@@ -113,6 +114,15 @@ def test_an_embedding_that_is_not_the_head_is_left_out(make_nested):
     rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [(120, 96)]
     expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two scales
     assert weight_bytes_per_token(model, otaro.Precision("E5M3")) == expected
+
+
+def test_a_head_that_is_not_packed_is_read_too(tmp_path):
+    """XGLM's is tied to an embedding that stays as it is."""
+    sizes = {"vocab_size": 120, "d_model": 96, "ffn_dim": 128, "num_layers": 1, "attention_heads": 4}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", **sizes)).save_pretrained(tmp_path)
+    otaro.pack(tmp_path, tmp_path / "nested")
+    matrices = 4 * 96 * (16 * 3 + 2) + 128 * (16 * 3 + 2) + 96 * (16 * 4 + 2)  # attention, up, down
+    assert weight_bytes_per_token(otaro.load(tmp_path / "nested"), otaro.Precision("E5M3")) == matrices + 4 * 120 * 96
 
 
 def test_of_experts_those_count_that_a_token_takes(make_nested):

@@ -19,7 +19,7 @@ NAMES = [str(precision) for precision in otaro.PRECISIONS]
 IDS = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "gemma3", "gpt2"])
 def test_a_checkpoint_quantised_on_the_fly_is_what_packing_and_loading_gives(make_checkpoint, make_nested, architecture):
     subject, packed = Subject(str(make_checkpoint(architecture))), otaro.load(make_nested(architecture))
     assert subject.precisions == ["fp", *NAMES]

@@ -12,7 +12,7 @@ from otaro.file.io import NestedDirectory
 
 
 @pytest.fixture(scope="session")
-def decoded_model(make_checkpoint, make_nested):
+def decoded_model(make_checkpoint, make_nested, as_packed):
     """decoded_model("qwen2", "E5M4") is the ordinary model, in float32, with `encode(w).decode("E5M4")` for each packed w.
 
     A function of the parameter's name may give the precision. A tied head becomes a parameter of its own, `lm_head.weight`.
@@ -27,9 +27,9 @@ def decoded_model(make_checkpoint, make_nested):
         packed = NestedDirectory(make_nested(architecture, reconstruction)).schema.packed
         for name in {*packed, "lm_head.weight"}:
             chosen = precision(name) if callable(precision) else precision
-            values = otaro.encode(stored[name], reconstruction=reconstruction).decode(chosen)
+            values = otaro.encode(as_packed(name, stored[name]), reconstruction=reconstruction).decode(chosen)
             path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, torch.nn.Parameter(values.to(dtype)))
+            setattr(model.get_submodule(path), last, torch.nn.Parameter(as_packed(name, values).to(dtype)))
         return model
 
     return make

@@ -27,7 +27,7 @@ from otaro.sefp.precision import PRECISIONS, Precision
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 
 SERVED = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
-MORE = ("phi3", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "qwen3_moe_mixed")
+MORE = ("gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite", "mixtral", "qwen3_moe", "qwen3_moe_mixed")
 IDS = [(7 * i + i * i // 3) % 120 for i in range(150)]  # more than two segments of 64 positions
 EXACT = object()
 KV = (None, Precision("E5M7"), Precision("E5M3"))

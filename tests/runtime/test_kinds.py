@@ -1,8 +1,11 @@
 """Kinds of models beside those of the other tests: each packs, opens, generates and is saved again, or is refused by name."""
 
+import warnings
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import otaro
 from otaro.errors import CheckpointError
@@ -15,7 +18,8 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 # With what is odd about each.
 KINDS = {
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 120},  # projections that are no linears
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 120},  # projections as [in, out]
+    "xglm": {"d_model": 96, "num_layers": 2, "attention_heads": 4, "ffn_dim": 112, "vocab_size": 120},  # an odd embedding
     "gpt_neox": SMALL,  # stored under names that the class does not have; not a decoder by its config, and yet one
     "mamba": {**SMALL, "state_size": 8},  # initial values that reach into packed linears
     "olmo": {**SMALL, "num_key_value_heads": 2},  # no parameter is left unpacked
@@ -28,9 +32,55 @@ REFUSED = {
     "xlm": ({"emb_dim": 64, "n_layers": 2, "n_heads": 4, "n_words": 120}, r"XLMWithLMHeadModel \(xlm\) is an encoder"),
     "llama4_text": (
         {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
-        r"model.layers.0.feed_forward.experts: expert weights kept in a form of its own \(llama4_text\) are not supported",
+        r"layers.0.feed_forward.experts: expert weights kept in a form of its own \(Llama4TextExperts\) are not supported",
     ),
     "t5": ({"d_model": 64, "num_layers": 2, "vocab_size": 120}, r"transformers cannot build a causal 't5' model"),
+}
+
+
+GEMMA = {**SMALL, "model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}
+SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+
+
+MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # which old checkpoints of GPTs hold beside the weights
+
+# As their authors store them: kind, settings, what to look for in the names, and the state dict in these names.
+UPSTREAM = {
+    "pythia": (
+        "gpt_neox",
+        SMALL,
+        "embed_out.weight",
+        lambda state: (
+            {name.replace("lm_head.", "embed_out."): tensor for name, tensor in state.items()}
+            | {"gpt_neox.layers.0.attention.bias": MASK}
+            | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(8)}
+        ),
+    ),
+    "gpt2": (
+        "gpt2",
+        KINDS["gpt2"],
+        "h.0.attn.c_attn.weight",
+        lambda state: {name.removeprefix("transformer."): tensor for name, tensor in state.items()} | {"h.0.attn.bias": MASK},
+    ),
+    "gemma3 with a tower of sight": (
+        "gemma3",
+        {"text_config": GEMMA, "vision_config": {**SIGHT, "patch_size": 14}, "mm_tokens_per_image": 4},
+        "language_model.model.embed_tokens.weight",
+        dict,
+    ),
+    "a base model": (
+        "llama",
+        {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "layers.0.self_attn.q_proj.weight",
+        lambda state: {name.removeprefix("model."): tensor for name, tensor in state.items()},
+    ),
+    "the head of two that are tied": (
+        "llama",
+        {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "lm_head.weight",
+        lambda state: {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in state.items()},
+    ),
+    "granitemoe": ("granitemoe", KINDS["granitemoe"], "model.layers.0.block_sparse_moe.input_linear.weight", dict),
 }
 
 
@@ -41,14 +91,43 @@ def save(kind, settings, directory):
     model.save_pretrained(directory)
 
 
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_a_checkpoint_is_read_under_the_names_that_transformers_reads(name, as_packed, tmp_path):
+    kind, settings, looks_like, rename = UPSTREAM[name]
+    save(kind, settings, tmp_path)
+    stored = rename(load_file(tmp_path / "model.safetensors"))
+    assert looks_like in stored
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    expected, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing is left out that transformers would not leave out, too
+        nested = otaro.pack(tmp_path, tmp_path / "nested")
+    model = otaro.load(tmp_path / "nested", "E5M8")
+    assert isinstance(model, type(expected))
+    now = {**model.state_dict(), **{module.packed.name: module.weight for module in model.sefp.modules.values()}}
+    for parameter, tensor in expected.named_parameters():
+        if parameter in nested.schema.packed:
+            tensor = as_packed(parameter, otaro.encode(as_packed(parameter, tensor.data)).decode("E5M8"))
+        assert torch.equal(now[parameter], tensor), parameter
+
+
+def test_a_base_model_whose_head_is_missing_is_refused_by_that_reason(tmp_path):
+    config = AutoConfig.for_model("llama", **SMALL, num_key_value_heads=2, tie_word_embeddings=False)
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds a base model, without the head lm_head.weight, and nothing can be"):
+        otaro.pack(tmp_path, tmp_path / "nested")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_packs_opens_generates_and_is_saved_again(kind, tmp_path):
+def test_it_packs_opens_generates_and_is_saved_again(kind, as_packed, tmp_path):
     save(kind, KINDS[kind], tmp_path / "checkpoint")
     nested = otaro.pack(tmp_path / "checkpoint", tmp_path / "nested")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", experts_implementation="eager")
     for name in nested.schema.packed:
         weight = expected.get_parameter(name)
-        weight.data = otaro.encode(weight.data).decode("E5M5")
+        weight.data = as_packed(name, otaro.encode(as_packed(name, weight.data)).decode("E5M5"))
     model = otaro.load(tmp_path / "nested", "E5M5")
     now = {**model.state_dict(), **{module.packed.name: module.weight for module in model.sefp.modules.values()}}
     for name, tensor in expected.named_parameters():

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro.errors import FormatError, OtaroError, PrecisionError, TargetError
+from otaro.file import checkpoint
 from otaro.file.io import NestedDirectory
+from otaro.packable import Kind, packable
 
 NAMES = [str(precision) for precision in otaro.PRECISIONS]
 
@@ -36,6 +38,21 @@ def test_logits_are_those_of_the_decoded_weights(
         assert_same_logits(model, decoded_model(architecture, precision, reconstruction))
     for finer, coarser in itertools.pairwise(seen):
         assert (finer - coarser).abs().max() > 1e-2  # or the comparison above would not tell precisions apart
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scaled_embeddings_fused_projections_and_convolutions_run_from_their_planes(
+    make_nested, decoded_model, assert_same_logits, other_architecture, dtype
+):
+    model, tokens = otaro.load(make_nested(other_architecture), dtype=dtype), torch.arange(120)
+    for precision in ("E5M8", "E5M4"):
+        otaro.set_precision(model, precision)
+        expected = decoded_model(other_architecture, precision, dtype=dtype)
+        assert torch.equal(model.get_input_embeddings()(tokens), expected.get_input_embeddings()(tokens))
+        for name, module in model.sefp.modules.items():
+            assert torch.equal(module.weight, expected.get_submodule(name).weight), name
+        if dtype == torch.float32:
+            assert_same_logits(model, expected)
 
 
 @pytest.mark.parametrize("precision", ["E5M8", "E5M5"])
@@ -301,14 +318,30 @@ def test_saving_and_packing_the_same_tensors_give_the_same_model(checkpoint_dir,
     assert files_of(tmp_path / "saved") == files_of(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
-def test_a_gemma_goes_round(name, make_nested, tmp_path, logits):
-    """The head is tied to an embedding that stays unpacked: a name that the model has and the file has not."""
-    model = otaro.load(make_nested(name), "E5M5")
-    assert "lm_head.weight" in model.state_dict()
-    assert "lm_head.weight" not in NestedDirectory(make_nested(name)).unpacked
+def test_what_the_rule_packs_of_other_architectures_goes_round(other_architecture, make_nested, tmp_path, logits):
+    model = otaro.load(make_nested(other_architecture), "E5M5")
     model.save_pretrained(tmp_path / "saved")
-    assert files_of(tmp_path / "saved") == files_of(make_nested(name))
+    assert files_of(tmp_path / "saved") == files_of(make_nested(other_architecture))
+    assert torch.equal(logits(otaro.load(tmp_path / "saved", "E5M5")), logits(model))
+
+
+@pytest.fixture
+def older(make_checkpoint, tmp_path, monkeypatch):
+    """A Gemma as versions before this rule packed it: the embedding and the head that is tied to it are stored as they are."""
+    monkeypatch.setattr(checkpoint, "packable", lambda model: [one for one in packable(model) if one.kind is Kind.LINEAR])
+    assert "model.embed_tokens.weight" in otaro.pack(make_checkpoint("gemma"), tmp_path / "older").unpacked
+    return tmp_path / "older"
+
+
+def test_a_model_that_was_packed_by_an_older_rule_opens_as_it_was_packed(older, make_checkpoint, tmp_path, logits):
+    """The head is tied to an embedding that is not packed: a name that the model has and the file has not."""
+    model = otaro.load(older, "E5M5")
+    ordinary = AutoModelForCausalLM.from_pretrained(make_checkpoint("gemma"), dtype=torch.float32)
+    assert torch.equal(model.get_input_embeddings()(torch.arange(120)), ordinary.get_input_embeddings()(torch.arange(120)))
+    assert "lm_head.weight" in model.state_dict()
+    assert "lm_head.weight" not in NestedDirectory(older).unpacked
+    model.save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(older)
     again = otaro.load(tmp_path / "saved", "E5M5")
     assert torch.equal(logits(again), logits(model))
     with torch.no_grad():
@@ -317,8 +350,8 @@ def test_a_gemma_goes_round(name, make_nested, tmp_path, logits):
     assert torch.equal(logits(otaro.load(tmp_path / "changed", "E5M5")), logits(again))
 
 
-def test_tensors_that_the_file_has_no_place_for_are_not_lost_in_silence(make_nested, nested_dir, tmp_path):
-    model = otaro.load(make_nested("gemma"))
+def test_tensors_that_the_file_has_no_place_for_are_not_lost_in_silence(older, nested_dir, tmp_path):
+    model = otaro.load(older)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
     with pytest.raises(OtaroError, match=r"lm_head.weight is no longer tied to model.embed_tokens.weight; save_pretrained"):
         model.save_pretrained(tmp_path / "saved")

@@ -20,7 +20,6 @@ from otaro.file.checkpoint import Checkpoint
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune import plain
 from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare, quantize, restore, scale_exponent
-from tests.conftest import SIZES
 
 ARCHITECTURES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 MOE = ("mixtral", "qwen3_moe")
@@ -45,7 +44,10 @@ def decoded(model: nn.Module, precision: Precision, reconstruction: str = "midpo
     """The model with its weights replaced by what a packed file would give at this precision."""
     for name in model.packed_names:
         parameter = model.get_parameter(name)
-        parameter.data = encode(parameter.data, 64, reconstruction).decode(precision)
+        convolution = ".c_" in name  # GPT-2's, whose groups run along the input too
+        weight = parameter.data.T.contiguous() if convolution else parameter.data
+        values = encode(weight, 64, reconstruction).decode(precision)
+        parameter.data = values.T.contiguous() if convolution else values
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # as prepared models do; others sum in another order
     return model
@@ -407,11 +409,27 @@ def test_single_tuned_tokens_are_refused(make_plain):
         prepare(with_lora(make_plain(), trainable_token_indices=[3, 5]), Precisely())
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("architecture", ["gemma3", "phi3", "gpt2"])
+def test_scaled_embeddings_fused_projections_and_convolutions_are_tuned_as_they_are_packed(make_plain, architecture, bf16):
+    plain, (model, precisely) = make_plain(architecture).eval(), prepared(make_plain(architecture).eval())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        assert torch.equal(logits(model), logits(plain))
+        with precisely.at(M3, torch.bfloat16 if bf16 else None):
+            seen, found = logits(model), gradients(model)
+        expected = decoded(make_plain(architecture).eval(), M3)
+        assert torch.equal(seen, logits(expected))
+        assert not torch.equal(seen, logits(plain))
+        assert_same_gradients(found, gradients(expected))
+    restore(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
 def test_an_embedding_that_is_not_packed_and_a_head_tied_to_it_are_tuned_as_they_are(tmp_path):
     """As a nested file has them: what tuning shows of a precision is what the file will show."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma3_text", **SIZES, sliding_window=32, layer_types=["full_attention"] * 2)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    sizes = {"vocab_size": 120, "d_model": 96, "ffn_dim": 112, "num_layers": 2, "attention_heads": 4}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", **sizes), dtype=torch.float32).eval()
     plain.save_pretrained(tmp_path)
     plain.packed_names = set(Checkpoint(tmp_path).packed)
     assert "model.embed_tokens.weight" not in plain.packed_names
@@ -419,13 +437,17 @@ def test_an_embedding_that_is_not_packed_and_a_head_tied_to_it_are_tuned_as_they
     assert torch.equal(logits(model), logits(plain))
     with precisely.at(M3):
         assert torch.equal(logits(model), logits(decoded(copy.deepcopy(plain), M3)))
-    restore(model)
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_adapters_of_convolutions_are_refused(make_plain):
+    with pytest.raises(OtaroError, match="c_attn: only LoRA on linear layers can be quantised as merged"):
+        prepare(with_lora(make_plain("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True), Precisely())
 
 
 # LoRA over weights in their own type, which costs nothing but memory ----------------------------------------------------
 
 OWN = {"llama": torch.float16, "llama_tied": torch.bfloat16, "mistral": torch.bfloat16, "mixtral": torch.bfloat16}
+OWN |= {"gemma": torch.bfloat16}
 
 
 def narrow(model: nn.Module, dtype: torch.dtype, **changes: object) -> nn.Module:

@@ -46,7 +46,7 @@ def inspect(
 
 
 def show(summary: Summary) -> None:
-    """Print the two tables."""
+    """Print the tables."""
     from rich.table import Table
 
     console.out.print(f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}", highlight=False)
@@ -82,6 +82,14 @@ def show(summary: Summary) -> None:
             f"{module.zero_share:.1%}",
         )
     console.out.print(modules)
+    left = Table(title="Not packed, the same at every precision", title_justify="left")
+    left.add_column("tensor")
+    for heading in ("tensors", "weights", "type", "size"):
+        left.add_column(heading, justify="right")
+    for group in summary.unpacked:
+        left.add_row(group.name, str(group.tensors), f"{group.weights:,}", group.dtype, console.size(group.bytes))
+    if summary.unpacked:
+        console.out.print(left)
 
 
 def _shards(row: PrecisionSummary) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from math import prod
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from otaro.cli import console
+from otaro.sefp.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from otaro.file.summary import UnpackedSummary
+
+_NAMED = 3  # groups of tensors
 
 
 def pack(
@@ -20,6 +26,10 @@ def pack(
     group_size: console.GroupSizeOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is a nested model; other files in it stay.")
+    ] = False,
+    keep_float32: Annotated[
+        bool,
+        typer.Option("--keep-float32", help="Store large float32 tensors that are not packed as they are, not in 16 bits."),
     ] = False,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
@@ -45,6 +55,7 @@ def pack(
                 group_size=group_size,
                 reconstruction=reconstruction,
                 overwrite=overwrite,
+                keep_float32=keep_float32,
                 revision=revision,
                 token=token,
                 cache_dir=cache_dir,
@@ -56,24 +67,36 @@ def pack(
     seconds = time.perf_counter() - started
     for note in notes:
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
+    from otaro.file.summary import precision_summary, unpacked
+
+    sizes, left = [precision_summary(nested, precision) for precision in PRECISIONS], unpacked(nested)
     total = sum(path.stat().st_size for path in out.glob("model-m*.safetensors"))
     if json:
         coding = {"group_size": nested.schema.group_size, "reconstruction": nested.schema.reconstruction}
         result = {"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model}
-        console.print_json({**result, **coding})
+        bits = {row.precision: row.bits_per_weight for row in sizes}
+        console.print_json({**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]})
     else:
         console.out.print(
             f"packed {model} into {out}: {console.size(total)} for all six precisions, {seconds:.1f} s "
             f"(groups of {nested.schema.group_size}, {nested.schema.reconstruction})",
             highlight=False,
         )
-        packed = sum(prod(shape) for shape in nested.schema.packed.values())
-        others = {name: prod(entry.shape) for name, entry in nested.unpacked.items()}
-        if (left := sum(others.values())) > 0.05 * packed:
-            largest = max(others, key=lambda name: others[name])
-            console.out.print(
-                f"{left / (packed + left):.0%} of the weights stay as they are, at every precision: {largest} and others "
-                "are of modules that cannot be packed",
-                highlight=False,
-            )
+        finest, coarsest = sizes[0], sizes[-1]
+        console.out.print(
+            f"bits per weight of the whole model: {finest.bits_per_weight:.2f} at {finest.precision} "
+            f"({finest.ratio_to_fp16:.0%} of FP16) to {coarsest.bits_per_weight:.2f} at {coarsest.precision}",
+            highlight=False,
+        )
+        if left:
+            console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False, soft_wrap=True)
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)
+
+
+def _named(left: list[UnpackedSummary]) -> str:
+    """The largest of what stays as it is, and how much there is besides."""
+    words = [f"{group.name} ({group.tensors} in {group.dtype}, {console.size(group.bytes)})" for group in left[:_NAMED]]
+    if others := left[_NAMED:]:
+        tensors, size = sum(group.tensors for group in others), sum(group.bytes for group in others)
+        words.append(f"{tensors} others ({console.size(size)})")
+    return ", ".join(words)

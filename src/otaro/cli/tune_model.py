@@ -30,14 +30,16 @@ def load_model(path: Path, training: Training) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise OtaroError(f"--lora needs the package peft; install it with: {install('lora')}") from None
+    from otaro.packable import Kind, packable
     from otaro.tune.fake_quant import narrow_frozen
 
     model, own = _frozen(path, checkpoint)
-    linears = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    linears = [one.path for one in packable(model) if one.kind is Kind.LINEAR]
+    if not linears:
+        raise OtaroError(f"--lora adapts plain linear layers, and {type(model).__name__} has none; tune it without")
     rank = training.lora
     torch.manual_seed(training.seed)  # of the adapters
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[n for n in linears if n != head], lora_dropout=0.0)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, lora_dropout=0.0)
     model = get_peft_model(model, config)
     narrow_frozen(model, own)
     return model

@@ -51,7 +51,7 @@ def by_precision(
 ) -> Spec:
     """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
 
-    The unquantised model stands apart, to the right. With a group size the axis tells bits per weight.
+    The unquantised model stands apart, to the right. With a group size the axis tells bits per packed weight.
     """
     alt = altair()
     data = [
@@ -63,7 +63,7 @@ def by_precision(
     wide = bool(values) and not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_FROM
     order = [_tick(name, group_size) for name in [*reversed(NAMES[1:]), FULL]]
     axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if group_size else 10)
-    x = alt.X("at:N", sort=order, title="precision and bits per weight" if group_size else "precision", axis=axis)
+    x = alt.X("at:N", sort=order, title="precision and bits per packed weight" if group_size else "precision", axis=axis)
     scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     names = [BEFORE, *(run for run in runs if run != BEFORE)]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from otaro.runtime.generate import Generates
+from otaro.runtime.modules import SefpEmbedding
 from otaro.runtime.precision import attachment, trim
 from otaro.sefp.precision import Precision
 
@@ -41,19 +42,15 @@ class DecodedModel:
         Planes that were decoded leave the memory, unless they are to be kept: for a nested model that runs too.
         """
         self.nested, self._keep_planes = nested, keep_planes
-        modules = attachment(nested).modules.values()
-        self._weights = {m.packed: dtype or m._like.dtype for m in modules}
+        modules = {module.packed: module for module in attachment(nested).modules.values()}
+        self._weights = {
+            packed: torch.empty(packed.shape, dtype=dtype or module._like.dtype, device=packed.base.device)
+            for packed, module in modules.items()
+        }
         self._model = _ordinary(nested, dtype)
-        self._model.load_state_dict(
-            {
-                packed.name: torch.empty(packed.shape, dtype=kind, device=packed.base.device)
-                for packed, kind in self._weights.items()
-            },
-            assign=True,
-            strict=False,
-        )
+        seen = {packed.name: modules[packed].laid_out(weight) for packed, weight in self._weights.items()}
+        self._model.load_state_dict(seen, assign=True, strict=False)
         self._model.tie_weights()
-        self._parameters = {packed: self._model.get_parameter(packed.name) for packed in self._weights}
         self._model.requires_grad_(False).eval()
         self._at: Precision | None = None
 
@@ -70,13 +67,13 @@ class DecodedModel:
     def _decode(self, precision: Precision) -> None:
         attachment(self.nested).nested.require(precision)
         bits, since = precision.mantissa_bits, 0
-        for packed, dtype in self._weights.items():
+        for packed, weight in self._weights.items():
             packed.reach(bits)
-            target = self._parameters[packed].data.view(-1, packed.shape[-1])
+            target = weight.view(-1, packed.shape[-1])
             rows = max(1, _AT_ONCE // packed.shape[-1])
             for start in range(0, len(target), rows):
                 some = slice(start, min(start + rows, len(target)))
-                target[some] = packed.decode(bits, dtype, some)
+                target[some] = packed.decode(bits, weight.dtype, some)
             since += prod(packed.shape)
             if since >= _TRIM_EVERY and not self._keep_planes:
                 trim(self.nested, everything=True)
@@ -101,5 +98,10 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
         if name in there:
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, there[name])
+    for name, module in attachment(nested).modules.items():
+        if isinstance(module, SefpEmbedding):
+            table = model.get_submodule(name)  # one that scales has the scale as a buffer; its stand-in has not
+            scale = torch.tensor(module.scale, device=module.packed.base.device)
+            table._buffers.update(dict.fromkeys(table._buffers, scale))
     model.generation_config = nested.generation_config
     return model

@@ -41,6 +41,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL
 from otaro.evaluate.weights import place
+from otaro.packable import Kind, packable
 from otaro.sefp.codec import Reconstruction, encode
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
@@ -253,11 +254,16 @@ def _switched(
     """Yield a function that puts the weights of a precision, or the original ones, into the model; it ends with these."""
     weights = {name: model.get_parameter(name).detach() for name in packed}
     originals = {name: weight.clone() for name, weight in weights.items()}
-    codes = {name: encode(weight, group_size, reconstruction, name=name) for name, weight in weights.items()}
+    rows = {one.name: weights[one.name].T for one in packable(model) if one.kind is Kind.CONV1D and one.name in weights}
+    rows = weights | rows  # the same memory, seen as it is packed
+    codes = {name: encode(weight.contiguous(), group_size, reconstruction, name=name) for name, weight in rows.items()}
 
     def switch(precision: Precision | None) -> None:
         for name, weight in weights.items():
-            weight.copy_(originals[name] if precision is None else codes[name].decode(precision))
+            if precision is None:
+                weight.copy_(originals[name])
+            else:
+                rows[name].copy_(codes[name].decode(precision))
 
     try:
         yield switch

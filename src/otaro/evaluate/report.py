@@ -393,7 +393,8 @@ def _cost(series: Series, finest: str, coarsest: str) -> float | None:
 
 def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> str:
     sizes = _bytes(run.summary)
-    bits = Precision(name).bits_per_weight(run.summary.group_size if run.summary else GROUP_SIZE)
+    rows = {row.precision: row.bits_per_weight for row in run.summary.precisions} if run.summary else {}
+    bits = rows.get(name, Precision(name).bits_per_weight())
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
         lines.append(f"<dd class=figure>{number(after.values[name])}</dd>")

@@ -379,21 +379,25 @@ class _Timer:
 
 
 def weight_bytes_per_token(model: Any, precision: Precision) -> int:
-    """Bytes of packed weights that computing one token reads."""
+    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up in."""
     attached = attachment(model)
     schema = attached.nested.schema
     entries = [schema.packed_entries(plane) for plane in range(BASE, precision.mantissa_bits + 1)]
     sizes: dict[str, int] = {}
+    text = {*model.get_decoder().modules(), model.get_output_embeddings()}  # and no tower of another sense
     for module in attached.modules.values():
         name = module.packed.name
-        if isinstance(module, SefpEmbedding):
-            continue  # reads a row
+        if isinstance(module, SefpEmbedding) or module not in text:
+            continue  # reads a row, or nothing
         # Scales as they lie in memory: a byte each.
         size = module.packed.scales.nbytes + sum(prod(plane[name][1]) for plane in entries)
         if isinstance(module, SefpExperts):
             size = size * model.config.num_experts_per_tok // module.packed.shape[0]
         sizes[name] = size  # by name: what is shared is read once
-    return sum(sizes.values())
+    plain: set[torch.Tensor] = {
+        p for m in text for p in m.parameters(recurse=False) if p.dim() > 1 and not isinstance(m, torch.nn.Embedding)
+    }
+    return sum(sizes.values()) + sum(matrix.nbytes for matrix in plain)
 
 
 def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision, float]:

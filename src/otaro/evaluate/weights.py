@@ -35,7 +35,7 @@ from torch.nn.functional import pad
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import Checkpoint
 from otaro.file.summary import module_type
-from otaro.sefp.codec import Reconstruction, encode, first_refused, refusal
+from otaro.sefp.codec import Reconstruction, encode, first_refused
 from otaro.sefp.precision import PRECISIONS
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -62,7 +62,7 @@ def analyze_weights(
         for rows in checkpoint.rows(name, max(1, _CHUNK // shape[-1])):
             progress(name, done, total)
             if (bad := first_refused(rows)) is not None:
-                raise refusal(name, shape, at + bad, float(rows.flatten()[bad]))
+                raise checkpoint.refusal(name, at + bad, float(rows.flatten()[bad]))
             for tally in tallies.values():
                 tally.add(rows)
             at += rows.numel()

@@ -1,17 +1,20 @@
 """The model to be packed: where it lies, which of its tensors are packed, and how to read them a few rows at a time.
 
-What to pack is asked of the model class itself, built on the meta device from the checkpoint's config: every linear weight,
-the token embedding, the output head (once, if tied), and the fused expert stacks of mixtures of experts. So any architecture
-that transformers builds from plain `nn.Linear` and `nn.Embedding` modules can be packed. Norms, biases, routers, and modules
-of other classes are kept as they are.
+What to pack is asked of the model class itself, built on the meta device from the checkpoint's config
+(`otaro.packable`). What the checkpoint has for each of its tensors is asked of transformers: its own conversions
+of names, and of values where a checkpoint keeps them in another form. Experts that are stored one by one, and all
+that is stored as it is, are read by rows. A tensor that transformers makes of others, or that is packed transposed
+(GPT-2's), is read whole.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from otaro.errors import CheckpointError
+from otaro.errors import CheckpointError, WeightError
 from otaro.errors import brief as brief
 from otaro.file.header import BASE, DTYPES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.replace import QUALITY_FILE
 from otaro.file.run import refuse_run
+from otaro.packable import Kind, packable
+from otaro.sefp.codec import refusal
 from otaro.sefp.precision import Precision
 
 BUILTIN = "builtin"
@@ -73,12 +78,19 @@ class Checkpoint:
         self.directory = directory
         self.config = _read_config(directory)
         files = _open_all(directory)
-        described = _describe_model(self.config)
-        self.shapes, self.packed = described.shapes, described.packed
-        self.tied, self.buffers = described.tied, described.buffers
-        for file in files:
-            file.rename(described.rename)
-        self._file_of = {key: file for file in files for key in file.entries}
+        self._model = _build(self.config)
+        self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
+        """{tied tensor: the one that is stored}"""
+        self.shapes = {name: tuple(t.shape) for name, t in self._model.state_dict().items() if name not in self.tied}
+        self.buffers = {name for name, _ in self._model.named_buffers()}
+        rule = {one.name: one for one in packable(self._model)}
+        self.packed = {name: rule[name].shape for name in self.shapes if name in rule}
+        """Shapes as packed, of those to pack."""
+        self._transposed = {name for name in self.packed if rule[name].kind is Kind.CONV1D}
+        self._heads = {name for name in self.packed if rule[name].kind is Kind.HEAD}
+        self._file_of: dict[str, _TensorFile] = {}
+        self._made: dict[str, _Conversion] = {}
+        self._name_tensors(files)
         self._parts = {name: self._find_parts(name, shape) for name, shape in self.shapes.items()}
         for name in self.packed:
             if (dtype := self.stored_dtype(name)) not in (torch.float16, torch.bfloat16, torch.float32):
@@ -91,22 +103,31 @@ class Checkpoint:
         return self.stored_dtype(next(iter(self.packed)))
 
     def unused(self) -> list[str]:
-        """Tensors of the checkpoint that the model class does not have, as transformers would not load them either."""
+        """Tensors of the checkpoint that the model class lacks, less those that it says are of no use to it."""
         used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
-        return sorted(key for key in self._file_of.keys() - used if not key.endswith("rotary_emb.inv_freq"))
+        ignored = [r"rotary_emb\.inv_freq$", *(self._model._keys_to_ignore_on_load_unexpected or ())]
+        left = self._file_of.keys() - used
+        return sorted(key for key in left if not any(re.search(pattern, key) for pattern in ignored))
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The type `name` is stored in."""
         key = self._parts[name][0]
-        return self._file_of[key].dtype(key)
+        return self._made[name].like[name].dtype if name in self._made else self._file_of[key].dtype(key)
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """A whole tensor, as the model class has it."""
+        if name in self._made:
+            return self._made[name].read(self._read)[name]
         parts = [self._read(key) for key in self._parts[name]]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(self.shapes[name])
 
     def rows(self, name: str, count: int) -> Iterator[torch.Tensor]:
-        """The tensor as a matrix, leading dimensions flattened, `count` rows at a time."""
+        """A tensor as it is packed, as a matrix, leading dimensions flattened, `count` rows at a time."""
+        if name in self._made or name in self._transposed:
+            whole = self.read(name)
+            whole = whole.T.contiguous() if name in self._transposed else whole
+            yield from whole.reshape(-1, whole.shape[-1]).split(count)
+            return
         waiting: list[torch.Tensor] = []
         for key in self._parts[name]:
             file = self._file_of[key]
@@ -119,6 +140,13 @@ class Checkpoint:
         if any(map(len, waiting)):
             yield torch.cat(waiting)
 
+    def refusal(self, name: str, position: int, value: float) -> WeightError:
+        """Of the weight at a position in `rows`, which SEFP does not hold: names its index in the checkpoint."""
+        if name in self._transposed:
+            row, column = divmod(position, self.packed[name][-1])
+            position = column * self.packed[name][0] + row
+        return refusal(name, self.shapes[name], position, value)
+
     def _shape(self, key: str) -> tuple[int, ...]:
         return self._file_of[key].shape(key)
 
@@ -126,17 +154,56 @@ class Checkpoint:
         file = self._file_of[key]
         return file.rows(key, 0, file.row_count(key)).reshape(file.shape(key))
 
+    def _name_tensors(self, files: list[_TensorFile]) -> None:
+        """Call what the files hold by the names of the model class, as transformers does when it loads them."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        steps, known = get_model_conversion_mapping(self._model), self._model.state_dict()
+        names = [step for step in steps if isinstance(step, WeightRenaming)]
+        values = [step for step in steps if isinstance(step, WeightConverter)]
+        converters = {pattern: step for step in values for pattern in step.source_patterns}
+        where, stored = (self._model.base_model_prefix, known), {key: file for file in files for key in file.entries}
+        conversions: dict[str, _Conversion] = {}
+        for key, file in sorted(stored.items(), key=lambda of: dot_natural_key(of[0])):
+            becomes, pattern = rename_source_key(key, names, values, *where)
+            if becomes not in known and key in known:
+                becomes, pattern = rename_source_key(key, [], [], *where)
+            name = becomes if pattern is None else rename_source_key(key, names, [], *where)[0]
+            name = key if name in stored or name in self._file_of else name  # taken
+            if pattern is not None and becomes in known and not _joins_experts(converters[pattern]):
+                made = conversions.setdefault(becomes, _Conversion(becomes, converters[pattern], self._model))
+                made.sources.append((name, pattern))
+            file.call(key, name)
+            self._file_of[name] = file
+        for made in conversions.values():
+            made.like = made.read(self._like)
+            self._made |= {name: made for name in made.like if name in known}
+        for target, source in self.tied.items():  # of tied tensors either may be the one that is stored
+            if source not in self._file_of and source not in self._made and target in self._file_of:
+                self._file_of[target].call(target, source)
+                self._file_of[source] = self._file_of.pop(target)
+
+    def _like(self, key: str) -> torch.Tensor:
+        return torch.empty(self._shape(key), dtype=self._file_of[key].dtype(key), device="meta")
+
     def _find_parts(self, name: str, shape: Sequence[int]) -> list[str]:
         """The checkpoint's tensors that make up a model tensor, in order of rows."""
-        if name in self._file_of:
-            if self._shape(name) != tuple(shape):
-                raise CheckpointError(f"{name} has shape {list(self._shape(name))}, config.json implies {list(shape)}")
-            return [name]
+        if name in self._made or name in self._file_of:
+            stored = tuple(self._made[name].like[name].shape) if name in self._made else self._shape(name)
+            if stored != tuple(shape):
+                raise CheckpointError(f"{name} has shape {list(stored)}, config.json implies {list(shape)}")
+            return [key for key, _ in self._made[name].sources] if name in self._made else [name]
         stem, _, last = name.rpartition(".")
         for convention in _EXPERT_PARTS.get(last, ()):
             parts = [f"{stem}.{expert}.{part}.weight" for expert in range(shape[0]) for part in convention]
             if parts[0] in self._file_of:
                 return self._check_parts(name, parts, shape)
+        if name in self._heads:
+            raise CheckpointError(
+                f"{self.directory} holds a base model, without the head {name}, and nothing can be generated without one; "
+                "give the checkpoint of the whole model"
+            )
         raise CheckpointError(
             f"{self.directory} lacks the tensor {name}, which {self.config.model_type} models need, "
             "or has it under a name that is not known here"
@@ -182,10 +249,9 @@ class _TensorFile:
         self.entries.pop("__metadata__", None)
         self._start = 8 + length
 
-    def rename(self, to: Callable[[str], str]) -> None:
-        """Call tensors by other names from now on, where these are free."""
-        renamed = {key: to(key) for key in self.entries}
-        self.entries = {n if (n := renamed[key]) not in self.entries else key: e for key, e in self.entries.items()}
+    def call(self, key: str, name: str) -> None:
+        """Call a tensor by another name from now on."""
+        self.entries[name] = self.entries.pop(key)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.entries[key]["shape"])
@@ -262,22 +328,40 @@ def _open_all(directory: Path) -> list[_TensorFile]:
     return [_TensorFile(file) for file in files]
 
 
-@dataclass(frozen=True)
-class _Description:
-    """What a model class says of its tensors."""
+@dataclass
+class _Conversion:
+    """Tensors that transformers makes of others: splits, joins, turns round."""
 
-    shapes: dict[str, tuple[int, ...]]
-    packed: dict[str, tuple[int, ...]]
-    """Those of them to pack."""
-    tied: dict[str, str]
-    """{tied tensor: the one that is stored}"""
-    buffers: set[str]
-    rename: Callable[[str], str]
-    """From the name that a checkpoint may have for a tensor to the class's own."""
+    name: str
+    """Of the first tensor made."""
+    converter: Any
+    model: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """Each with the pattern of the converter that it fits, in transformers' order."""
+    like: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What is made, without values."""
+
+    def read(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All tensors made, by name."""
+        converter = copy.deepcopy(self.converter)
+        for key, pattern in self.sources:
+            converter.add_tensor(self.name, key, pattern, read(key))
+        try:
+            made = converter.convert(self.name, model=self.model, config=self.model.config)
+        except Exception as error:  # whatever odd shapes make transformers stumble over
+            sources = ", ".join(key for key, _ in self.sources)
+            raise CheckpointError(f"{self.name} cannot be made of {sources}: {brief(error)}") from error
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
-def _describe_model(config: Any) -> _Description:
-    """Ask the model class; refused if load could not open such a model, or nothing could be generated with it."""
+def _joins_experts(converter: Any) -> bool:
+    """Whether it lays experts behind each other that are stored one by one: these are read by rows."""
+    parts = tuple(pattern.split(".")[-2] for pattern in converter.source_patterns if pattern.count("."))
+    return parts in _EXPERT_PARTS.get(converter.target_patterns[0].rpartition(".")[2], ())
+
+
+def _build(config: Any) -> Any:
+    """The model on the meta device; refused if load could not open it, or nothing could be generated with it."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -292,44 +376,7 @@ def _describe_model(config: Any) -> _Description:
         raise CheckpointError(
             f"{kind} is an encoder as config.json sets it up: its tokens see those behind them, so it cannot generate text"
         )
-    tied = dict(model.all_tied_weights_keys)
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-    # Exactly these classes: a subclass may do more in its forward (Gemma's embedding scales), which a stand-in would lose.
-    packable = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    embedding = model.get_input_embeddings()
-    packable |= {f"{n}.weight" for n, m in model.named_modules() if m is embedding and type(m) is torch.nn.Embedding}
-    for name, module in model.named_modules():
-        for stack in _EXPERT_PARTS:
-            if isinstance(getattr(module, stack, None), torch.nn.Parameter):
-                # Set by transformers for experts whose plain forward takes one after the other, as packed ones are run.
-                transposed = getattr(module, "is_transposed", None)
-                if transposed is not False:
-                    kept = "kept in a form of its own" if transposed is None else "stored as [in, out]"
-                    raise CheckpointError(f"{name}: expert weights {kept} ({config.model_type}) are not supported")
-                packable.add(f"{name}.{stack}")
-    buffers = {name for name, _ in model.named_buffers()}
-    packed = {name: shape for name, shape in shapes.items() if name in packable}
-    return _Description(shapes, packed, tied, buffers, _renaming(model))
-
-
-def _renaming(model: Any) -> Callable[[str], str]:
-    """How transformers itself names what it finds in checkpoints of this class, older and upstream ones among them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    steps = get_model_conversion_mapping(model)
-    names = [step for step in steps if isinstance(step, WeightRenaming)]
-    values = [step for step in steps if not isinstance(step, WeightRenaming)]
-    known = model.state_dict()
-
-    def rename(key: str) -> str:
-        name: str = rename_source_key(key, names, [], model.base_model_prefix, known)[0]
-        becomes, changed = rename_source_key(key, names, values, model.base_model_prefix, known)
-        if changed is not None and becomes in known and becomes.rpartition(".")[2] not in _EXPERT_PARTS:
-            raise CheckpointError(f"{key} is stored in another form than {becomes}, which it becomes; that is not supported")
-        return name
-
-    return rename
+    return model
 
 
 def _is_encoder(model: Any) -> bool:

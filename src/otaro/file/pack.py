@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
@@ -34,12 +34,14 @@ from otaro.sefp.codec import (
     first_refused,
     group_needs,
     needs_are_met,
-    refusal,
     smallest_scale_exponent,
 )
 
 MANY_ZEROS = 0.01
 """From this share of exact zeros on `midpoint`, which keeps none of them above E5M3, may not be what the user wants."""
+
+LARGE_BYTES = 1 << 20
+"""From this size on a float32 matrix that is not packed is stored in 16 bits."""
 
 _CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
 _TRIM_EVERY = 1 << 22  # weights
@@ -55,6 +57,7 @@ def pack(
     group_size: int | None = None,
     reconstruction: Reconstruction | None = None,
     overwrite: bool = False,
+    keep_float32: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -63,9 +66,10 @@ def pack(
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
 
     Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
-    groups of 64 with midpoints. `out` appears when everything is written and flushed, or not at all. `progress` is called
-    with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those of
-    transformers, for a model on the Hub.
+    groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16 bits, with a warning that
+    names them, unless `keep_float32`. `out` appears when everything is written and flushed, or not at all. `progress`
+    is called with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those
+    of transformers, for a model on the Hub.
     """
     source = resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
@@ -78,7 +82,9 @@ def pack(
         )
     schema = Schema(coding.group_size, coding.reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
-    unpacked = {name: (checkpoint.stored_dtype(name), shape) for name, shape in kept.items()}
+    large = [] if keep_float32 else _large_float32(checkpoint, kept)
+    narrow = {name: _sixteen_bits(checkpoint.read(name)) for name in large}
+    unpacked = {name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()}
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
     with (
         NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer,
@@ -100,9 +106,15 @@ def pack(
         for name in kept:
             tensor = checkpoint.read(name)
             _check_finite(name, tensor, name in checkpoint.buffers)
-            writer.append_stored(BASE, name, tensor)
+            writer.append_stored(BASE, name, tensor.to(unpacked[name][0]))
         _write_sidecars(checkpoint, schema, writer.directory)
         progress("flushing to disk", done, total)
+    if narrow:
+        told = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in narrow.items())
+        warnings.warn(
+            f"float32 tensors that are not packed are stored in 16 bits: {told}; otaro pack --keep-float32 keeps them",
+            stacklevel=2,
+        )
     return NestedDirectory(target)
 
 
@@ -115,6 +127,19 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise TargetError(f"{target} holds a nested model already; {way}")
     if overwrite and target.is_dir() and any(target.iterdir()) and not nested:
         raise TargetError(f"{target} is not empty and holds no nested model; it is not overwritten, choose another place")
+
+
+def _large_float32(checkpoint: Checkpoint, kept: Mapping[str, Sequence[int]]) -> list[str]:
+    """Matrices that stay unpacked, and would take three times the room of packed ones and more."""
+    large = [name for name, shape in kept.items() if len(shape) > 1 and 4 * prod(shape) >= LARGE_BYTES]
+    return [name for name in large if checkpoint.stored_dtype(name) == torch.float32 and name not in checkpoint.buffers]
+
+
+def _sixteen_bits(tensor: torch.Tensor) -> torch.dtype:
+    """bfloat16 where it is exact; else float16, which rounds eight times finer; bfloat16 again beyond its range."""
+    if torch.equal(tensor.bfloat16().float(), tensor) or not tensor.half().isfinite().all():
+        return torch.bfloat16
+    return torch.float16
 
 
 def _check_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
@@ -144,7 +169,7 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
     largest = None
     for number, (exponent, refused) in enumerate(_in_order(pool, scale_exponent, checkpoint.rows(name, count))):
         if refused is not None:
-            raise refusal(name, shape, number * count * shape[-1] + refused[0], refused[1])
+            raise checkpoint.refusal(name, number * count * shape[-1] + refused[0], refused[1])
         largest = exponent if largest is None else max(largest, exponent)
     yield from _in_order(pool, packed, checkpoint.rows(name, count))
 

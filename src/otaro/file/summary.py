@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from otaro.file.header import BASE, shard_name
+from otaro.file.header import BASE, Entry, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.sefp.codec import scale_values
 from otaro.sefp.precision import COARSEST, PRECISIONS, Precision
@@ -27,6 +28,7 @@ class PrecisionSummary:
     bytes: int | None
     """Of all its shards together; None where one is missing."""
     bits_per_weight: float
+    """Of all weights, packed or not."""
     ratio_to_fp16: float | None
 
 
@@ -45,6 +47,17 @@ class ModuleSummary:
 
 
 @dataclass(frozen=True)
+class UnpackedSummary:
+    """Tensors that are stored as they are, of one name but for the numbers of layers."""
+
+    name: str
+    tensors: int
+    weights: int
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """Everything `otaro inspect` shows."""
 
@@ -58,6 +71,7 @@ class Summary:
     """Share of packed weights that were zero before they were encoded."""
     precisions: list[PrecisionSummary]
     modules: list[ModuleSummary]
+    unpacked: list[UnpackedSummary]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -69,29 +83,45 @@ def summarize(nested: NestedDirectory, progress: Callable[[int, int], None] = la
     schema = nested.schema
     nested.require(nested.finest)  # sizes are only worth showing of shards that belong here
     weights = sum(map(prod, schema.packed.values()))
-    other = sum(prod(entry.shape) for entry in nested.unpacked.values())
+    left = unpacked(nested)
     return Summary(
         path=str(nested.path),
         model=nested.base.header.model,
         group_size=schema.group_size,
         reconstruction=schema.reconstruction,
         packed_weights=weights,
-        other_parameters=other,
+        other_parameters=sum(group.weights for group in left),
         exact_zeros=schema.zeros / weights,
-        precisions=[_precision(nested, p, weights, other) for p in PRECISIONS],
+        precisions=[precision_summary(nested, p) for p in PRECISIONS],
         modules=list(_modules(nested, weights, progress)),
+        unpacked=left,
     )
 
 
-def _precision(nested: NestedDirectory, precision: Precision, weights: int, other: int) -> PrecisionSummary:
+def precision_summary(nested: NestedDirectory, precision: Precision) -> PrecisionSummary:
+    """Sizes of one precision, from headers alone."""
     planes = range(BASE, precision.mantissa_bits + 1)
     paths = [nested.path / shard_name(plane) for plane in planes]
     missing = [path.name for path in paths if not path.is_file()]
     size = None if missing else sum(path.stat().st_size for path in paths)
-    packed = sum(prod(shape) for plane in planes for _, shape in nested.schema.packed_entries(plane).values())
-    fp16 = 2 * (weights + other)
-    names = [path.name for path in paths]
-    return PrecisionSummary(str(precision), names, missing, size, 8 * packed / weights, None if size is None else size / fp16)
+    left = unpacked(nested)
+    weights = sum(map(prod, nested.schema.packed.values())) + sum(group.weights for group in left)
+    stored = sum(prod(shape) for plane in planes for _, shape in nested.schema.packed_entries(plane).values())
+    stored += sum(group.bytes for group in left)
+    ratio = None if size is None else size / (2 * weights)
+    return PrecisionSummary(str(precision), [path.name for path in paths], missing, size, 8 * stored / weights, ratio)
+
+
+def unpacked(nested: NestedDirectory) -> list[UnpackedSummary]:
+    """What is stored as it is, the largest first."""
+    alike: dict[tuple[str, str], list[Entry]] = {}
+    for name, entry in nested.unpacked.items():
+        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), entry.dtype), []).append(entry)
+    groups = [
+        UnpackedSummary(name, len(some), sum(prod(e.shape) for e in some), sum(e.end - e.start for e in some), dtype)
+        for (name, dtype), some in alike.items()
+    ]
+    return sorted(groups, key=lambda group: -group.bytes)
 
 
 def _modules(nested: NestedDirectory, total: int, progress: Callable[[int, int], None]) -> Iterator[ModuleSummary]:

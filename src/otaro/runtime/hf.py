@@ -37,7 +37,8 @@ from otaro.file.header import BASE, SCALES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
-from otaro.runtime.modules import PackedWeight, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
+from otaro.packable import Kind, Packable, embedding_scale, packable
+from otaro.runtime.modules import PackedWeight, SefpConv1D, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
 from otaro.runtime.precision import Attachment, attachment, set_precision
 from otaro.sefp.codec import Reconstruction
 from otaro.sefp.precision import GROUP_SIZE, Precision
@@ -121,9 +122,9 @@ class SefpQuantizer(HfQuantizer):
                 f"{self.nested.path}: config.json says group size and reconstruction are {stated}, {shard_name(BASE)} says "
                 f"{(schema.group_size, schema.reconstruction)}; the files are of different models"
             )
-        tied = dict(model.all_tied_weights_keys)
-        _check_complete(model, self.nested, tied)
-        self._modules = _swap_modules(model, self.nested, tied)
+        tied, rule = dict(model.all_tied_weights_keys), {one.name: one for one in packable(model)}
+        _check_complete(model, self.nested, tied, rule)
+        self._modules = _swap_modules(model, self.nested, tied, rule)
         # What we swapped is neither missing nor unexpected nor tied by transformers.
         model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
         names = "|".join(map(re.escape, schema.packed))
@@ -243,7 +244,7 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
             model.generation_config.save_pretrained(directory)
 
 
-def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str]) -> None:
+def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]) -> None:
     """Every tensor of the model must come from the file or from a tied partner, in the right shape; and none be left over."""
     expected = model.state_dict()
     if left := (nested.schema.packed.keys() | nested.unpacked.keys()) - expected.keys():
@@ -252,8 +253,12 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
             "open nested models with AutoModelForCausalLM"
         )
     for name, tensor in expected.items():
+        needed = tuple(tensor.shape)
         if name in nested.schema.packed:
-            shape = nested.schema.packed[name]
+            if name not in rule:
+                kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+                raise FormatError(f"{nested.path}: {name} is packed, but {kind} cannot run packed weights")
+            shape, needed = nested.schema.packed[name], rule[name].shape
         elif name in nested.unpacked:
             shape = nested.unpacked[name].shape
         elif name in tied:
@@ -263,33 +268,32 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
                 f"{nested.path}: {type(model).__name__} by config.json needs {name}, which no shard holds; "
                 "open nested models with AutoModelForCausalLM"
             )
-        if tuple(tensor.shape) != shape:
+        if needed != shape:
             raise FormatError(
                 f"{nested.path}: {name} is {list(shape)} in {shard_name(BASE)}, "
-                f"but the model that config.json describes has {list(tensor.shape)}"
+                f"but the model that config.json describes has {list(needed)}"
             )
 
 
-def _swap_modules(model: Any, nested: NestedDirectory, tied: dict[str, str]) -> dict[str, SefpModule]:
-    """Put packed modules in place; returns them by name, tied ones sharing their packed weight."""
+def _swap_modules(
+    model: Any, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
+) -> dict[str, SefpModule]:
+    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing a weight."""
     weights = {name: PackedWeight(nested, name) for name in nested.schema.packed}
     modules: dict[str, SefpModule] = {}
     for name, packed in _with_tied(weights, tied):
-        path, _, last = name.rpartition(".")
-        owner = model.get_submodule(path)
-        dtype = getattr(owner, last).dtype
-        if type(owner) is nn.Linear:
-            modules[path] = SefpLinear(packed, dtype, owner.bias)
-        elif type(owner) is nn.Embedding:
-            modules[path] = SefpEmbedding(packed, dtype)
-        elif len(packed.shape) == 3:
+        path, parameter, kind, owner = rule[name]
+        dtype = getattr(owner, parameter).dtype
+        if kind is Kind.EXPERTS:
             # The stack replaces one parameter of the experts module, whose plain forward indexes it expert by expert.
             modules[name] = SefpExperts(packed, dtype)
-            delattr(owner, last)
+            delattr(owner, parameter)
             owner._is_hf_initialized = True
             owner.config._experts_implementation = "eager"
+        elif isinstance(owner, nn.Embedding):
+            modules[path] = SefpEmbedding(packed, dtype, embedding_scale(owner) or 1.0)
         else:
-            raise FormatError(f"{nested.path}: {name} is packed, but {type(owner).__name__} cannot run packed weights")
+            modules[path] = (SefpConv1D if kind is Kind.CONV1D else SefpLinear)(packed, dtype, owner.bias)
     for path, module in modules.items():
         object.__setattr__(module, "_is_hf_initialized", True)  # or transformers would fill in random values
         parent, _, last = path.rpartition(".")

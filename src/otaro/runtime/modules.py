@@ -23,6 +23,7 @@ from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
 from otaro.kernels.packed import Packed
+from otaro.packable import scaled
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 own_bits: ContextVar[Mapping[SefpModule, int]] = ContextVar("own_bits", default=MappingProxyType({}))
@@ -130,10 +131,14 @@ class SefpModule(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight at the current precision, decoded afresh each time."""
         if self.packed.base is None:  # not attached yet: transformers asks so that it may fill in random values
-            nothing = torch.empty(self.packed.shape, dtype=self._like.dtype, device="meta")
+            nothing = self.laid_out(torch.empty(self.packed.shape, dtype=self._like.dtype, device="meta"))
             nothing._is_hf_initialized = True  # its own mark for what it has to leave alone
             return nothing
-        return self.packed.decode(self.bits_now, self._like.dtype).reshape(self.packed.shape)
+        return self.laid_out(self.packed.decode(self.bits_now, self._like.dtype).reshape(self.packed.shape))
+
+    def laid_out(self, packed: torch.Tensor) -> torch.Tensor:
+        """A tensor of the packed shape, seen as the module that was replaced has its weight."""
+        return packed
 
     def extra_repr(self) -> str:
         """Shape and precision, as `print(model)` shows them."""
@@ -156,17 +161,26 @@ class SefpLinear(SefpModule):
         return product.view(*x.shape[:-1], self.out_features)
 
 
-class SefpEmbedding(SefpModule):
-    """`nn.Embedding` on a packed weight: decodes the rows it is asked for."""
+class SefpConv1D(SefpLinear):
+    """GPT-2's Conv1D, x @ W + b, on a packed W^T: a linear, whose weight others expect to be [in, out]."""
 
-    def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
+    def laid_out(self, packed: torch.Tensor) -> torch.Tensor:
+        """Transposed."""
+        return packed.T
+
+
+class SefpEmbedding(SefpModule):
+    """`nn.Embedding` on a packed weight: decodes the rows it is asked for; scales them where the model's own did."""
+
+    def __init__(self, packed: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__(packed, dtype)
         self.num_embeddings, self.embedding_dim = packed.shape
+        self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the given ids."""
         rows = self.packed.embedding(ids.flatten(), self.bits_now, self._like.dtype)
-        return rows.reshape(*ids.shape, self.embedding_dim)
+        return scaled(rows, self.scale).reshape(*ids.shape, self.embedding_dim)
 
 
 class SefpExperts(SefpModule):

@@ -1,8 +1,8 @@
 """Training through quantisation: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
 
-`prepare` makes every module that will be packed (the linears, the token embedding and the head, fused experts, peft's LoRA
-layers) read its weight quantised, by swapping the module's class: parameters, their names and the state dict stay as they
-are, so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
+`prepare` makes every module that will be packed (`otaro.packable` names them) and peft's LoRA layers read the weight
+quantised, by swapping the module's class: parameters, their names and the state dict stay as they are, so
+optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
 run at a precision, outside and at None as they always did. `restore` swaps the classes back.
 
 Where the quantised weights are kept is a matter of memory, never of values:
@@ -30,18 +30,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from otaro.errors import OtaroError
+from otaro.packable import EXPERT_STACKS, Kind, embedding_scale, packable, scaled, token_embeddings
 from otaro.sefp.codec import Reconstruction
 from otaro.sefp.precision import GROUP_SIZE, Precision
 from otaro.tune import plain
 
-EXPERT_STACKS = ("gate_up_proj", "down_proj")
 NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets its gradient before the last of them has one
 
 
@@ -321,17 +321,34 @@ class BaseLinear(nn.Linear):
         return _product(self.precisely, input, self)
 
 
-class TuneEmbedding(nn.Embedding):
-    """An embedding that looks up quantised rows."""
+class _TuneConv1D(nn.Module):
+    """Mixed into GPT-2's Conv1D: multiplies by its weight as it is packed, with groups along the input.
+
+    Models that have it are small, so autograd may keep the quantised weight.
+    """
 
     precisely: Precisely
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer: Any = self
+        if self.precisely.precision is None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        quantized = self.precisely(layer.weight.T.contiguous(), computed_in(x)).T.contiguous()
+        return torch.addmm(layer.bias, x.reshape(-1, layer.nx), quantized).view(*x.shape[:-1], layer.nf)
+
+
+class TuneEmbedding(nn.Embedding):
+    """An embedding that looks up quantised rows, and scales them where the model's own does."""
+
+    precisely: Precisely
+    scale: float
     activations: torch.dtype | None = None
     """What the model computes in, where that is not the type that the rows are kept in (`narrow_frozen`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Embedding; rows are quantised after the look-up, which is the same and cheaper."""
         rows = nn.functional.embedding(input, self.weight, self.padding_idx)
-        return self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight))
+        return scaled(self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight)), self.scale)
 
 
 class _TuneExperts(nn.Module):
@@ -425,36 +442,22 @@ def narrow_frozen(model: Any, dtype: torch.dtype) -> None:
     """Keep frozen matrices in `dtype`, their own, and all else in float32: values stay, and so does the computation.
 
     For a model with adapters, before it is prepared: only prepared modules multiply weights of one type with inputs of
-    another. Embeddings of a kind of their own, as Gemma's, compute in the type of their weight, and stay in float32.
+    another. GPT-2's do not.
     """
-    tables = embeddings(model)
-    matrices = {id(module.weight) for module in (*model.modules(), *tables) if type(module) is nn.Linear or module in tables}
-    matrices |= {id(getattr(module, name)) for module in model.modules() if _is_experts(module) for name in EXPERT_STACKS}
-    matrices -= {id(table.weight) for table in tables if type(table) is not nn.Embedding}
+    matrices = {id(getattr(one.module, one.parameter)) for one in packable(model) if one.kind is not Kind.CONV1D}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             narrow = id(tensor) in matrices and not tensor.requires_grad
             tensor.data = tensor.data.to(dtype if narrow else torch.float32)
-    for table in tables:
+    for table in token_embeddings(model):
         object.__setattr__(table, "activations", torch.float32)
-
-
-def embeddings(model: Any) -> list[nn.Embedding]:
-    """The token embedding; with peft's `modules_to_save` also the copies of it that are tuned."""
-    found = getattr(model, "get_input_embeddings", lambda: None)()
-    return [module for module in found.modules() if isinstance(module, nn.Embedding)] if found is not None else []
-
-
-def _is_experts(module: nn.Module) -> bool:
-    return all(isinstance(module._parameters.get(stack), nn.Parameter) for stack in EXPERT_STACKS)
 
 
 def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     """Swap the classes of all modules that will be packed; returns their names."""
     restore(model)  # in case some of it was prepared before
     prepared = []
-    tables = {id(table) for table in embeddings(model) if type(table) is nn.Embedding}
-    unpacked = {id(table.weight) for table in embeddings(model) if type(table) is not nn.Embedding}  # Gemma's, which scale
+    kinds = {one.path: one.kind for one in packable(model)}
     inside_lora: dict[str, bool] = {}  # whether it is the base layer
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
@@ -469,11 +472,14 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             if not inside_lora[name]:
                 continue
             swapped = BaseLinear
-        elif type(module) is nn.Linear:
+        elif (kind := kinds.get(name)) in (Kind.LINEAR, Kind.HEAD):
             swapped = TuneLinear
-        elif id(module) in tables:
+        elif kind is Kind.CONV1D:
+            swapped = _mixed(_TuneConv1D, type(module))
+        elif kind is Kind.EMBEDDING:
+            object.__setattr__(module, "scale", embedding_scale(cast(nn.Embedding, module)))
             swapped = TuneEmbedding
-        elif _is_experts(module):
+        elif kind is Kind.EXPERTS:
             object.__setattr__(module, "_untuned_experts", module.config._experts_implementation)
             module.config._experts_implementation = "eager"  # the one that reads its stacks expert by expert
             swapped = _mixed(_TuneExperts, type(module))
@@ -481,12 +487,10 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             continue
         object.__setattr__(module, "_untuned_class", type(module))
         module.__class__ = swapped
-        # A head that is tied to an embedding which stays unpacked has its weight as it is, at every precision.
-        as_it_is = swapped is TuneLinear and id(module.weight) in unpacked
-        object.__setattr__(module, "precisely", Precisely() if as_it_is else precisely)
-        if swapped is TuneLinear and not as_it_is:
+        object.__setattr__(module, "precisely", precisely)
+        if swapped is TuneLinear:
             precisely.linears.append(module)
-        if swapped is not BaseLinear and not as_it_is:
+        if swapped is not BaseLinear:
             prepared.append(name)
     if not prepared:
         raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
@@ -518,7 +522,7 @@ def restore(model: nn.Module) -> None:
         if (original := module.__dict__.pop("_untuned_class", None)) is not None:
             module.__class__ = original
             module.__dict__["precisely"].linears.clear()
-            for added in ("precisely", "held", "_stacks"):
+            for added in ("precisely", "held", "scale", "_stacks"):
                 module.__dict__.pop(added, None)
             if "_untuned_experts" in module.__dict__:
                 config: Any = module.config

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
+from otaro.packable import EXPERT_STACKS, token_embeddings
 from otaro.readable import size
 from otaro.tune.config import Options
-from otaro.tune.fake_quant import EXPERT_STACKS, embeddings
 from otaro.tune.sliced import SLICE_BYTES
 from otaro.tune.steady import goes_back
 
@@ -125,7 +125,8 @@ class Run:
         parameters = dict(self.model.named_parameters())
         tuned = {name: p for name, p in parameters.items() if p.requires_grad}
         count, gradients = sum(p.numel() for p in tuned.values()), sum(p.nbytes for p in tuned.values()) // self.shards
-        rows = {id(table.weight) for table in embeddings(self.model)} - {id(head_weight(self.model))}  # looked up, never held
+        tables = {id(table.weight) for table in token_embeddings(self.model)}
+        rows = tables - {id(head_weight(self.model))}  # looked up, never held
         held = sum(p.numel() for name, p in tuned.items() if p.dim() > 1 and "lora_" not in name and id(p) not in rows)
         states = STATE_BYTES[self.optimizer] * count
         if self.optimizer == "adamw8bit":  # bitsandbytes leaves embeddings in float32
