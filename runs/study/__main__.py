@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +27,7 @@ def main() -> None:
     if a.report:
         from runs.study.report import write
 
-        page = a.page or (results.parent / "results.md" if a.small else ROOT / "docs" / "results.md")
-        print("\n".join(write(results, page, small=a.small)))
+        print("\n".join(write(results, pages(a, results), small=a.small)))
         return
 
     import torch
@@ -40,9 +39,11 @@ def main() -> None:
     if a.export:
         export(places, a.limit)
         return
-    jobs = chosen(plan.small() if a.small else plan.full(), a.only)
+    blocks = {"the reduced form": plan.small()} if a.small else plan.blocks()
+    blocks = chosen(blocks, a.only)
+    jobs = [job for block in blocks.values() for job in block]
     if a.list:
-        show(jobs, places)
+        show(blocks, places)
         return
     if a.claims is not None:  # a worker
         deadline = a.deadline or float("inf")
@@ -52,13 +53,20 @@ def main() -> None:
     if not a.small:
         check(jobs, places)
     failed = start_workers(a)
-    show(jobs, places)
+    show(blocks, places)
     if a.small:
         from runs.study.report import write
 
-        print("\n".join(write(results, a.page or results.parent / "results.md", small=True)))
+        print("\n".join(write(results, pages(a, results), small=True)))
     if failed:
         sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
+
+
+def pages(a: argparse.Namespace, results: Path) -> list[Path]:
+    """Verdicts and tables; of the reduced form all in one."""
+    if a.page:
+        return [a.page]
+    return [results.parent / "results.md"] if a.small else [ROOT / "docs" / name for name in ("results.md", "tables.md")]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -79,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
     parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
-    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md)")
+    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md and docs/tables.md)")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
     parser.add_argument(
         "--workers", type=_positive, default=1, help="processes side by side (default 1; fourteen suit an H200)"
@@ -105,38 +113,52 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def chosen(jobs: Sequence[Job], patterns: Sequence[str] | None) -> list[Job]:
-    found = [job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)]
-    if not found:
+def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) -> dict[str, list[Job]]:
+    found = {
+        name: [job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)]
+        for name, jobs in blocks.items()
+    }
+    if not any(found.values()):
         sys.exit(f"error: no row matches --only {' '.join(patterns or [])}; --list names them all")
-    return found
+    return {name: jobs for name, jobs in found.items() if jobs}
 
 
 def _large(job: Job) -> bool:
     return job.key.startswith(("SmolLM2", "observe"))
 
 
-def show(jobs: Sequence[Job], places: Places) -> None:
+def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
+    """Every row, what each block lacks, and what that would take of a GPU."""
+    from runs.study.plan import cost
     from runs.study.results import finished, is_done, read
 
     done = finished(read(places.results))
-    missing = 0
-    for job in jobs:
-        there = is_done(job, done)
-        missing += not there
-        print(f"{'done   ' if there else 'missing'} {job.key}")
-    print(f"{len(jobs) - missing} done, {missing} missing")
+    rows, missing, seconds = 0, 0, 0.0
+    for name, jobs in blocks.items():
+        absent = [job for job in jobs if not is_done(job, done)]
+        print(f"{name}:")
+        for job in jobs:
+            print(f"  {'missing' if job in absent else 'done   '} {job.key}")
+        rows, missing, seconds = rows + len(jobs), missing + len(absent), seconds + sum(map(cost, absent))
+        of = f"{len(jobs) - len(absent)} done, {len(absent)} missing"
+        print(f"  {of}: about {sum(map(cost, absent)) / 60:.1f} minutes of an H200, {seconds / 60:.1f} up to here\n")
+    print(f"{rows - missing} done, {missing} missing")
 
 
 def check(jobs: Sequence[Job], places: Places) -> None:
     """Say what is not there before anything starts."""
-    from runs.study.plan import ALPACA, BENCHES, Row
+    from runs.study.plan import BENCHES, Row
 
-    models = {BENCHES[job.bench].model if isinstance(job, Row) else job.model for job in jobs} - {"moe"}
-    wanted = [places.models / model / "config.json" for model in sorted(models)]
-    wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
-    if asked := [job for job in jobs if isinstance(job, Row) and job.bench == ALPACA]:
-        wanted += [places.file("alpaca/alpaca_5000.json"), places.questions(BENCHES[asked[0].bench].model)]
+    rows = [job for job in jobs if isinstance(job, Row)]
+    used = [BENCHES[row.bench] for row in rows]
+    models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
+    wanted = [places.models / model / "config.json" for model in sorted(models - {"moe", "builtin"})]
+    data = {bench.data for bench in used} | {"alpaca" for bench in used if bench.model == "moe"}  # it learns from those
+    if "wikitext" in data or len(rows) < len(jobs):
+        wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
+    if "alpaca" in data:
+        wanted.append(places.file("alpaca/alpaca_5000.json"))
+    wanted += {places.questions(BENCHES[row.bench].model) for row in rows if "zeroshot" in row.measures}
     if absent := [str(path) for path in wanted if not path.is_file()]:
         sys.exit(f"error: missing: {', '.join(absent)}; --help tells where they come from")
 

@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 from otaro.evaluate.plots import STYLE
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import GROUP_SIZE, Precision
 from runs.study import plan
-from runs.study.plan import BENCHES, BIG, COLUMNS, NAMES, Bench
+from runs.study.plan import BENCHES, BIG, COLUMNS, FULL, NAMES, Bench
 from runs.study.quantizers import OTHERS
-from runs.study.results import Results
+from runs.study.results import Results, model_at
 
 COLOURS = {"none": "0.6", "fp": "#c44e52", "uniform": "#dd8452", "bps": "#937860", "otaro": "#8172b3", "best": "#2a9d5c"}
+COLOURS |= {"fixed": "#4c8fd0", "int4": "#b8860b"}  # which can be told apart on white and on black
+DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
 
 
 def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
@@ -40,7 +42,7 @@ def zero_shot_figure(results: Results, bench: str, figure: Any) -> None:
     figure.set_size_inches(5.2, 3.4)
     axes = figure.subplots()
     for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
-        if line := results.rows(bench, name).get(plan.SEEDS[0]):
+        for line in [line for line in results.rows(bench, name).values() if "zeroshot" in line][:1]:
             means = [100 * statistics.fmean(share for share, _ in line["zeroshot"][c].values()) for c in COLUMNS]
             called = "before" if name == "none" else name
             axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
@@ -87,25 +89,42 @@ def _means(results: Results, bench: str, names: Sequence[str], column: str) -> l
     return [statistics.fmean(values) if values else math.nan for values in found]
 
 
-def others_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
-    """Perplexity over bits a weight."""
-    figure.set_size_inches(4.6 * len(benches), 3.4)
+def bits_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+    """Perplexity over bits a weight: one nested model, dedicated ones, int4 QAT, and what others store."""
+    figure.set_size_inches(4.6 * len(benches), 3.6)
     for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
-        bits = [Precision(name).bits_per_weight() for name in NAMES]
-        seeds = plan.SEEDS[:1]  # other formats were measured there
-        ours = [statistics.fmean(results.values(bench.name, "best", name, seeds=seeds) or [math.nan]) for name in NAMES]
-        axes.plot(bits, ours, marker="o", markersize=3, color=COLOURS["best"], label="`best`, one nested model")
-        for name, (size, _) in OTHERS.items():
-            for tuned in ("fp", "best"):
-                values = results.values(bench.name, tuned, name, "others", seeds)
-                if values:
-                    axes.plot([size], [statistics.fmean(values)], "x", color=COLOURS[tuned])
-                    axes.annotate(name, (size, statistics.fmean(values)), fontsize=6)
-        axes.plot([], [], "x", color=COLOURS["fp"], label="plain tuning, rounded")
-        axes.plot([], [], "x", color=COLOURS["best"], label="`best`, rounded")
-        axes.set(title=bench.name, xlabel="bits a weight", ylabel="perplexity", yscale="log")
+        own = newest(results, bench.name)
+        less = 3 / GROUP_SIZE if own.version == 1 else 0.0  # its scales had five bits
+        bits = [Precision(name).bits_per_weight() - less for name in NAMES]
+
+        def means(name: str, columns: Sequence[str], measure: str = "perplexity", own: Results = own) -> list[float]:
+            found = [own.values(bench.name, model_at(name, column), column, measure) for column in columns]  # noqa: B023
+            return [statistics.fmean(values) if values else math.nan for values in found]
+
+        axes.plot(
+            bits, means("best", NAMES), marker="o", markersize=4, color=COLOURS["best"], label="one model for all: `best`"
+        )
+        axes.plot(bits, means("fixed", NAMES), "_", markersize=10, color=COLOURS["fixed"], label="a model of its own for each")
+        four = means("int4 QAT", ["E5M3"])
+        axes.plot([OTHERS["int4"][0]], four, "D", markersize=5, color=COLOURS["int4"], label="int4 QAT, a model of its own")
+        theirs = [name for name in OTHERS if name.startswith("Q")]
+        values = means("fp", theirs, "others")
+        axes.plot([OTHERS[name][0] for name in theirs], values, "x", color=COLOURS["fp"], label="tuned as usual, rounded")
+        for name, value in zip(theirs, values, strict=True):
+            if math.isfinite(value):
+                axes.annotate(name, (OTHERS[name][0], value), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        full = means("fp", [FULL])[0]
+        if math.isfinite(full):
+            axes.axhline(full, color="0.5", linewidth=0.8, linestyle=":", label="tuned as usual, 16 bits")
+        title = bench.name if own.version == results.version else f"{bench.name} (format {own.version}: powers of two)"
+        axes.set(title=title, xlabel="bits a weight", ylabel="perplexity on WikiText-2", yscale="log")
         _plain(axes)
         axes.legend(fontsize=7)
+
+
+def newest(results: Results, bench: str) -> Results:
+    """The rows of the present format, or, while it has none of the recipe, those of the one before."""
+    return results if results.has(bench, "best") or not results.former().has(bench, "best") else results.former()
 
 
 def observation_figure(results: Results, models: Sequence[str], figure: Any) -> None:
@@ -137,17 +156,20 @@ def observation_figure(results: Results, models: Sequence[str], figure: Any) -> 
         sums.set(title="|ΣY| / |Σ∇| over N batches (dotted: noise)", xlabel="N", xscale="log", yscale="log")
 
 
-def draw(draw_on: Callable[[Any], None]) -> str:
-    """As SVG, the same for the same numbers."""
+def draw(draw_on: Callable[[Any], None], *, dark: bool = False) -> str:
+    """As SVG, the same for the same numbers; dark: for a page with light letters."""
     import io
 
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | (DARK if dark else {})):
         figure = Figure(layout="constrained")
+        figure.patch.set_alpha(0.0 if dark else 1.0)
         draw_on(figure)
         buffer = io.StringIO()
+        for axes in figure.axes if dark else ():
+            axes.patch.set_alpha(0.0)
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
@@ -156,14 +178,16 @@ def figures(results: Results, *, small: bool) -> dict[str, str]:
     """By file name, each of the models that have rows for it; lambda and N of the one that has them all."""
     benches = [BENCHES[name] for name in (("small",) if small else BIG)]
     asked, searched = ("small, questions", "small, longer") if small else (plan.ALPACA, "stories15M")
-    whole = [bench for bench in benches if results.has(bench.name, "best")]
+    whole = [bench for bench in benches if newest(results, bench.name).has(bench.name, "best")]
     tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
     drawn: dict[str, Callable[[Any], None] | None] = {
         "task.svg": partial(task_figure, results, tuned) if tuned else None,
-        "zero-shot.svg": partial(zero_shot_figure, results, asked) if results.has(asked, "none") else None,
+        "zero-shot.svg": partial(zero_shot_figure, results, asked) if results.seeds_with(asked, "zeroshot") else None,
         "ablations.svg": partial(ablation_figure, results, searched) if results.has(searched, "otaro, N 1") else None,
-        "others.svg": partial(others_figure, results, whole) if whole else None,
         "observations.svg": partial(observation_figure, results, seen) if seen else None,
     }
-    return {name: draw(how) for name, how in drawn.items() if how}
+    made = {name: draw(how) for name, how in drawn.items() if how}
+    if whole:
+        made |= {f"bits{'-dark' * dark}.svg": draw(partial(bits_figure, results, whole), dark=dark) for dark in (False, True)}
+    return made

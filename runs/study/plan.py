@@ -1,4 +1,4 @@
-"""Which rows there are, most valuable first: where time ends early, the least is lost."""
+"""Which rows there are, in blocks, the most valuable first: where time ends early, the least is lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 from otaro.file.header import VERSION
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.config import BEST, Options
+from otaro.tune.config import BEST, Options, recipe
 
 NAMES = tuple(map(str, PRECISIONS))
 FULL = "full"
 COLUMNS = (FULL, *NAMES)
-BIG = ("SmolLM2-135M", "stories15M")
+SMOL, STORIES = BIG = ("SmolLM2-135M", "stories15M")
+SGD_RATES = (1e-5, 1e-3, 0.01, 0.03)
+"""The paper's, and up to where training breaks."""
+ALPACA, LONG, DEMO = "SmolLM2-135M, Alpaca", "stories15M, long", "demo"
 SEEDS = (0, 1, 2)
 DEFAULTS = Options()
 FORMAT = int(VERSION)  # whose numbers; rows without it have scales that are powers of two
@@ -26,7 +29,8 @@ class Bench:
     name: str
     model: str
     """A folder under models/; or `builtin`, or `moe`, which is trained here."""
-    data: Literal["wikitext", "alpaca", "builtin"]
+    data: Literal["wikitext", "alpaca", "documentation", "builtin"]
+    """`documentation` is what `otaro demo` tunes on; `builtin` its beginning, for the reduced form."""
     batch_size: int
     sequence_length: int
     window: int
@@ -36,20 +40,27 @@ class Bench:
     """Tried for every method at the first seed; held-out text says which one the method gets. None: rows name theirs."""
     compiled: bool = True
     held_out: float = 0.0
-    """Share of the instructions that are held out, to judge an average by; of texts the worker always holds some out."""
+    """Share of the instructions that are held out, and as many to test on; of texts a tenth always is."""
 
 
 BENCHES = {
     bench.name: bench
     for bench in (
-        Bench("SmolLM2-135M", "SmolLM2-135M", "wikitext", 8, 512, 2048, 147_456, 300),
-        Bench("stories15M", "stories15M", "wikitext", 16, 256, 256, 147_456, 300, rates=(7.5e-5, 1.5e-4, 3e-4)),
-        Bench("SmolLM2-135M, Alpaca", "SmolLM2-135M", "alpaca", 16, 256, 2048, 0, 0, held_out=0.05),
-        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(3e-4, 1e-3), compiled=False),
+        # What is tuned on here is small: 300 steps see either text about five times.
+        Bench(SMOL, SMOL, "wikitext", 8, 512, 2048, 147_456, 300, rates=(2.5e-5, 5e-5)),
+        Bench(STORIES, STORIES, "wikitext", 16, 256, 256, 147_456, 300, rates=(7.5e-5, 1.5e-4)),
+        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(1e-3, 2e-3), compiled=False),
+        Bench(ALPACA, SMOL, "alpaca", 16, 256, 256, 131_072, 252, rates=(1e-4, 2e-4), held_out=0.1),
+        Bench(LONG, STORIES, "wikitext", 4, 128, 256, 147_456, 2_000, rates=(7.5e-5, 1.5e-4)),
+        Bench(DEMO, "builtin", "documentation", 4, 128, 256, 65_536, 150, rates=(4e-4,), compiled=False),  # as it tunes
+        # 20 epochs, as in the paper.
+        Bench("SmolLM2-135M, paper", SMOL, "wikitext", 8, 512, 2048, 147_456, 1_200, rates=SGD_RATES),
+        Bench("stories15M, paper", STORIES, "wikitext", 16, 256, 256, 147_456, 1_300, rates=SGD_RATES),
         Bench("small", "builtin", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
         Bench("small, longer", "builtin", "builtin", 8, 64, 128, 1_024, 40, rates=(1e-3,), compiled=False),
         Bench("small, questions", "builtin", "builtin", 8, 64, 128, 0, 10, compiled=False),
         Bench("small MoE", "moe", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
+        Bench("small, paper", "builtin", "builtin", 8, 64, 128, 1_024, 20, rates=(1e-5, 0.01), compiled=False),
     )
 }
 
@@ -149,12 +160,15 @@ def methods(reconstruction: Literal["midpoint", "truncate"] = "midpoint") -> lis
     return [*found, Method("best", BEST)] if reconstruction == "midpoint" else found
 
 
+KNOWN = {method.name: method for method in methods()}
+LOW = ("E5M4", "E5M3")
+QAT = Method("int4 QAT", Options(method="fixed:E5M3"), ("E5M3",), {"quantizer": "int4"})
+"""A model of its own on torchao's grid of four bits."""
+
+
 def best(**changes: Any) -> Options:
     """The recipe with changes."""
     return replace(BEST, **changes)
-
-
-ALL_SIX = (1.0, 1.0, 1.0, 1.0, 1.25, 2.6)
 
 
 def held_as_best(precision: str) -> Options:
@@ -162,24 +176,32 @@ def held_as_best(precision: str) -> Options:
     return Options(method=f"fixed:{precision}", average=BEST.average)
 
 
-def candidates() -> dict[str, tuple[Options, float]]:
-    """Recipes that may take the place of `best`, and their rates in terms of its own."""
+HALF = "best, full 1/2"
+
+
+def candidates() -> dict[str, Options]:
+    """Recipes that may take the place of `best`, at its rate."""
+    six = (1.0, 1.0, 1.0, 1.0, 1.25, 2.6)
     return {
-        "best, full 1/4": (best(full=0.25), 1.0),
-        "best, full 1/2, 1 distilled": (best(full=0.5, distill=1.0), 1.0),
-        "best, all six drawn": (best(weights=ALL_SIX), 1.0),
-        "best, all six drawn, no full pass": (best(weights=ALL_SIX, full=0.0), 1.0),
-        "best, rate x 2": (best(), 2.0),
+        HALF: best(full=0.5),
+        "best, full 1/4": best(full=0.25),
+        "best, full 1/2, 1 distilled": best(full=0.5, distill=1.0),
+        "best, all six drawn": best(weights=six),
+        "best, all six drawn, no full pass": best(weights=six, full=0.0),
     }
 
 
-EQUAL_COMPUTE = 1 / 2.2
-"""Of the steps: a step of `best` has two passes and quantises for one of them, which takes about 2.2 plain steps.
+PASSES = 2.2
+"""Of a step of `best`, in plain steps: it has two passes, and quantises for one of them.
 
 Measured roughly, on a busy CPU; `benchmarks/bench_tune.py` on a GPU is to say it exactly.
 """
 SIXTH = 1 / 6
 """Of the steps: six dedicated models then cost together what one model does."""
+OF_THE_FORMAT = tuple(
+    f"best, {what}" for what in ("pow2 scales", "E5M2 scales", "groups of 32", "zero at E5M4", "zero a sixth off")
+)
+"""The ablations of the format itself."""
 
 
 def ablations() -> list[tuple[str, Row]]:
@@ -189,6 +211,22 @@ def ablations() -> list[tuple[str, Row]]:
     def add(group: str, name: str, options: Options, rate_of: str, **changes: Any) -> None:
         rows.append((group, Row("", name, options, rate_of=rate_of, **changes)))
 
+    for scales in ("pow2", "E5M2"):
+        add("scales", f"best, {scales} scales", BEST, "best", quantizer=scales)
+    for size in (32, 128, 256):
+        add("group size", f"best, groups of {size}", best(group_size=size), "best")
+    for grid in ("zero at E5M4", "zero nowhere", "zero a sixth off"):
+        add("place of zero", f"best, {grid}", BEST, "best", quantizer=grid)
+    add("reconstruction", "best, truncate", best(reconstruction="truncate"), "best")
+    for distill in (0.0, 0.25, 0.75, 1.0):
+        add("distillation", f"best, {distill:g} distilled", best(distill=distill), "best")
+    for weights in ((0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 2, 4), (0, 0, 1, 1, 1.25, 2.6), (1, 1, 1, 1, 1, 1)):
+        add("sampling", f"best, weights {' '.join(map(str, weights))}", best(weights=tuple(map(float, weights))), "best")
+    add("parts", "best, no full pass", best(full=0.0), "best")
+    add("parts", "best, never averaged", best(average=0.0), "best")
+    add("parts", "best, always averaged", BEST, "best", judged=False)
+    add("parts", "best, L2-SP 23", best(l2_sp=23.0), "best")
+    add("parts", "uniform, 0.5 distilled", Options(distill=0.5), "uniform")
     for exploration in (3.0, 4.0, 6.0, 7.0):
         for method in ("bps", "otaro"):
             add("lambda", f"{method}, lambda {exploration:g}", Options(method=method, exploration=exploration), method)
@@ -198,39 +236,10 @@ def ablations() -> list[tuple[str, Row]]:
     e5m5, e5m4, e5m3 = map(Precision, ("E5M5", "E5M4", "E5M3"))
     add("ultra-low", "otaro, only E5M3 ultra-low", Options(method="otaro", ultra_low=(e5m3,)), "otaro")
     add("ultra-low", "otaro, E5M5 ultra-low too", Options(method="otaro", ultra_low=(e5m5, e5m4, e5m3)), "otaro")
-    for distill in (0.0, 0.25, 0.75, 1.0):
-        add("distillation", f"best, {distill:g} distilled", best(distill=distill), "best")
-    for weights in ((0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 2, 4), (0, 0, 1, 1, 1.25, 2.6), (1, 1, 1, 1, 1, 1)):
-        add("sampling", f"best, weights {' '.join(map(str, weights))}", best(weights=tuple(map(float, weights))), "best")
-    add("parts", "best, no full pass", best(full=0.0), "best")
-    add("parts", "best, full 1/2", best(full=0.5), "best")
-    add("parts", "best, never averaged", best(average=0.0), "best")
-    add("parts", "best, always averaged", BEST, "best", judged=False)
-    add("parts", "best, L2-SP 23", best(l2_sp=23.0), "best")
-    add("parts", "uniform, 0.5 distilled", Options(distill=0.5), "uniform")
-    for size in (32, 128, 256):
-        add("group size", f"best, groups of {size}", best(group_size=size), "best")
-    add("reconstruction", "best, truncate", best(reconstruction="truncate"), "best")
-    for scales in ("pow2", "E5M2"):
-        add("scales", f"best, {scales} scales", BEST, "best", quantizer=scales)
-    for grid in ("zero at E5M4", "zero nowhere", "zero a sixth off"):
-        add("reconstruction", f"best, {grid}", BEST, "best", quantizer=grid)
     return rows
 
 
-def optimizers(rates: tuple[float, ...]) -> list[Row]:
-    """SGD, as in the paper and at rates that move a model; for a bench still to be named."""
-    rows = []
-    for rate in rates:
-        for method, options in (
-            ("uniform", Options()),
-            ("bps", Options(method="bps")),
-            ("otaro", Options(method="otaro")),
-            ("otaro, mean", Options(method="otaro", accumulate="mean")),
-        ):
-            row = Row("", f"{method}, SGD", options, lr=rate, optimizer="sgd", schedule="constant", clip=0.0)
-            rows.append(row)
-    return rows
+# Rows of a bench ------------------------------------------------------------------------------------------------------
 
 
 def swept(bench: Bench, method: Method, seed: int) -> Iterator[Row]:
@@ -242,144 +251,188 @@ def swept(bench: Bench, method: Method, seed: int) -> Iterator[Row]:
         yield row
 
 
-def method_rows(bench: Bench, seeds: tuple[int, ...]) -> Iterator[Row]:
-    """Part 1 for a bench whose rates are chosen; other formats are measured on the way, at the first seed alone."""
-    yield Row(bench.name, "none", None, measures=("perplexity", "others"))
-    yield Row(bench.name, "none, truncate", None, quantizer="truncate")
-    for seed in seeds:
-        for method in methods():
-            if method.name in ("fp", "best") and seed == SEEDS[0]:
-                method = replace(method, extra={"measures": ("perplexity", "others")})
+def recipe_rows(bench: Bench, seed: int, others_at: int = SEEDS[1]) -> Iterator[Row]:
+    """`best`, and what it is to hold against: tuning as usual, int4 QAT, plain sampling; then its rival.
+
+    Other formats and the tasks are measured at one seed, by default one whose rate is chosen already.
+    """
+    more = {ALPACA: "zeroshot", SMOL: "others", STORIES: "others", "small": "others"}.get(bench.name)
+    measures: dict[str, Any] = {"measures": ("perplexity", more) if more else ("perplexity",)}
+    if seed == SEEDS[0]:
+        yield Row(bench.name, "none", None, **measures)
+    for method in (KNOWN["best"], KNOWN["fp"], QAT, KNOWN["uniform"]):
+        asked = seed == others_at and (method.name in ("best", "fp") or (more == "zeroshot" and method is not QAT))
+        yield from swept(bench, replace(method, extra=measures) if asked else method, seed)
+    held = Row(bench.name, "int4 QAT, held as best", held_as_best("E5M3"), seed, rate_of="int4 QAT", **QAT.extra)
+    yield replace(held, measured=("E5M3",))
+    if bench.name != LONG or seed == SEEDS[0]:
+        yield Row(bench.name, HALF, candidates()[HALF], seed, rate_of="best")
+
+
+def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES) -> Iterator[Row]:
+    """Models of one precision each; the fine ones are tuned much as in full precision, and take the rate of that.
+
+    In the long run, whose rows are dear, the low ones take the rate of the other model of four bits.
+    """
+    for p in reversed(precisions):
+        method, low = KNOWN[f"fixed:{p}"], p in LOW
+        if low and bench.name == ALPACA and seed == SEEDS[1]:
+            method = replace(method, extra={"measures": ("perplexity", "zeroshot")})
+        if low and bench.name != LONG:
             yield from swept(bench, method, seed)
+        else:
+            rate_of = "int4 QAT" if low else "fp"
+            yield Row(bench.name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
+
+
+def paper_methods() -> list[Method]:
+    """What the paper compares, with its own options: truncation, lambda 5, N 10, nothing applied that still waits.
+
+    The paper says that the updates of its baselines are aligned with its own, so dedicated models of the ultra-low
+    precisions come with delayed accumulation too: a search among one precision.
+    """
+    plain = {"optimizer": "sgd", "schedule": "constant", "clip": 0.0}
+    found = [Method(name, recipe("paper", name)[0], extra=plain) for name in ("otaro", "bps", "uniform", "fp")]
+    found += [Method(f"fixed:{p}", recipe("paper", f"fixed:{p}")[0], (p,), plain) for p in NAMES]
+    for p in LOW:
+        alone = replace(recipe("paper", "otaro")[0], precisions=(Precision(p),))
+        found.append(Method(f"fixed:{p}, LAA", alone, (p,), plain))
+    return found
+
+
+def paper_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """The paper's recipe as written: plain SGD at 1e-5."""
+    if seed == SEEDS[0]:
+        yield Row(bench.name, "none", None, quantizer="truncate")
+    for method in paper_methods():
+        row = Row(bench.name, method.name, method.options, seed, SGD_RATES[0], method.name, **method.extra)
+        yield replace(row, measured=method.measured)
+
+
+def paper_rates(bench: Bench, seed: int) -> Iterator[Row]:
+    """The same at other rates, and at the one that held-out text prefers; where rows are dear, of what decides."""
+    for method in paper_methods():
+        if bench.model != STORIES and method.name not in ("otaro", "bps", "uniform", "fp", *(f"fixed:{p}" for p in LOW)):
+            continue
+        yield from (row for row in swept(bench, method, seed) if row.lr != SGD_RATES[0])
 
 
 def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    """The rest of parts 1 and 6: the paper's reconstruction, other recipes, equal compute, other roundings."""
+    """The paper's reconstruction with our optimizer, other recipes, equal compute, other regularisers."""
     name = bench.name
+    yield Row(name, "none, truncate", None, quantizer="truncate")
     for method in methods("truncate"):
         rate_of = method.name.removesuffix(", truncate")
+        if rate_of.startswith("fixed:") and rate_of[-1] not in "43":
+            rate_of = "fp"
         yield Row(name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
-    qat = Row(name, "int4 QAT", Options(method="fixed:E5M3"), seed, quantizer="int4", measured=("E5M3",))
-    yield replace(qat, rate_of="fixed:E5M3")
-    yield replace(qat, rate_of="fixed:E5M3", name="int4 QAT, held as best", options=held_as_best("E5M3"))
-    yield Row(name, "best, equal compute", BEST, seed, rate_of="best", steps=round(EQUAL_COMPUTE * bench.steps))
-    for p in NAMES:
-        dedicated, steps = Options(method=f"fixed:{p}"), max(1, round(SIXTH * bench.steps))
-        few = Row(name, f"fixed:{p}, a sixth", dedicated, seed, rate_of=f"fixed:{p}", steps=steps)
-        yield replace(few, measured=(p,))
-    for recipe, (options, factor) in candidates().items():
-        if factor == 1.0:
-            yield Row(name, recipe, options, seed, rate_of="best")
-    for p in NAMES:
-        yield Row(name, f"fixed:{p}, held as best", held_as_best(p), seed, rate_of=f"fixed:{p}", measured=(p,))
+    yield Row(name, "best, equal compute", BEST, seed, rate_of="best", steps=round(bench.steps / PASSES))
+    for row in dedicated_rows(bench, SEEDS[1]):
+        few = replace(row, name=f"{row.name}, a sixth", seed=seed, steps=max(1, round(SIXTH * bench.steps)))
+        yield from (few, replace(few, name=f"{row.name}, held as best", options=held_as_best(row.measured[0]), steps=None))
+    for recipe_name, options in candidates().items():
+        yield Row(name, recipe_name, options, seed, rate_of="best")
 
 
-def ablation_rows(bench: Bench, sgd: tuple[float, ...]) -> Iterator[Row]:
-    """Part 3."""
+def format_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """The ablations of the format."""
     for _, row in ablations():
-        yield replace(row, bench=bench.name)
-    for row in optimizers(sgd):
-        yield replace(row, bench=bench.name)
+        if row.name in OF_THE_FORMAT:
+            yield replace(row, bench=bench.name, seed=seed)
 
 
-SMOL, ALPACA = "SmolLM2-135M", "SmolLM2-135M, Alpaca"
-SMOL_RATE = 5e-5
+def search_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """The paper's search and delay with our numbers and optimizer."""
+    for name in ("bps", "otaro"):
+        yield from swept(bench, KNOWN[name], seed)
 
 
-def smollm2_rows() -> Iterator[Job]:
-    """All parts but the fifth for SmolLM2, whose rates docs/log.md settled."""
-    yield Row(SMOL, "none", None, measures=("perplexity", "others"))
-    main = sorted(methods(), key=lambda method: method.name != "best")
-    for seed in SEEDS:
-        for method in main:
-            both = method.name in ("fp", "best") and seed == SEEDS[0]
-            measures = ("perplexity", "others") if both else ("perplexity",)
-            yield Row(SMOL, method.name, method.options, seed, SMOL_RATE, measured=method.measured, measures=measures)
-    yield from alpaca_rows(("none", "best", "fp", "fixed:E5M4", "fixed:E5M3", "otaro", "uniform", "bps"))
-    yield Observation(SMOL, "midpoint")
-    yield Row(SMOL, "none, truncate", None, quantizer="truncate")
-    truncated = {method.name: method for method in methods("truncate")}
-    for name in ("otaro", "uniform", "bps", "fp", *(f"fixed:{p}" for p in reversed(NAMES))):
-        method = truncated[f"{name}, truncate"]
-        yield Row(SMOL, method.name, method.options, 0, SMOL_RATE, measured=method.measured)
-    qat = Row(SMOL, "int4 QAT", Options(method="fixed:E5M3"), 0, SMOL_RATE, quantizer="int4", measured=("E5M3",))
-    yield from (qat, replace(qat, name="int4 QAT, held as best", options=held_as_best("E5M3")))
-    equal = Row(SMOL, "best, equal compute", BEST, 0, SMOL_RATE, steps=round(EQUAL_COMPUTE * BENCHES[SMOL].steps))
-    yield equal
-    for p in NAMES:
-        yield Row(SMOL, f"fixed:{p}, a sixth", Options(method=f"fixed:{p}"), 0, SMOL_RATE, steps=50, measured=(p,))
-    for p in ("E5M3", "E5M4", "E5M8"):
-        yield Row(SMOL, f"fixed:{p}, held as best", held_as_best(p), 0, SMOL_RATE, measured=(p,))
-    wanted = {
-        "otaro, mean", "otaro, N 1", "otaro, N 5", "otaro, N 20", "otaro, lambda 3", "otaro, lambda 7", "best, 0 distilled",
-        "best, 1 distilled", "best, no full pass", "best, full 1/2", "best, never averaged", "best, always averaged",
-        "best, L2-SP 23", "best, weights 0 0 0 1 1 1", "best, weights 1 1 1 1 1 1", "best, truncate",
-        "best, pow2 scales", "best, E5M2 scales", "best, zero at E5M4", "best, zero a sixth off", "best, groups of 32",
-        "best, groups of 128", "uniform, 0.5 distilled",
-    }  # fmt: skip
-    yield from alpaca_rows(("fixed:E5M8", "fixed:E5M5", "fixed:E5M6", "fixed:E5M7"))
-    for name, (options, factor) in candidates().items():
-        for seed in SEEDS:
-            yield Row(SMOL, name, options, seed, factor * SMOL_RATE)
-    for _, row in ablations():
-        if row.name in wanted:
-            yield replace(row, bench=SMOL, lr=SMOL_RATE, rate_of="")
-    yield Observation(SMOL, "truncate", batches=8)
-    for row in optimizers((1e-5, 0.03)):
-        if row.name != "uniform, SGD":
-            yield replace(row, bench=SMOL)
-    for seed in SEEDS[1:]:
-        yield replace(equal, seed=seed)
-        for method in methods("truncate"):
-            yield Row(SMOL, method.name, method.options, seed, SMOL_RATE, measured=method.measured)
+# The study ------------------------------------------------------------------------------------------------------------
+
+REGIMES = (SMOL, STORIES, "MoE", ALPACA, LONG, DEMO)
+PAPER = tuple(f"{model}, paper" for model in BIG)
 
 
-def alpaca_rows(names: tuple[str, ...]) -> Iterator[Row]:
-    """Part 2: one epoch of instructions, then the eight tasks."""
-    known = {method.name: method for method in methods()}
-    for name in names:
-        if name == "none":
-            yield Row(ALPACA, name, None, measures=("zeroshot",))
-            continue
-        method = known[name]
-        measured = method.measured if name.startswith("fixed") else (FULL, *NAMES)
-        yield Row(ALPACA, name, method.options, 0, SMOL_RATE, measured=measured, measures=("zeroshot",))
-
-
-def moe_rows(bench: Bench, seeds: tuple[int, ...] = SEEDS[:1]) -> Iterator[Row]:
-    """Part 5."""
-    yield Row(bench.name, "none", None)
-    wanted = ("fp", "best", "otaro", "bps", "uniform", "fixed:E5M3", "fixed:E5M4", "fixed:E5M8")
-    known = {method.name: method for method in methods()}
-    for seed in seeds:
-        for name in wanted:
-            yield from swept(bench, known[name], seed)
+def blocks() -> dict[str, list[Job]]:
+    """The rows of the study by what they are for, no row twice."""
+    regimes, papers, models = ([BENCHES[name] for name in names] for names in (REGIMES, PAPER, BIG))
+    of_smol, of_stories = papers
+    first, later = SEEDS[0], SEEDS[1:]
+    fine = [bench for bench in regimes if bench.name != LONG]
+    every: dict[str, list[Job]] = {
+        "the recipe": [row for seed in SEEDS for bench in regimes for row in recipe_rows(bench, seed)],
+        "dedicated models": [
+            *(row for seed in SEEDS for bench in regimes for row in dedicated_rows(bench, seed, LOW)),
+            *(row for bench in fine for row in dedicated_rows(bench, first)),
+        ],
+        "the paper as written": [row for bench in papers for row in paper_rows(bench, first)],
+        "the format": [row for bench in models for row in format_rows(bench, first)],
+        "the paper as written, two seeds more": [
+            *(row for seed in later for row in paper_rows(of_stories, seed)),
+            *(row for seed in later for row in paper_rows(of_smol, seed)),
+        ],
+        "search and delay": [row for seed in SEEDS for bench in models for row in search_rows(bench, seed)],
+        "the paper at other rates": [row for seed in SEEDS for bench in reversed(papers) for row in paper_rates(bench, seed)],
+        "two seeds more": [
+            *(row for seed in later for bench in models for row in format_rows(bench, seed)),
+            *(row for seed in later for bench in fine for row in dedicated_rows(bench, seed)),
+        ],
+        "the rest of the tables": [
+            *(Observation(model, "midpoint") for model in BIG),
+            *(row for bench in models for row in variant_rows(bench, first)),
+            *(replace(row, bench=model) for model in reversed(BIG) for _, row in ablations()),
+            *(Observation(model, "truncate", batches=8) for model in BIG),
+            *(row for seed in SEEDS for row in search_rows(BENCHES["MoE"], seed)),
+            *(row for seed in later for bench in models for row in variant_rows(bench, seed)),
+        ],
+    }
+    where = {job.key: name for name in reversed(every) for job in every[name]}  # the first that asks for it
+    return {name: list({job.key: job for job in jobs if where[job.key] == name}.values()) for name, jobs in every.items()}
 
 
 def full() -> list[Job]:
     """The study."""
-    stories = BENCHES["stories15M"]
-    methods_of_stories = sorted(method_rows(stories, SEEDS), key=lambda row: row.name != "best")  # the one most waited for
-    jobs: list[Job] = [*smollm2_rows(), *methods_of_stories, *moe_rows(BENCHES["MoE"])]
-    jobs += [*ablation_rows(stories, (1e-5, 0.03, 0.1)), *(row for seed in SEEDS for row in variant_rows(stories, seed))]
-    jobs += [Observation("stories15M", "midpoint"), Observation("stories15M", "truncate")]
-    return jobs
+    return [job for jobs in blocks().values() for job in jobs]
+
+
+# What a row takes of an H200 that fourteen workers share, in seconds: a plain step, and reading the texts at one
+# precision. From the rows of format 1, whose `seconds` add up to fourteen times the minutes that they took.
+STEP = {SMOL: 0.020, STORIES: 0.005, "moe": 0.015, "builtin": 0.005}
+READING = {SMOL: 0.30, STORIES: 0.08, "moe": 0.17, "builtin": 0.02}
+OTHER_FORMATS, TASKS, OBSERVING = 6, 2, 14.0  # in readings; in readings at each precision; in seconds
+
+
+def cost(job: Job) -> float:
+    """Seconds of the GPU, roughly."""
+    if isinstance(job, Observation):
+        return OBSERVING
+    bench = BENCHES[job.bench]
+    readings = len(job.measured) * (1 + TASKS * ("zeroshot" in job.measures)) + OTHER_FORMATS * ("others" in job.measures)
+    found = readings * READING[bench.model]
+    if job.options is None:
+        return found
+    passes = PASSES if job.options.full else 1.25 if job.options.distill else 1.0
+    return found + (job.steps or bench.steps) * passes * STEP[bench.model]
 
 
 def small() -> list[Job]:
     """Every table in reduced form on the built-in model; three seeds for the methods, one for the rest."""
     questions = BENCHES["small, questions"]
-    known = {method.name: method for method in methods()}
     asked = [Row(questions.name, "none", None, measures=("zeroshot",))]
     for name in ("fp", "fixed:E5M4", "fixed:E5M3", "uniform", "bps", "otaro", "best"):
-        method = known[name]
+        method = KNOWN[name]
         asked.append(Row(questions.name, name, method.options, 0, 1e-3, measured=method.measured, measures=("zeroshot",)))
-    bench, longer = BENCHES["small"], BENCHES["small, longer"]
+    bench, longer, experts = BENCHES["small"], BENCHES["small, longer"], BENCHES["small MoE"]
     searched = {row.name for group, row in ablations() if group in ("lambda", "delay")}
-    rows = [*method_rows(bench, SEEDS), *variant_rows(bench, SEEDS[0])]
-    rows += [row for row in ablation_rows(bench, (1e-5, 0.01)) if row.name not in searched]
-    # In ten steps the search takes the same path at any lambda, and no accumulator fills.
-    rows += [row for seed in SEEDS for name in ("uniform", "bps", "otaro") for row in swept(longer, known[name], seed)]
-    rows += [replace(row, bench=longer.name) for _, row in ablations() if row.name in searched]
+    rows: list[Row] = []
+    for seed in SEEDS:
+        rows += [*recipe_rows(bench, seed, others_at=SEEDS[0]), *dedicated_rows(bench, seed), *search_rows(bench, seed)]
+        # In ten steps the search takes the same path at any lambda, and no accumulator fills.
+        rows += [row for name in ("uniform", "bps", "otaro") for row in swept(longer, KNOWN[name], seed)]
+        rows += [*recipe_rows(experts, seed), *search_rows(experts, seed)]
+    rows += variant_rows(bench, SEEDS[0])
+    rows += [replace(row, bench=(longer if row.name in searched else bench).name) for _, row in ablations()]
+    paper = BENCHES["small, paper"]
+    rows += [*paper_rows(paper, SEEDS[0]), *paper_rates(paper, SEEDS[0])]
     observed = Observation("builtin", "midpoint", batches=8, batch_size=2, sequence_length=64)
-    return [*rows, *asked, *moe_rows(BENCHES["small MoE"], SEEDS), observed]
+    return [*{row.key: row for row in [*rows, *asked]}.values(), observed]

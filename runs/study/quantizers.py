@@ -7,6 +7,9 @@ what a file needs, scales included.
                (-128..127), the scale kept in float16
   Q4_0 Q5_0    llama.cpp's, blocks of 32: the value of largest magnitude, with its sign, becomes code -8 (-16)
   Q8_0         blocks of 32, scale = largest magnitude / 127
+  Q4_K         blocks of 32 with a scale and a minimum of six bits each, eight blocks to a pair of float16 that these
+               are multiples of. llama.cpp itself takes Q5_0 where rows are no multiple of 256, as in the study's models;
+               here the last superblock of a row is shorter
 
 The others are nested like `midpoint`, and differ in one thing from it. In the scale of a group:
 
@@ -34,6 +37,7 @@ from otaro.tune.fake_quant import Precisely
 from otaro.tune.plain import exponents_for, scales_for
 
 Round = Callable[[torch.Tensor], torch.Tensor]
+TOGETHER = 16  # weights of one shape
 
 
 def in_groups(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -74,9 +78,42 @@ def q8_0(weight: torch.Tensor) -> torch.Tensor:
     return joined(codes * scale.half().float(), weight)
 
 
+def q4_k(weight: torch.Tensor) -> torch.Tensor:
+    """Q4_K: of 21 steps of each block that with the least squared error, larger weights counting more."""
+    values = in_groups(in_groups(weight, 256).flatten(-2), 32)  # [..., blocks, 32], eight of them to a superblock
+    importance = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
+    low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True)
+    span = (high - low).clamp(min=1e-30)
+    best_scale, best_low, least = span / 15, low, torch.full_like(low, torch.inf)
+    total, first = importance.sum(-1, keepdim=True), (importance * values).sum(-1, keepdim=True)
+    for levels in (None, *(14 + 0.1 * i for i in range(21))):
+        codes = ((values - low) * ((levels or 15) / span)).round().clamp(0, 15)
+        linear, square = (importance * codes).sum(-1, keepdim=True), (importance * codes * codes).sum(-1, keepdim=True)
+        scale, start = span / 15, low
+        if levels is not None:  # the line through these codes; no minimum above zero
+            product = (importance * codes * values).sum(-1, keepdim=True)
+            determinant = total * square - linear * linear
+            start = ((square * first - linear * product) / determinant).clamp(max=0)
+            scale = torch.where(start < 0, (total * product - first * linear) / determinant, product / square)
+        error = (importance * (scale * codes + start - values).square()).sum(-1, keepdim=True)
+        better = error < least  # and finite
+        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, start, best_low)
+        least = torch.where(better, error, least)
+
+    def of_six_bits(of_blocks: torch.Tensor) -> torch.Tensor:
+        many = of_blocks.clamp(min=0).view(*of_blocks.shape[:-2], -1, 8)
+        largest = many.amax(-1, keepdim=True)
+        return ((many * (63 / largest.clamp(min=1e-30))).round() * (largest / 63).half().float()).view(of_blocks.shape)
+
+    scales, lows = of_six_bits(best_scale), of_six_bits(-best_low)
+    codes = ((values + lows) / scales.where(scales > 0, 1.0)).round().clamp(0, 15)
+    return joined(codes * scales - lows, weight)
+
+
 OTHERS: dict[str, tuple[float, Round]] = {  # bits per weight, rounding
     "int4": (4 + 16 / 64, lambda weight: integers(weight, 4)),
     "int8": (8 + 16 / 64, lambda weight: integers(weight, 8)),
+    "Q4_K": (4 + 2 * 6 / 32 + 2 * 16 / 256, q4_k),
     "Q4_0": (4 + 16 / 32, lambda weight: signed_blocks(weight, 4)),
     "Q5_0": (5 + 16 / 32, lambda weight: signed_blocks(weight, 5)),
     "Q8_0": (8 + 16 / 32, q8_0),
@@ -107,8 +144,21 @@ class Rounding(Precisely):
     def values_of_all(
         self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
     ) -> list[torch.Tensor]:
-        """One by one."""
-        return [self.values(weight, precision, dtype or weight.dtype) for weight in weights]
+        """Equal shapes together: most of a small operation on a GPU is its launch, and here are many."""
+        alike: dict[torch.Size, list[int]] = {}
+        for i, weight in enumerate(weights):
+            alike.setdefault(weight.shape, []).append(i)
+        values = list(weights)
+        for same in alike.values():
+            for members in (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER)):
+                found = self.rounded_stack(torch.stack([weights[i].detach() for i in members]), precision)
+                for i, one in zip(members, found, strict=True):
+                    values[i] = one.to(dtype or weights[i].dtype)
+        return values
+
+    def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """What each of several weights is rounded to."""
+        return self.rounding(weights, precision)
 
 
 class Nested(Rounding):
@@ -144,6 +194,11 @@ class Nested(Rounding):
         codes = (codes + self.moved).floor().clamp(-(2**FINEST), 2**FINEST - 1)
         cell = 2.0 ** (FINEST - precision.mantissa_bits)
         return joined((((codes / cell).floor() + 0.5) * cell - self.moved) * step, weight).float()
+
+    def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
+        """Each with a scale exponent of its own."""
+        each = self._needs(weights).flatten(1)
+        return self.rounded(weights, precision, exponents_for(each.flatten(), [each.shape[1]] * len(each)).view(-1, 1, 1))
 
     def _needs(self, weight: torch.Tensor) -> torch.Tensor:
         """The least |s| of each group with which nothing clips, negative where s is."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs.study.plan import BENCHES, FULL, NAMES, SEEDS, Job, Row
+from runs.study.plan import BENCHES, FORMAT, FULL, NAMES, SEEDS, Job, Row
 
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 
@@ -61,17 +61,23 @@ def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
 def heldout_score(method: str, line: Result) -> float:
     """What a row is judged by: log perplexity on held-out text, at its own precision or over all six."""
     measured = line.get("heldout", {})
-    own = method.removeprefix("fixed:").partition(",")[0]
-    names = [own] if method.startswith("fixed:") else [FULL] if method == "fp" else list(NAMES)
+    own = "E5M3" if method.startswith("int4") else method.removeprefix("fixed:").partition(",")[0]
+    names = [own] if own in NAMES else [FULL] if method == "fp" else list(NAMES)
     values = [measured.get(name) for name in names]
     return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
 
 
 class Results:
-    """Rows of the results file by what they are."""
+    """Rows of the results file by what they are, of one version of the format."""
 
-    def __init__(self, path: Path) -> None:
-        self.lines = list({line["key"]: line for line in read(path)}.values())
+    def __init__(self, path: Path, version: int = FORMAT) -> None:
+        self.path, self.version = path, version
+        own = [line for line in read(path) if format_of(line) == version]
+        self.lines = list({line["key"]: line for line in own}.values())
+
+    def former(self) -> Results:
+        """Those of format 1, whose scales were powers of two."""
+        return Results(self.path, 1)
 
     def has(self, bench: str, name: str) -> bool:
         """Whether there is such a row, of any seed."""
@@ -112,6 +118,10 @@ class Results:
             return []
         return self.values(bench, model_at(name, column), column, seeds=seeds)
 
+    def seeds_with(self, bench: str, measure: str) -> set[int]:
+        """The seeds at which it was measured beside perplexities."""
+        return {line["seed"] for line in self.lines if line["bench"] == bench and line.get("lr") and measure in line}
+
     def source(self, bench: str, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
         """The line under a table of these rows: command, commits, machines, seeds."""
         own = {one for name in names for one in models_of(name)}
@@ -120,7 +130,7 @@ class Results:
         chosen = f"--only '{bench}:*'"
         command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
         if not lines:
-            return "\n*Not measured.*\n"
+            return f"\n`{command}`\n"
 
         def all_of(field: str) -> str:
             return ", ".join(sorted({str(line.get(field)) for line in lines}))
@@ -130,12 +140,15 @@ class Results:
         )
 
 
+def format_of(line: Result) -> int:
+    """The version of the format whose numbers a row has; of what has no settings, such as a count, the present one."""
+    return int(line["settings"].get("format", 1)) if "settings" in line else FORMAT
+
+
 def _former(line: Result) -> bool:
-    """Whether it was made at a rate that the plan no longer tries, or with options that are no longer there."""
-    if {"pull", "rates"} & (line.get("settings", {}).get("options") or {}).keys():  # an earlier `best`
-        return True
-    rates = BENCHES[line["bench"]].rates
-    return bool(rates and line["settings"]["rate_of"] and line["lr"] not in rates)
+    """Whether it was made at a rate that the plan no longer tries."""
+    rates, swept = BENCHES[line["bench"]].rates, line.get("settings", {}).get("rate_of")
+    return bool(rates and swept and format_of(line) == FORMAT and line["lr"] not in rates)
 
 
 def models_of(name: str) -> list[str]:

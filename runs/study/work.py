@@ -13,7 +13,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ from otaro.evaluate.machine import cpu_name
 from otaro.sefp.precision import Precision
 from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
 from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
-from otaro.tune.trainer import OtaroTrainer, TrainingError, losses_by_precision
+from otaro.tune.trainer import JUDGED, OtaroTrainer, TrainingError, losses_by_precision
 from runs.study import moe, zeroshot
 from runs.study.observe import observe
-from runs.study.plan import BENCHES, FULL, NAMES, Bench, Job, Observation, Row
+from runs.study.plan import BENCHES, FULL, NAMES, Bench, Job, Observation, Row, cost
 from runs.study.quantizers import OTHERS, precisely_for
 from runs.study.results import MOST_LOSS, Result, append, chosen_rate, finished, is_done, read
 
 HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
 MOST_FAILURES = 4
-MEASURED_TOGETHER = 4096  # tokens
+MEASURED_TOGETHER = {"cuda": 16_384, "cpu": 4_096}  # tokens
 LONGEST_WAIT = 120  # seconds, for rows that others wait for; after that they have failed
+WORKERS = 14  # that costs are told for
 SMALL_QUESTIONS, SMALL_TEXT = 40, 60_000  # documents; characters
 
 
@@ -90,8 +92,10 @@ class Material:
 
     training: TokenDataset
     heldout: list[dict[str, torch.Tensor]]
+    judged: list[dict[str, torch.Tensor]]
+    """Of the held-out text, as much as the trainer itself would judge an average by."""
     test: list[dict[str, torch.Tensor]]
-    questions: zeroshot.Questions
+    questions: Callable[[], zeroshot.Questions]
 
 
 class Worker:
@@ -136,7 +140,7 @@ class Worker:
                 for name in self._rounded(held.model)
             }
         if "zeroshot" in row.measures:
-            line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions)
+            line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions())
         return line | {"tuning_seconds": round(tuned_in, 1)} | self.provenance(started)
 
     def provenance(self, started: float) -> Result:
@@ -194,7 +198,7 @@ class Worker:
             return iter((1.0, 0.0)).__next__  # the last weights are judged first
         assert row.options is not None
         half = torch.bfloat16 if trainer.args.bf16 else None  # as the steps compute
-        asked = trainer.model, trainer.precisely, row.options.tuned_for, material.heldout, half
+        asked = trainer.model, trainer.precisely, row.options.tuned_for, material.judged, half
         return lambda: statistics.fmean(losses_by_precision(*asked))
 
     @staticmethod
@@ -264,35 +268,38 @@ class Worker:
 
     def _material(self, bench: Bench, tokenizer: Any) -> Material:
         join, length = collate(padding_id(tokenizer)), bench.sequence_length
+        together = MEASURED_TOGETHER[self.places.device]
+
+        def batches(dataset: TokenDataset, count: int, length: int) -> list[dict[str, torch.Tensor]]:
+            size, count = max(1, together // length), min(count, len(dataset))
+            return [join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
+
+        questions = partial(zeroshot.load, self.places.questions(bench.model))
         if bench.data == "alpaca":
             rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)  # two have no answer
-            training, heldout = split(rows, bench.held_out, 0)
-            judged = _batches(heldout, len(heldout), MEASURED_TOGETHER // length, join)
-            return Material(training, judged, [], zeroshot.load(self.places.questions(bench.model)))
-        with tempfile.TemporaryDirectory() as scratch:
+            rows, test = split(rows, bench.held_out, 0)
+            training, heldout = split(rows, bench.held_out, 1)
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                tuning, measuring = self._texts(bench, Path(scratch))
+                # The published rows were made before blocks began with the beginning-of-text token. Of the study's models
+                # stories15M alone has a tokenizer that writes one: with it, new rows would not compare with the old ones.
+                training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
+                test = load_data(measuring, tokenizer, bench.window, bos=False)
             if bench.data == "builtin":
-                tuning, measuring = Path(scratch, "tuning.txt"), Path(scratch, "measuring.txt")
-                tuning.write_text(documentation_text("tuning")[:SMALL_TEXT])
-                measuring.write_text(documentation_text("heldout"))
-            else:
-                tuning, measuring = (self.places.file(f"wikitext-2/{part}.txt") for part in ("valid", "test"))
-            # The published rows were made before blocks began with the beginning-of-text token. Of the study's models
-            # stories15M alone has a tokenizer that writes one: with it, new rows would not compare with the old ones.
-            training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
-            test = load_data(measuring, tokenizer, bench.window, bos=False)
-        count = min(len(test), bench.test_tokens // bench.window)
-        together = max(1, MEASURED_TOGETHER // bench.window)
-        questions = zeroshot.endings(heldout_text(), tokenizer, SMALL_QUESTIONS) if not bench.test_tokens else {}
-        return Material(
-            training,
-            _batches(heldout, len(heldout), MEASURED_TOGETHER // length, join),
-            _batches(test, count, together, join),
-            questions,
-        )
+                questions = partial(zeroshot.endings, heldout_text(), tokenizer, SMALL_QUESTIONS)
+        glance = bench.data == "documentation"  # as the demo itself; it has much held out, and is made on CPUs
+        unseen, judged = (batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED))
+        return Material(training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window), questions)
 
-
-def _batches(dataset: TokenDataset, count: int, size: int, join: Any) -> list[dict[str, torch.Tensor]]:
-    return [join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
+    def _texts(self, bench: Bench, scratch: Path) -> tuple[Path, Path]:
+        """What is tuned on and what is measured by."""
+        if bench.data == "wikitext":
+            return self.places.file("wikitext-2/valid.txt"), self.places.file("wikitext-2/test.txt")
+        tuning, measuring = scratch / "tuning.txt", scratch / "measuring.txt"
+        tuning.write_text(documentation_text("tuning")[: SMALL_TEXT if bench.data == "builtin" else None])
+        measuring.write_text(documentation_text("heldout"))
+        return tuning, measuring
 
 
 def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:
@@ -339,7 +346,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
             time.sleep(0.5)
             continue
         bench = job.bench if isinstance(job, Row) else "observe"
-        if time.time() + took.get(bench, 0.0) > deadline:
+        if time.time() + took.get(bench, WORKERS * cost(job)) > deadline:
             left = [other for other in left if (other.bench if isinstance(other, Row) else "observe") != bench]
             (claims.folder / job.key.replace("/", "-")).unlink()
             continue
@@ -390,7 +397,11 @@ def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> st
         return " ".join(f"{name} {cosine:.3f}" for name, cosine in zip(NAMES, line["to_fp"], strict=True))
     lr = chosen_rate(job, done)
     assert lr is not None
-    line = worker.run(job, lr)
+    named = replace(job, lr=lr)  # it may have been made at that rate already
+    if job.lr is None and job.options is not None and is_done(named, done):
+        line = done[named.key] | {"key": job.key, "settings": job.settings()}
+    else:
+        line = worker.run(job, lr)
     append(places.results, line)
     if "error" in line:
         return str(line["error"])

@@ -7,23 +7,26 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.evaluate.harness import evaluate_tasks
 from otaro.sefp.precision import PRECISIONS
 from otaro.tokens import begins_with_bos
 from otaro.tune.config import Options
 from otaro.tune.fake_quant import quantize
-from runs import convert_llama2c
-from runs.study import plan, report, work, zeroshot
+from runs import boundaries, convert_llama2c
+from runs.study import parts, plan, report, work, zeroshot
 from runs.study.__main__ import main
 from runs.study.observe import observe
 from runs.study.quantizers import NESTED, OTHERS, Nested, Rounding, integers, precisely_for
@@ -114,6 +117,26 @@ def test_parts_are_rounded_as_in_the_whole():
         assert not torch.equal(grid(whole[20:]), grid(whole)[20:])
 
 
+@pytest.mark.parametrize("name", ["int4", "Q4_K", *NESTED])
+def test_many_weights_at_once_are_rounded_as_one_by_one(name, weights):
+    grid, several = precisely_for(name, 64, "midpoint"), [weights * 0.7**i for i in range(20)] + [weights[:, :100]]
+    together = grid.values_of_all(several, PRECISIONS[-1], None)
+    for weight, found in zip(several, together, strict=True):
+        assert torch.equal(found, grid.values(weight, PRECISIONS[-1], torch.float32))
+
+
+def test_a_block_of_q4_k_has_sixteen_levels_and_a_smaller_error_than_q4_0():
+    weights = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
+    weights[0] = 0.0
+    found = OTHERS["Q4_K"][1](weights)
+    for block in found.reshape(-1, 32):
+        assert len(block.unique()) <= 16
+    assert torch.equal(found[0], weights[0])
+    errors = {name: float((OTHERS[name][1](weights) - weights).square().mean()) for name in ("Q4_K", "Q4_0", "Q5_0")}
+    assert errors["Q5_0"] < errors["Q4_K"] < errors["Q4_0"]
+    assert torch.equal(OTHERS["Q4_K"][1](weights[:, :512]), found[:, :512])  # superblocks do not know of each other
+
+
 def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on():
     from otaro.tune.fake_quant import prepare
 
@@ -190,6 +213,103 @@ def test_the_plan_has_all_that_the_study_asks_for():
         assert {f"{rows[0]}, {rows[1]} {value}" for value in rows[2]} <= names
 
 
+def test_the_recipe_is_tried_in_every_regime_over_three_seeds():
+    """With what it must hold against: tuning as usual, plain sampling, dedicated models, and int4 QAT held as it is."""
+    rows = [job for job in plan.full() if isinstance(job, plan.Row)]
+    asked = {(row.bench, row.name, row.seed) for row in rows}
+    for bench in plan.REGIMES:
+        for name in ("best", "fp", "uniform", "int4 QAT", "int4 QAT, held as best", "fixed:E5M4", "fixed:E5M3"):
+            assert {(bench, name, seed) for seed in plan.SEEDS} <= asked
+        assert (bench, plan.HALF, 0) in asked
+    assert plan.BENCHES[plan.LONG].steps >= 2000
+    assert max(plan.BENCHES["MoE"].rates) == 2e-3
+    first = [row.name for row in next(iter(plan.blocks().values()))]
+    assert set(first) == {"none", "best", "fp", "uniform", "int4 QAT", "int4 QAT, held as best", plan.HALF}
+
+
+def test_the_paper_is_run_as_it_is_written():
+    """Truncation, lambda 5, N 10, plain SGD at 1e-5, no clipping, no schedule; LAA for dedicated models too."""
+    rows = [job for job in plan.full() if isinstance(job, plan.Row) and job.bench in plan.PAPER and job.options]
+    for row in rows:
+        assert (row.options.reconstruction, row.options.exploration, row.options.delay) == ("truncate", 5.0, 10)
+        assert (row.optimizer, row.schedule, row.clip, row.options.leftover) == ("sgd", "constant", 0.0, "drop")
+    for bench in plan.PAPER:
+        stated = {(row.name, row.seed) for row in rows if row.bench == bench and row.lr == 1e-5}
+        for name in (
+            "fp",
+            "uniform",
+            "bps",
+            "otaro",
+            *(f"fixed:{p}" for p in plan.NAMES),
+            "fixed:E5M4, LAA",
+            "fixed:E5M3, LAA",
+        ):
+            assert {(name, seed) for seed in plan.SEEDS} <= stated
+        assert {row.lr for row in rows if row.bench == bench and row.name == "otaro"} == {1e-5, 1e-3, 0.01, 0.03, None}
+    alone = next(row.options for row in rows if row.name == "fixed:E5M3, LAA")
+    assert alone.search(0).choose() == PRECISIONS[-1]
+    assert alone.gradient_accumulator().delay == 10
+
+
+def test_plain_sgd_without_clipping_or_schedule_reaches_torch(monkeypatch, tmp_path):
+    """Every step takes the rate times the gradient from each weight, to the bit, however large the gradient is."""
+    steps = []
+
+    class Watched(work.OtaroTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            optimizer = super().create_optimizer(*args, **kwargs)
+            kept = {}
+
+            def before(*_):
+                kept.update({p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]})
+
+            def after(*_):
+                steps.append((type(optimizer), [group["lr"] for group in optimizer.param_groups]))
+                for parameter, was in kept.items():
+                    assert torch.equal(parameter, was.sub(parameter.grad, alpha=10.0))
+                    steps[-1] += (float(parameter.grad.norm()),)
+
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+            return optimizer
+
+    monkeypatch.setattr(work, "OtaroTrainer", Watched)
+    monkeypatch.setitem(plan.BENCHES, "small, paper", replace(plan.BENCHES["small, paper"], steps=3, test_tokens=128))
+    row = next(row for row in plan.paper_rows(plan.BENCHES["small, paper"], 0) if row.name == "fixed:E5M8")
+    work.Worker(places(tmp_path)).run(row, 10.0)  # a rate that makes gradients explode
+    assert [(kind, set(rates)) for kind, rates, *_ in steps] == [(torch.optim.SGD, {10.0})] * len(steps)
+    assert max(norm for _, _, *norms in steps for norm in norms) > 1.0  # what clipping would have shortened
+
+
+def test_a_rate_that_is_chosen_and_was_made_already_is_not_made_again(monkeypatch, tmp_path):
+    where, bench = places(tmp_path), plan.BENCHES["small, paper"]
+    method = next(method for method in plan.paper_methods() if method.name == "fp")
+    for row, loss in zip(plan.swept(bench, method, 0), (3.0, 4.0), strict=True):
+        append(where.results, {"key": row.key, "settings": row.settings(), "heldout": {"full": loss}})
+    (stated,) = (row for row in plan.paper_rows(bench, 1) if row.name == "fp")
+    made = {"key": stated.key, "settings": stated.settings(), "heldout": {}, "perplexity": {"full": 5.0}, "seed": 1}
+    append(where.results, made)
+    worker = work.Worker(where)
+    monkeypatch.setattr(worker, "run", lambda *_: pytest.fail("it was made"))
+    (chosen,) = plan.swept(bench, method, 1)
+    work._do(worker, chosen, finished(read(where.results)), where)
+    done = finished(read(where.results))
+    assert is_done(chosen, done)
+    assert done[chosen.key]["perplexity"] == {"full": 5.0}
+
+
+def test_no_row_is_begun_that_would_end_after_the_deadline(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        work, "_do", lambda worker, job, *_: append(worker.places.results, {"key": job.key, "settings": job.settings()})
+    )
+    rows = [plan.Row("stories15M, paper", "fp", Options(method="fp"), lr=1e-5), plan.Row("small", "none", None)]
+    claims = work.Claims(tmp_path / "claims")
+    claims.folder.mkdir()
+    work.work(rows, places(tmp_path), claims, time.time() + 30, "[0]")
+    assert [line["key"] for line in read(tmp_path / "study.jsonl")] == [rows[1].key]
+    assert not work._claimed(rows[0], claims)
+
+
 def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_path):
     monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], steps=4, test_tokens=256))
     worker, row = work.Worker(places(tmp_path)), plan.Row("small", "best", plan.BEST, lr=1e-3, measured=("E5M8",))
@@ -200,12 +320,55 @@ def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_p
     assert (lines[1]["last"], lines[1]["average"], lines[1]["kept"]) == (1.0, 0.0, "average")
 
 
-def test_rows_of_an_earlier_recipe_are_kept_and_not_shown_beside_the_present_one(tmp_path):
+def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
     where = places(tmp_path)
-    for options, value in (({"method": "uniform", "pull": 23.0, "rates": "size"}, 5.0), ({"method": "uniform"}, 6.0)):
-        line = {"key": f"best {value}", "bench": "SmolLM2-135M", "name": "best", "seed": 0, "settings": {"options": options}}
-        append(where.results, {**line, "lr": 1e-4, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
-    assert Results(where.results).values("SmolLM2-135M", "best", "E5M3") == [6.0]
+    for version, value in ((1, 5.0), (2, 4.0)):
+        settings = {"rate_of": ""} | ({"format": 2} if version == 2 else {})  # which rows of that time did not state
+        line = {"key": "one key", "bench": "SmolLM2-135M", "name": "uniform", "seed": 0, "settings": settings}
+        append(where.results, {**line, "lr": 5e-5, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
+    results = Results(where.results)
+    assert results.values("SmolLM2-135M", "uniform", "E5M3") == [4.0]
+    assert results.former().values("SmolLM2-135M", "uniform", "E5M3") == [5.0]
+    shown = report.powers_of_two(results, plan.BENCHES["SmolLM2-135M"])
+    assert "| `uniform` |  |  |  |  |  |  | 5.000 |" in shown
+    assert "| `uniform` |  |  |  |  |  | -20.00% |" in shown
+
+
+def test_a_cell_says_what_is_not_run_yet(tmp_path):
+    where, bench = places(tmp_path), plan.BENCHES["SmolLM2-135M"]
+    assert report.regime(Results(where.results), bench).count(report.MISSING) == 2  # for each of its two tables
+    line = {"key": "best", "bench": bench.name, "name": "best", "seed": 0, "lr": 5e-5, "heldout": {}}
+    append(where.results, {**line, "perplexity": dict.fromkeys(plan.NAMES, 12.0)})
+    shown = report.regime(Results(where.results), bench)
+    assert f"| `best` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |" in shown
+    assert f"| `fp` | {report.MISSING} |  |  |  |  |  |  |" in shown
+    assert f"| `fixed:`, 6 models |  | {report.MISSING} |  |  |  |  |  |" in shown
+
+
+def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(tmp_path):
+    where, bench = places(tmp_path), plan.BENCHES["small, paper"]
+    made = [("fp", 0, 1e-5, 9.0), ("fp", 0, 0.01, 5.0), ("fp", 1, 1e-5, 8.0), ("uniform", 0, 1e-5, 7.0)]
+    for name, seed, rate, value in made:
+        line = {"key": f"{name} {seed} {rate}", "bench": bench.name, "name": name, "seed": seed, "lr": rate}
+        settings = {"rate_of": name, "format": 2, "lr": rate}
+        append(where.results, {**line, "settings": settings, "perplexity": {"full": value}, "heldout": {"full": value}})
+    stated, chosen = report.as_written(Results(where.results), bench).split("At the best of 1e-05, 0.01")
+    assert "| `fp` | 8.500 ± 0.707 |" in stated
+    assert "| `uniform` | 7.000 |" in stated
+    assert "| `fp` | 5.000 |" in chosen  # of seed 1 no rate was chosen yet
+    assert "| `uniform` | *not run yet* |" in chosen  # nor of this one
+
+
+def test_bars_compare_with_tuning_as_usual_and_at_e5m3_with_int4_qat(tmp_path):
+    where = places(tmp_path)
+    rows = {"fp": {"full": 10.0, "E5M8": 20.0}, "int4 QAT, held as best": {"E5M3": 12.0}}
+    rows["best"] = {"E5M8": 10.05, "E5M5": 10.2, "E5M4": 10.3, "E5M3": 11.4}
+    for name, values in rows.items():
+        line = {"key": name, "bench": "stories15M", "name": name, "seed": 0, "lr": 1.5e-4}
+        append(where.results, {**line, "heldout": values, "perplexity": {}})
+    shown = report.bars(Results(where.results), [plan.BENCHES["stories15M"]], "heldout")
+    missing = report.MISSING
+    assert f"| stories15M: `best` | +0.50% | {missing} | {missing} | **+2.00%** | +3.00% | -5.00% |" in shown
 
 
 def places(tmp_path):
@@ -265,8 +428,9 @@ def test_means_spread_and_gaps_are_told(tmp_path):
             append(where.results, {**line, "perplexity": {"E5M4": value}, "heldout": {}, "commit": "abc", "machine": "m"})
     results = Results(where.results)
     shown = report.task(results, plan.BENCHES["SmolLM2-135M"])
-    assert "| `best` |  |  |  |  |  | 10.500 ± 0.707 |  |" in shown
-    assert "| `fixed:`, 6 models |  |  |  |  |  | 11.000 ± 1.414 |  |" in shown
+    no = report.MISSING
+    assert f"| `best` | {no} | {no} | {no} | {no} | {no} | 10.500 ± 0.707 | {no} |" in shown
+    assert f"| `fixed:`, 6 models |  | {no} | {no} | {no} | {no} | 11.000 ± 1.414 | {no} |" in shown
     assert "commit abc; m" in shown
     assert "seeds 0, 1." in shown
     gap, spread = -3.3333, 18.8562  # of -16.67 and +10
@@ -278,7 +442,13 @@ def test_means_spread_and_gaps_are_told(tmp_path):
 def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path):
     where = places(tmp_path)
     for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
-        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed, "settings": {"rate_of": name}}
+        line = {
+            "key": f"{name} {seed}",
+            "bench": "stories15M",
+            "name": name,
+            "seed": seed,
+            "settings": {"rate_of": name, "format": 2},
+        }
         append(where.results, {**line, "lr": 1.5e-4, "perplexity": {"E5M3": value}, "heldout": {}})
         former = {"lr": 0.5, "perplexity": {"E5M3": 1.0}, "heldout": dict.fromkeys(plan.NAMES, 1.0)}
         append(where.results, {**line, **former, "key": f"{name} {seed} at a rate no longer tried"})
@@ -311,7 +481,7 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
     rows = [
         "small: none, seed 0",
         "small: best, lr*",
-        "small: int4 QAT, chosen*",
+        "small: int4 QAT, lr*",
         "small: fixed:E5M3, lr*",
         "small, questions: best*",
     ]
@@ -337,10 +507,11 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
     assert tuned["perplexity"]["E5M3"] < before["perplexity"]["E5M3"]
     assert set(tuned["others"]) == set(OTHERS)
     assert tuned["others"]["Q8_0"] == pytest.approx(tuned["perplexity"]["full"], rel=0.01)
-    assert by_name["small: int4 QAT, chosen lr, seed 0"]["lr"] == 1e-3
+    assert by_name["small: int4 QAT, lr 0.001, seed 0"]["lr"] == 1e-3
     page = (tmp_path / "results.md").read_text()
     assert f"{tuned['perplexity']['E5M3']:.3f}" in page
-    assert (tmp_path / "figures" / "others.svg").stat().st_size > 1000
+    for figure in ("bits.svg", "bits-dark.svg"):
+        assert (tmp_path / "figures" / figure).stat().st_size > 1000
 
 
 def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeypatch):
@@ -376,6 +547,89 @@ def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path)
     assert worker.run(plain, 1e-3)["perplexity"] == first
     (held,) = worker.held.values()
     assert held.model.model(torch.arange(8)[None]).last_hidden_state.dtype == torch.float32
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+
+    def blocks(levels, low):  # as dequantised from Q4_1 and Q8_0
+        codes = torch.randint(0, levels + 1, (256, 32), generator=draw).float()
+        codes[:, 0], codes[:, 1] = 0.0, levels
+        scale = torch.rand(256, 1, generator=draw).mul(0.01).half()
+        start = -scale.float() * levels * torch.rand(256, 1, generator=draw) if low else torch.zeros(256, 1)
+        return (scale.float() * codes + start.half().float()).half().view(64, 128)
+
+    four, eight, plain = blocks(15, True), blocks(127, False), torch.randn(64, 128, generator=draw)
+    assert [parts.as_blocks(weight)[0] for weight in (four, eight)] == [15, 127]
+    assert parts.as_blocks(plain.half()) is None
+    kept = {"SmolLM2-135M": {"a": four, "b": eight, "c": plain.half(), "d": plain[0].half()}, "stories15M": {"a": plain}}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for name, tensors in kept.items():
+        (before / name).mkdir(parents=True)
+        (before / name / "config.json").write_text(name)
+        save_file(tensors, before / name / "model.safetensors", {"format": "pt"})
+    for name in parts.DATA:
+        (before / name).parent.mkdir(parents=True, exist_ok=True)
+        (before / name).write_text(name * 50)
+    made = parts.cut(tmp_path / "parts", before, before, 48 << 10)
+    assert len(made) > 1
+    assert all(part.stat().st_size <= 48 << 10 for part in made)
+    last = made[-1].rename(tmp_path / "on its way")
+    assert parts.join(tmp_path / "parts", after, after) == ["stories15M"]
+    assert not (after / "SmolLM2-135M" / "model.safetensors").exists()
+    last.rename(made[-1])
+    assert set(parts.join(tmp_path / "parts", after, after)) == set(kept)
+    for name, tensors in kept.items():
+        found = load_file(after / name / "model.safetensors")
+        assert all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in tensors.items())
+        assert (after / name / "config.json").read_text() == name
+    assert all((after / name).read_text() == name * 50 for name in parts.DATA)
+    with pytest.raises(SystemExit, match="alone is larger"):
+        parts.cut(tmp_path / "others", before, before, 10_000)
+
+
+def test_workers_start_once_and_as_soon_as_their_model_has_come(tmp_path):
+    """With a program in place of Python that joins one model at each call, and writes down what it is asked."""
+    asked, work_folder, stub = tmp_path / "asked", tmp_path / "work", tmp_path / "python"
+    join = 'for model in stories15M SmolLM2-135M; do [ -d "$6/$model" ] || { mkdir -p "$6/$model"; '
+    join += 'touch "$6/$model/model.safetensors"; break; }; done'
+    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
+    stub.chmod(0o755)
+    counts = []
+    for expected in (6, 14, 14):
+        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub)})
+        until = time.time() + 60
+        while (workers := asked.read_text().count("--worker")) < expected and time.time() < until:
+            time.sleep(0.05)
+        counts.append(workers)
+    assert counts == [6, 14, 14]
+    lines = [line for line in asked.read_text().splitlines() if "--worker" in line]
+    assert len({line.split("--worker ")[1].split()[0] for line in lines}) == 14
+    assert all("SmolLM2" not in line.split("--only")[1] for line in lines)
+    assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
+
+
+# Weights on borders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_a_weight_is_on_a_border_where_the_smallest_change_downward_takes_it_a_step_down(precision):
+    weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).half().float()
+    weights[0, :3] = torch.tensor([0.0, 0.5, -0.25])
+    found = boundaries.on_border(weights, precision)
+    tensor = otaro.encode(weights)
+    sign = tensor.scales.sign().repeat_interleave(64, -1)
+    moved = torch.nextafter(weights, -sign * torch.inf)  # toward lower codes
+    lower = quantize(moved, precision.mantissa_bits, 64, "midpoint") != quantize(
+        weights, precision.mantissa_bits, 64, "midpoint"
+    )
+    same = otaro.encode(moved).scales == tensor.scales
+    assert torch.equal((lower & (weights != 0))[same[:, 0]], found[same[:, 0]])
+    assert 0 < int(found.sum()) < found.numel()
 
 
 # stories15M ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Which weights lie exactly on a border between two cells, and what the smallest step of tuning does to them.
+
+    python runs/boundaries.py models/SmolLM2-135M models/stories15M --results benchmarks/results/study.jsonl
+    python runs/boundaries.py models/SmolLM2-135M --text test.txt --tokens 8192
+
+A weight on a border belongs to the cell above it and reads as the middle of that cell, half a step away, however fine the
+step. Any change downward, however small, takes it to the middle below. Weights that come from a coarser grid (float16, or
+another quantised file) are there by the million. With --text, each is moved by a millionth of itself, up or down at
+random, and the perplexity measured before and after: what changes has nothing to do with learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import otaro
+from otaro.evaluate.machine import cpu_name
+from otaro.sefp.codec import MIDPOINT_SHIFT
+from otaro.sefp.precision import FINEST, GROUP_SIZE, PRECISIONS, Precision
+from runs.study.results import append
+
+ROOT = Path(__file__).parents[1]
+
+
+def border_below(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    """The border of E5M8 nearest to each weight, counted from zero, and whether the weight lies on it.
+
+    Zeros are left out: they have a rule of their own.
+    """
+    scales = otaro.encode(weight, group_size=group_size).scales.repeat_interleave(group_size, -1)[..., : weight.shape[-1]]
+    steps, values = scales.double() * 2.0**-FINEST, weight.double()
+    nearest = (values / steps.where(steps != 0, 1.0)).round()
+    return nearest.to(torch.int16), (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
+
+
+def on_border(weight: torch.Tensor, precision: Precision, group_size: int = GROUP_SIZE) -> torch.Tensor:
+    """Of each weight whether it lies on a border of a precision; those of coarser ones are some of those of finer ones."""
+    number, on = border_below(weight, group_size)
+    return on & ((number - MIDPOINT_SHIFT) % (1 << (FINEST - precision.mantissa_bits)) == 0)
+
+
+def counted(folder: Path) -> dict[str, Any]:
+    """Shares of all weights that are packed."""
+    found, zeros, total = dict.fromkeys(PRECISIONS, 0), 0, 0
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 # a file, not a mapping
+            weight = file.get_tensor(name).float()
+            if weight.ndim < 2:
+                continue
+            zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
+            number, on = border_below(weight)
+            numbers = number[on] - MIDPOINT_SHIFT
+            for precision in PRECISIONS:
+                found[precision] += int((numbers % (1 << (FINEST - precision.mantissa_bits)) == 0).sum())
+    shares = {str(precision): count / total for precision, count in found.items()}
+    return {"on_border": shares, "zeros": zeros / total, "weights": total}
+
+
+@torch.no_grad()
+def measured(folder: Path, text: Path, tokens: int, window: int) -> dict[str, dict[str, float]]:
+    """Perplexity at both ends of the weights as they are, and with those on borders moved."""
+    from otaro.tune.fake_quant import Precisely, prepare
+    from otaro.tune.trainer import losses_by_precision
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0][:tokens]
+    batches = [{"input_ids": block[None], "labels": block[None]} for block in ids[: tokens // window * window].view(-1, window)]
+    model, precisely = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Precisely()
+    prepare(model, precisely)
+    columns = [None, PRECISIONS[0], *PRECISIONS[-2:]]
+
+    def perplexities() -> dict[str, float]:
+        losses = losses_by_precision(model, precisely, columns, batches)
+        return {str(p or "full"): round(math.exp(loss), 4) for p, loss in zip(columns, losses, strict=True)}
+
+    found, draw = {"as they are": perplexities()}, torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            side = torch.randint(0, 2, weight.shape, generator=draw).mul_(2).sub_(1)
+            weight.copy_(weight.where(~on_border(weight, PRECISIONS[0]), weight * (1 + 1e-6 * side)))
+    return found | {"moved by a millionth": perplexities()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count weights that lie on borders between cells.")
+    parser.add_argument("models", type=Path, nargs="+", help="model directories")
+    parser.add_argument("--text", type=Path, help="measure on it what moving them changes")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text (default 8192)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens in a window (default 1024)")
+    parser.add_argument("--results", type=Path, help="a .jsonl file that the counts are added to")
+    a = parser.parse_args()
+    logging.disable_progress_bar()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    for folder in a.models:
+        if a.text:
+            for name, values in measured(folder, a.text, a.tokens, a.window).items():
+                print(f"{folder.name}, {name}: {values}", flush=True)
+            continue
+        line = counted(folder)
+        shown = ", ".join(f"{name} {share:.4%}" for name, share in line["on_border"].items())
+        print(f"{folder.name}: {shown}; zeros {line['zeros']:.4%} of {line['weights']:,} weights", flush=True)
+        if a.results:
+            stated = {"key": f"boundaries {folder.name}", "bench": "boundaries", "name": folder.name, "seed": 0}
+            stated |= {"command": f"python runs/boundaries.py models/{folder.name}", "commit": commit, "machine": cpu_name()}
+            append(a.results, {**stated, **line})
+
+
+if __name__ == "__main__":
+    main()
