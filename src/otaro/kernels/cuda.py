@@ -100,35 +100,36 @@ def products(
     first: int = 0,
     experts: Chosen | None = None,
 ) -> None:
-    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows].
+    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch.
 
-    With experts, matrices are those of the first one, and outs have a row for each pair of a token and one of its experts.
+    Products are float32 [tokens, rows]. With experts, matrices are those of the first one, and products have
+    a row for each pair of a token and one of its experts.
     """
     like = matrices[0]
     if any(one[3:6] != like[3:6] or one.bits != like.bits for one in matrices):  # scale exponents may differ
         raise KernelError(
             "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
         )
-    most_tokens = MOST_TOKENS if experts is None else len(experts.numbers.flatten())
-    if not 0 < tokens <= most_tokens or not 0 < len(matrices) <= MATRICES:
+    pairs = 1 if experts is None else experts.numbers.numel()
+    if not 0 < tokens <= (MOST_TOKENS if experts is None else pairs) or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
-    pairs = 1 if experts is None else experts.numbers.numel()
-    units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens or experts)
-    shared = room * units * (2 * unit + 8) if room <= 2 else 0
+    columns = tokens if experts is None else 1
+    units, most_columns = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= columns)
+    shared = most_columns * units * (2 * unit + 8) if most_columns <= 2 else 0
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
-        room, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        most_columns, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
         count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
-    parameters = _Linear() if experts is None else _LinearExperts()
-    if isinstance(parameters, _LinearExperts) and experts is not None:
-        parameters.experts, parameters.each = experts.numbers.data_ptr(), pairs // tokens
-        parameters.expert_rows[: len(matrices)] = experts.strides
+    parameters = _Linear()
+    if experts is not None:
+        strides = (ctypes.c_int64 * MATRICES)(*experts.strides)
+        parameters = _LinearExperts(experts=experts.numbers.data_ptr(), expert_rows=strides, each=pairs // tokens)
     for i, one in enumerate(matrices):
         parameters.matrix[i] = packed_parameter(one)
         bias = biases[i] if biases else None
@@ -143,7 +144,7 @@ def products(
         at += max(1, int(tiles[i] * share)) if i < len(tiles) and tiles[i] else 0
     parameters.first_block[MATRICES] = at
     parameters.x = _activations(digits, first)
-    parameters.tokens, parameters.blocks, parameters.units = tokens if experts is None else 1, count, units
+    parameters.tokens, parameters.blocks, parameters.units = columns, count, units
     parameters.groups = -(-like.length // like.group_size)
     kernel((at,) if experts is None else (at, pairs), threads, parameters, shared)
 
