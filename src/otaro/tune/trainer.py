@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
@@ -54,11 +54,17 @@ JUDGED = 128
 """Held-out examples of each process that an average is judged by: enough to tell it from the last weights."""
 
 
+if TYPE_CHECKING:  # of whatever Trainer it is mixed into
+    _Base: type[Any] = Trainer
+else:
+    _Base = object
+
+
 class TrainingError(OtaroError):
     """A run that cannot go on."""
 
 
-class OtaroMixin:
+class OtaroMixin(_Base):  # type: ignore[misc]
     """Mix in before a Trainer class: `class MyTrainer(OtaroMixin, SFTTrainer)`.
 
     Takes two more arguments: `otaro=Options(...)`, by default those of the recipe `best`, and `otaro_log=Path(...)`, a file
@@ -70,24 +76,26 @@ class OtaroMixin:
     its last weights.
     """
 
+    compute_loss_func: Any
+
     def __init__(self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.otaro = otaro or recipe("best")[0]
-        self.otaro.check_rate(self.args.learning_rate)  # type: ignore[attr-defined]
-        if self.args.fp16 and self.otaro.method == "otaro":  # type: ignore[attr-defined]
+        self.otaro.check_rate(self.args.learning_rate)
+        if self.args.fp16 and self.otaro.method == "otaro":
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
-        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:
             raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
         if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":
             raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
-        if self.otaro.average and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
+        if self.otaro.average and self.args.load_best_model_at_end:
             warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
-        prepare(self.model, self.precisely)  # type: ignore[attr-defined]
-        if self.args.n_gpu > 1:  # type: ignore[attr-defined]
+        prepare(self.model, self.precisely)
+        if self.args.n_gpu > 1:
             self.precisely.linears.clear()  # DataParallel copies modules to other devices: each quantises on its own
-        self._compute_dtype = torch.bfloat16 if self.args.bf16 else None  # type: ignore[attr-defined]
-        self.search = self.otaro.search(self.args.seed)  # type: ignore[attr-defined]
+        self._compute_dtype = torch.bfloat16 if self.args.bf16 else None
+        self.search = self.otaro.search(self.args.seed)
         self.delayed = self.otaro.gradient_accumulator()
         self.anchor: Anchor | None = None
         self.average: WeightAverage | None = None
@@ -96,7 +104,7 @@ class OtaroMixin:
         self.judgement: dict[str, Any] = {}
         """What the log says of the average: the loss with it, that with the last weights, what was kept."""
         if self.otaro.l2_sp or self.otaro.average:
-            self.add_callback(_SteadyCallback(self))  # type: ignore[attr-defined]
+            self.add_callback(_SteadyCallback(self))
         self._log_path = otaro_log
         self._record: dict[str, Any] | None = None  # of the optimizer step under way
         self.last_record: dict[str, Any] = {}
@@ -115,13 +123,13 @@ class OtaroMixin:
         if self._of_trl:
             self._keep_trl_to_the_model()
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """Trainer's, with FSDP2 as it was asked for.
 
         On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights gathered in that
         type, while they are to be quantised as they are: autocast makes the products bfloat16 instead.
         """
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         state = self.accelerator.state
         asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if asked and state.distributed_type == DistributedType.MULTI_CPU:
@@ -132,13 +140,13 @@ class OtaroMixin:
         if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 2:
             state.fsdp_plugin.mixed_precision_policy = None
 
-    def autocast_smart_context_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which leaves autocast to accelerate, which leaves it to FSDP, which must not have it: see above."""
         if self.is_fsdp_enabled:
             return self.accelerator.autocast()
-        return super().autocast_smart_context_manager(*args, **kwargs)  # type: ignore[misc]
+        return super().autocast_smart_context_manager(*args, **kwargs)
 
-    def compile_steps(self: Any, backend: str = "inductor") -> None:
+    def compile_steps(self, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
 
         The quantised weights of linears are held outside the layers and come in like any weight, so the same graph serves
@@ -158,7 +166,7 @@ class OtaroMixin:
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def training_step(self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full` of it."""
         if self._record is None:
             precision = self.search.choose()
@@ -169,10 +177,10 @@ class OtaroMixin:
         told: torch.Tensor | float = 0.0
         if full and precision is not None:
             with self._passing(None, full, teaches=bool(self._distilled(precision))), _together(model):
-                told = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+                told = super().training_step(model, inputs, num_items_in_batch)
         rest = 1.0 if precision is None else 1 - full
         with self._passing(precision, rest):
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._teacher = None
         self._record["loss"] += loss / rest  # Trainer scales micro-batches so that they add up to the step's mean
         if self.accelerator.sync_gradients:
@@ -180,7 +188,7 @@ class OtaroMixin:
         return told + loss
 
     @contextmanager
-    def _passing(self: Any, precision: Precision | None, share: float, teaches: bool = False) -> Iterator[None]:
+    def _passing(self, precision: Precision | None, share: float, teaches: bool = False) -> Iterator[None]:
         """One forward and backward pass at a precision, with its share of the step's loss."""
         self._share, self._teaches = share, teaches
         try:
@@ -189,26 +197,26 @@ class OtaroMixin:
         finally:
             self._share, self._teaches = 1.0, False
 
-    def _distilled(self: Any, precision: Precision | None) -> float:
+    def _distilled(self, precision: Precision | None) -> float:
         """Share of self-distillation in the loss at a precision."""
         return self.otaro.distill if precision in self.otaro.distill_at else 0.0
 
     def compute_loss(
-        self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are large."""
         share = self._distilled(self.precisely.precision) if model.training else 0.0
         if not return_outputs and (sliced := self._sliced_head(model, inputs)) is not None:
             return self._shared(self._loss_in_slices(sliced, share, model, inputs, num_items_in_batch))
         if not share and not self._teaches:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return (self._shared(found[0]), *found[1:]) if return_outputs else self._shared(found)
         unlabelled, labels = _unlabelled(inputs), inputs["labels"]
         if self._of_trl:  # the outputs that it returns are those of another pass, without gradients
-            loss = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
+            loss = super().compute_loss(model, inputs, False, num_items_in_batch)
             outputs, self._outputs = self._outputs, None
         else:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if share:
             teacher = self._taught(model, unlabelled)
             divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
@@ -217,11 +225,11 @@ class OtaroMixin:
             self._teacher = outputs.logits.detach()
         return (self._shared(loss), outputs) if return_outputs else self._shared(loss)
 
-    def _shared(self: Any, loss: torch.Tensor) -> torch.Tensor:
+    def _shared(self, loss: torch.Tensor) -> torch.Tensor:
         """As far as the pass counts in the loss of the step."""
         return loss if self._share == 1 else loss * self._share
 
-    def _taught(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _taught(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """What the same weights unquantised say: in this step already, or in a pass of their own."""
         teacher: torch.Tensor | None = self._teacher
         if teacher is None:
@@ -229,27 +237,27 @@ class OtaroMixin:
                 teacher = self.accelerator.unwrap_model(model)(**inputs).logits
         return teacher
 
-    def _sliced_head(self: Any, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
+    def _sliced_head(self, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
         """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by DataParallel."""
         if self.compute_loss_func is not None or self.label_smoother is not None or self.args.n_gpu > 1:
             return None
         return SlicedHead.find(self.accelerator.unwrap_model(model), inputs) if "labels" in inputs else None
 
     def _loss_in_slices(
-        self: Any, sliced: SlicedHead, share: float, model: Any, inputs: dict[str, Any], num_items_in_batch: Any
+        self, sliced: SlicedHead, share: float, model: Any, inputs: dict[str, Any], num_items_in_batch: Any
     ) -> torch.Tensor:
         distillation = None
         if share:
             with sliced.hidden_states():
                 distillation = Distillation(share, self._taught(model, _unlabelled(inputs)))
         with sliced.losses(distillation, of_slice=self._slice_loss):
-            found = super().compute_loss(model, inputs, self._teaches, num_items_in_batch)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, self._teaches, num_items_in_batch)
         loss: torch.Tensor = found[0] if self._teaches else found
         if self._teaches:
             self._teacher = found[1].logits.detach()  # hidden states: the head has handed them on
         return loss
 
-    def _keep_trl_to_the_model(self: Any) -> None:
+    def _keep_trl_to_the_model(self) -> None:
         """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantised.
 
         That is what it does where a `compute_loss_func` is given, and for that of ours the outputs are kept.
@@ -272,19 +280,20 @@ class OtaroMixin:
 
         self.compute_loss_func = loss_of
 
-    def _scaled(self: Any, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    def _scaled(self, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of the whole step."""
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return mean
         scaled: torch.Tensor = mean * (labels[..., 1:] != -100).sum() / num_items_in_batch
         return scaled * self.accelerator.num_processes if self.args.average_tokens_across_devices else scaled
 
-    def _finish_step(self: Any, model: Any) -> None:
+    def _finish_step(self, model: Any) -> None:
         """After the last backward of an optimizer step: tell the search, withhold or release gradients, write the log."""
         record, self._record = self._record, None
+        assert record is not None
         precision: Precision | None = record["precision"]
         parameters = {name: p for name, p in self._named_parameters().items() if p.grad is not None}
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         shared_loss = self.accelerator.reduce(record["loss"], "mean")  # all ranks see the same, so choose alike
         loss, gradient_norm = torch.stack([shared_loss.float(), norm.to(shared_loss.device, torch.float32)]).tolist()
@@ -316,12 +325,12 @@ class OtaroMixin:
         }
         self._write_log(self.last_record)
 
-    def _stopped(self: Any, why: str) -> TrainingError:
+    def _stopped(self, why: str) -> TrainingError:
         """The end of a run: whatever was wrong has been neither applied nor saved."""
         last = last_good_checkpoint(Path(self.args.output_dir)) or "none"
         return TrainingError(f"{why}; the last good checkpoint is {last}: start again with a lower learning rate")
 
-    def _refuse_what_is_not_finite(self: Any) -> None:
+    def _refuse_what_is_not_finite(self) -> None:
         """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds something."""
         kept = {f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad}
         for what, of in (("the delayed gradient", self.delayed), ("the mean", self.average)):
@@ -334,7 +343,7 @@ class OtaroMixin:
             what = found or "a weight that another process holds"
             raise self._stopped(f"{what} was no longer finite after step {self.state.global_step}")
 
-    def _after_optimizer_step(self: Any) -> None:
+    def _after_optimizer_step(self) -> None:
         """Hold the weights back and average them, as far as that was asked for."""
         parameters = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
         if self.anchor is not None:
@@ -342,13 +351,13 @@ class OtaroMixin:
         if self.average is not None:
             self.average.add(parameters, self.state.global_step + 1, self.state.max_steps)
 
-    def _drop_anchor(self: Any) -> None:
+    def _drop_anchor(self) -> None:
         """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
         if self.otaro.l2_sp and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
             self.anchor = Anchor(tuned, self.otaro.l2_sp, self._plan().copies_on_host)
 
-    def _plan(self: Any) -> Plan:
+    def _plan(self) -> Plan:
         """What the run takes of its device, and what therefore is kept elsewhere."""
         args = self.args
         batch = Batch(args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing)
@@ -357,26 +366,26 @@ class OtaroMixin:
         run = Run(self.accelerator.unwrap_model(self.model), options, self._optimizer_kind(), batch, shards)
         return run.plan(args.device)
 
-    def _optimizer_kind(self: Any) -> str:
+    def _optimizer_kind(self) -> str:
         name = str(getattr(self.args.optim, "value", self.args.optim))
         return "sgd" if name == "sgd" else "adamw8bit" if "8bit" in name else "adamw"
 
-    def _sequence_length(self: Any) -> int:
+    def _sequence_length(self) -> int:
         """Of the first example, where the data has one to look at; else a usual one."""
         first = self.train_dataset[0] if hasattr(self.train_dataset, "__getitem__") else None
         return len(first["input_ids"]) if isinstance(first, Mapping) and "input_ids" in first else 1024
 
-    def create_scheduler(self: Any, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Trainer's."""
         self._planned_steps = num_training_steps
-        return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
 
-    def _named_parameters(self: Any) -> dict[str, torch.nn.Parameter]:
+    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
 
     # The whole run ----------------------------------------------------------------------------------------------------
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step, or dropped.
 
         Where weights are averaged, the mean then takes their place if held-out data say so.
@@ -388,7 +397,7 @@ class OtaroMixin:
             warnings.warn(UNJUDGED, OtaroWarning, stacklevel=2)
         elif self.otaro.average:
             self.average = WeightAverage(self.otaro.average, plan.copies_on_host)
-        result = super().train(*args, **kwargs)  # type: ignore[misc]
+        result = super().train(*args, **kwargs)
         waiting = self.delayed.count if self.delayed is not None and self._learning_rates else 0
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             if waiting:
@@ -404,8 +413,10 @@ class OtaroMixin:
         self._refuse_what_is_not_finite()
         return result
 
-    def _keep_the_better(self: Any) -> None:
+    def _keep_the_better(self) -> None:
         """The mean or the last weights, by their loss on held-out data."""
+        assert self.judge is not None
+        assert self.average is not None
         losses = {"last": self.judge()}
         self.average.swap(self._named_parameters())
         losses["average"] = self.judge()
@@ -415,7 +426,7 @@ class OtaroMixin:
         self.judgement = {"step": self.state.global_step, "averaged": self.average.count, **losses, "kept": kept}
         self._write_log(self.judgement)
 
-    def _held_out_loss(self: Any) -> float:
+    def _held_out_loss(self) -> float:
         """Of `eval_dataset` or the first `JUDGED` examples of each process, over the precisions tuned for."""
         sets, most = self.eval_dataset, max(1, JUDGED // self.args.per_device_eval_batch_size)
         loaders = [self.get_eval_dataloader(name) for name in (sets if isinstance(sets, Mapping) else [None])]
@@ -426,7 +437,8 @@ class OtaroMixin:
         parts = gather_object([(fmean(losses) * counted, counted)])
         return float(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
 
-    def _apply_leftover(self: Any) -> None:
+    def _apply_leftover(self) -> None:
+        assert self.delayed is not None
         release(self._named_parameters(), self.delayed)
         if self.args.max_grad_norm:
             self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), self.args.max_grad_norm)
@@ -438,15 +450,15 @@ class OtaroMixin:
             parameters = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
             self.average.add(parameters, self.state.global_step, self.state.max_steps)
 
-    def _write_log(self: Any, record: dict[str, Any]) -> None:
+    def _write_log(self, record: dict[str, Any]) -> None:
         if self._log_path is not None and self.is_world_process_zero():
             with open(self._log_path, "a") as file:
                 file.write(json.dumps(record) + "\n")
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
         if self.is_world_process_zero():
             state = {
                 "search": self.search.state_dict(),
@@ -461,13 +473,13 @@ class OtaroMixin:
                 tensors = {name: tensor.contiguous() for name, tensor in kept.tensors().items()}
                 save_file(tensors, self._part_file(stem, output_dir))
 
-    def _part_file(self: Any, stem: str, checkpoint: str) -> Path:
+    def _part_file(self, stem: str, checkpoint: str) -> Path:
         """Under FSDP each process keeps its own part; else all have the same, and one file serves them."""
         part = f"-{self.args.process_index}" if self.is_fsdp_enabled else ""
         return Path(checkpoint) / f"{stem}{part}.safetensors"
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         state = json.loads((Path(checkpoint) / STATE_FILE).read_text())
@@ -485,18 +497,18 @@ class OtaroMixin:
                 devices = {name: p.device for name, p in self._named_parameters().items()}
                 kept.restore(counts[stem], load_file(file), devices)
 
-    def _plan_anew(self: Any) -> None:
+    def _plan_anew(self) -> None:
         """A run with more steps than before goes on at the rate that one of so many steps has by now."""
         if isinstance(self.lr_scheduler, LambdaLR):
             by_now = [factor(self.lr_scheduler.last_epoch) for factor in self.lr_scheduler.lr_lambdas]
             for group, rate, factor in zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, by_now, strict=True):
                 group["lr"] = rate * factor
 
-    def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._drop_anchor()  # at the weights that the run started with, not at those it goes on from
-        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        super()._load_from_checkpoint(*args, **kwargs)
 
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._refuse_what_is_not_finite()
         run = Path(self._get_output_dir(trial))
         mark = run / f"checkpoint-{self.state.global_step}" / COMPLETE_FILE
@@ -507,7 +519,7 @@ class OtaroMixin:
         try:
             if self.is_world_process_zero():
                 mark.unlink(missing_ok=True)
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each writes a part of it
@@ -520,9 +532,9 @@ class OtaroMixin:
                     if old != mark.parent and (best is None or old != Path(best)):
                         shutil.rmtree(old, ignore_errors=True)
 
-    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step < self.state.max_steps:  # else Trainer would take a step more when resumed after the last
-            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+            super()._run_epoch(*args, **kwargs)
 
 
 class _SteadyCallback(TrainerCallback):  # type: ignore[misc] # transformers is not typed
