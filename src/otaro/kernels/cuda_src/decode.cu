@@ -1,18 +1,19 @@
-// What a decoding step does between products: embed, rms_norm, rope and the cache, gate, quantize, route to experts and add what
-// they give, cap logits, argmax. Attention has a file of its own, attend.cu. ../steps.py says what each computes, in torch.
+// What a decoding step does between products: embed, rms_norm, rope and the cache, gate, quantize, route to
+// experts and add what they give, cap logits, argmax. Attention has a file of its own, attend.cu. ../steps.py
+// says what each computes, in torch.
 //
-// A step has up to 16 tokens. Each belongs to a sequence and has a position in it; both are read from the GPU's memory, so that a
-// captured launch serves all positions.
+// A step has up to 16 tokens. Each belongs to a sequence and has a position in it; both are read from the
+// GPU's memory, so that a captured launch serves all positions.
 //
-// Constants that kernels do not need may be left out: BITS, TRUNCATE, GROUP_SIZE (embed); UNIT (32 or 64), HALF_IN, HALF_OUT
-// (rms_norm, quantize), VECTORS (rms_norm); HEAD, KV_BITS (rope_and_cache; 0 is float16). What few models have is compiled
-// only where it is asked for:
+// Constants that kernels do not need may be left out: BITS, TRUNCATE, GROUP_SIZE (embed); UNIT (32 or 64),
+// HALF_IN, HALF_OUT (rms_norm, quantize), VECTORS (rms_norm); HEAD, KV_BITS (rope_and_cache; 0 is float16).
+// What few models have is compiled only where it is asked for:
 //
 //   embed           SCALED: rows times a scale
-//   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on; FLOATS: as floats too
-//   quantize        GELU, not SiLU
-//   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once
-//   route           NORMALIZE: scores of those chosen add up to one
+//   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on; FLOATS: as
+//   floats too quantize        GELU, not SiLU rope_and_cache  ROPE_PAIRS: of a head, that are rotated;
+//   WHOLE_NORM: a norm is of all heads at once route           NORMALIZE: scores of those chosen add up to
+//   one
 #include "sefp.cuh"
 
 #ifndef BITS
@@ -71,7 +72,8 @@ __device__ __forceinline__ void load_four(const typename Type::Stored* from, flo
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
   } else {
     const ushort4 four = *reinterpret_cast<const ushort4*>(from);
-    to[0] = Type::load(four.x), to[1] = Type::load(four.y), to[2] = Type::load(four.z), to[3] = Type::load(four.w);
+    to[0] = Type::load(four.x), to[1] = Type::load(four.y), to[2] = Type::load(four.z),
+    to[3] = Type::load(four.w);
   }
 }
 
@@ -79,7 +81,9 @@ __device__ __forceinline__ void store_halves(uint16_t* to, const float (&x)[4]) 
   *reinterpret_cast<ushort4*>(to) = make_ushort4(to_half(x[0]), to_half(x[1]), to_half(x[2]), to_half(x[3]));
 }
 
-__device__ __forceinline__ float scaled(float value, float scale) { return SCALED ? __fmul_rn(value, scale) : value; }
+__device__ __forceinline__ float scaled(float value, float scale) {
+  return SCALED ? __fmul_rn(value, scale) : value;
+}
 
 // Rows of an embedding: a thread has four weights.
 struct Embed {
@@ -96,12 +100,14 @@ extern "C" __global__ void embed(const __grid_constant__ Embed p) {
   constexpr Meaning means = meaning(BITS, TRUNCATE);
   const int token = blockIdx.y, quad = blockIdx.x * blockDim.x + threadIdx.x, block = quad / 8, j = quad % 8;
   if (4 * quad >= p.length) return;
-  const int64_t row = min(static_cast<int64_t>(max(p.ids[token], 0)), p.matrix.rows - 1), at = row * p.blocks + block;
+  const int64_t row = min(static_cast<int64_t>(max(p.ids[token], 0)), p.matrix.rows - 1),
+                at = row * p.blocks + block;
   const uint32_t base = p.matrix.base[kBaseWords * at + j / 2] >> (4 * (j % 2));
   uint32_t planes[BITS > kCoarsest ? BITS - kCoarsest : 1];
 #pragma unroll
   for (int k = 0; k < BITS - kCoarsest; ++k) planes[k] = p.matrix.planes[k][at] >> j;
-  const float step = step_of(p.matrix.scales[row * p.groups + 4 * quad / GROUP_SIZE], step_factor(p.matrix, means.shift));
+  const float step =
+    step_of(p.matrix.scales[row * p.groups + 4 * quad / GROUP_SIZE], step_factor(p.matrix, means.shift));
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int u = base >> 8 * i & 15;
@@ -109,11 +115,13 @@ extern "C" __global__ void embed(const __grid_constant__ Embed p) {
     for (int k = 0; k < BITS - kCoarsest; ++k) u = 2 * u | (planes[k] >> 8 * i & 1);
     if (means.raise_negative) u += u < 1 << BITS;
     if (4 * quad + i < p.length)
-      p.x[static_cast<int64_t>(token) * p.length + 4 * quad + i] = scaled(static_cast<float>(means.factor * u + means.constant) * step, p.scale);
+      p.x[static_cast<int64_t>(token) * p.length + 4 * quad + i] =
+        scaled(static_cast<float>(means.factor * u + means.constant) * step, p.scale);
   }
 }
 
-// A sum over a block of at most 32 warps: each leaves its part, and after a barrier every thread collects them.
+// A sum over a block of at most 32 warps: each leaves its part, and after a barrier every thread collects
+// them.
 __device__ __forceinline__ void leave_sum(float sum, float* sums) {
 #pragma unroll
   for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
@@ -126,14 +134,14 @@ __device__ __forceinline__ float collect_sum(const float* sums) {
   return sum;
 }
 
-// x += delta, where there is one, which may be normed and scaled before; then weight * x / sqrt(mean(x^2) + eps), or x itself, as integers
-// or in float16, and as floats for a router. One block is one token.
+// x += delta, where there is one, which may be normed and scaled before; then weight * x / sqrt(mean(x^2) +
+// eps), or x itself, as integers or in float16, and as floats for a router. One block is one token.
 struct RmsNorm {
-  float* x;            // [tokens, length]
-  const void* delta;   // the same, or null
-  const float* weight; // [length]
+  float* x;             // [tokens, length]
+  const void* delta;    // the same, or null
+  const float* weight;  // [length]
   Activations out;
-  uint16_t* halves;    // [tokens, length]
+  uint16_t* halves;  // [tokens, length]
   int length, units;
   float eps, scale;
   const float* delta_weight;  // [length]
@@ -189,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const int at = 4 * (v * blockDim.x + threadIdx.x);
-      if (at < p.length) *reinterpret_cast<float4*>(p.x + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
+      if (at < p.length)
+        *reinterpret_cast<float4*>(p.x + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
     }
   }
   if constexpr (NORM) {
@@ -205,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
       for (int i = 0; i < 4; ++i) x[v][i] = weight[v][i] * (x[v][i] * factor);
     }
     if constexpr (FLOATS) {
-      if (at < p.length) *reinterpret_cast<float4*>(p.floats + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
+      if (at < p.length)
+        *reinterpret_cast<float4*>(p.floats + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
     }
     if constexpr (HALF_OUT) {
       if (at < p.length) store_halves(p.halves + row + at, x[v]);
@@ -222,11 +232,11 @@ __device__ __forceinline__ float activated(float x) {
 }
 
 struct Quantize {
-  const void* x;    // [tokens, length]
-  const void* up;   // the same, or null
-  int64_t stride;   // of both, from token to token
+  const void* x;   // [tokens, length]
+  const void* up;  // the same, or null
+  int64_t stride;  // of both, from token to token
   Activations out;
-  uint16_t* halves; // [tokens, length]
+  uint16_t* halves;  // [tokens, length]
   int tokens, length, units;
 };
 
@@ -254,17 +264,17 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 
 // Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
 struct RopeAndCache {
-  const void* from[3];       // queries, keys, values [tokens, heads, HEAD]
-  int64_t strides[3];        // from token to token
-  const float* norms[2];     // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
-  const float* offsets;      // what packed keys are kept less [kv heads, HEAD], or null
-  const float* cosines;      // [positions, ROPE_PAIRS]
+  const void* from[3];    // queries, keys, values [tokens, heads, HEAD]
+  int64_t strides[3];     // from token to token
+  const float* norms[2];  // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
+  const float* offsets;   // what packed keys are kept less [kv heads, HEAD], or null
+  const float* cosines;   // [positions, ROPE_PAIRS]
   const float* sines;
-  const int* positions;      // [tokens]
+  const int* positions;  // [tokens]
   const int* sequences;
-  float* queries;            // [tokens, heads, HEAD], scaled
-  Rows rows[2];              // keys, values [sequences, kv heads, capacity]
-  int* refused;              // set where the cache cannot hold a number
+  float* queries;  // [tokens, heads, HEAD], scaled
+  Rows rows[2];    // keys, values [sequences, kv heads, capacity]
+  int* refused;    // set where the cache cannot hold a number
   int64_t capacity;
   float eps, scale;
   int heads, kv_heads;
@@ -280,7 +290,8 @@ __device__ __forceinline__ int second_of(int i) { return i < ROPE_PAIRS ? ROPE_P
 
 constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock;
 
-// A row into the cache; a block is a group. Lane l holds the weight of a block whose bit of a plane is bit l: FORMAT.md, "Blocks".
+// A row into the cache; a block is a group. Lane l holds the weight of a block whose bit of a plane is bit l:
+// FORMAT.md, "Blocks".
 __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t row, int* refused) {
   const int lane = threadIdx.x % kWarp, weight = 4 * (lane % 8) + lane / 8;
 #pragma unroll
@@ -298,12 +309,14 @@ __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t
     if (lane == 0) rows.exponents[at] = static_cast<int8_t>(exponent);
     const float scaled = value * power_of_two(8 - exponent);
     const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
-    int code = static_cast<int>(floor) - (value < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
+    int code =
+      static_cast<int>(floor) - (value < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
     code = min(code + 16, 255);
     const int u = there ? code + 256 : 0;  // padding is zero
     const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
     if (lane % 2 == 0)
-      reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] = static_cast<uint8_t>(nibble | other << 4);
+      reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] =
+        static_cast<uint8_t>(nibble | other << 4);
 #pragma unroll
     for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
       const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
@@ -312,7 +325,8 @@ __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kCacheWarps * kWarp) rope_and_cache(const __grid_constant__ RopeAndCache p) {
+extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
+  rope_and_cache(const __grid_constant__ RopeAndCache p) {
   constexpr int kMine = (kHalf + kWarp - 1) / kWarp, kPitch = kHeadBlocks * kBlock;
   __shared__ float shared[kCacheWarps][HEAD];
   let_successor_start();
@@ -324,7 +338,8 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps * kWarp) rope_and_cache
   if (kind == 1 && head >= p.kv_heads) head -= p.kv_heads, kind = 2;
   if (kind == 2 && head >= p.kv_heads) return;
   const int position = p.positions[token], sequence = p.sequences[token];
-  const typename In::Stored* all = static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind];
+  const typename In::Stored* all =
+    static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind];
   const typename In::Stored* from = all + head * HEAD;
   float first[kMine] = {}, second[kMine] = {};
 #pragma unroll
@@ -349,14 +364,17 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps * kWarp) rope_and_cache
 #pragma unroll
       for (int k = 0; k < kMine; ++k) {
         const int i = lane + kWarp * k;
-        if (i < kHalf) first[k] = weight[first_of(i)] * (first[k] * factor), second[k] = weight[second_of(i)] * (second[k] * factor);
+        if (i < kHalf)
+          first[k] = weight[first_of(i)] * (first[k] * factor),
+          second[k] = weight[second_of(i)] * (second[k] * factor);
       }
     }
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = lane + kWarp * k;
       if (i >= ROPE_PAIRS) continue;
-      const float cosine = p.cosines[static_cast<int64_t>(position) * ROPE_PAIRS + i], sine = p.sines[static_cast<int64_t>(position) * ROPE_PAIRS + i];
+      const float cosine = p.cosines[static_cast<int64_t>(position) * ROPE_PAIRS + i],
+                  sine = p.sines[static_cast<int64_t>(position) * ROPE_PAIRS + i];
       const float a = first[k], b = second[k];
       // Nothing is fused, so that the CPU's decoder and torch give the same.
       first[k] = __fsub_rn(__fmul_rn(a, cosine), __fmul_rn(b, sine));
@@ -419,7 +437,7 @@ struct Route {
 
 constexpr int kRouteWarps = 8, kMostExperts = 1024;
 
-extern "C" __global__ void __launch_bounds__(kRouteWarps * kWarp) route(const __grid_constant__ Route p) {
+extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp) route(const __grid_constant__ Route p) {
   __shared__ bool is_last;
   let_successor_start();
   wait_for_predecessor();
@@ -465,7 +483,8 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps * kWarp) route(const __
     for (int j = 0; lane + kWarp * j < p.experts; ++j) {
       if (mine >> j & 1) continue;
       const int one = lane + kWarp * j;
-      const unsigned long long key = static_cast<unsigned long long>(order_of(__ldcg(scores + one))) << 32 | (kAll - static_cast<uint32_t>(one));
+      const unsigned long long key = static_cast<unsigned long long>(order_of(__ldcg(scores + one))) << 32 |
+                                     (kAll - static_cast<uint32_t>(one));
       best = key > best ? key : best;
     }
 #pragma unroll
@@ -496,7 +515,8 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps * kWarp) route(const __
   }
 }
 
-// What the experts of a token give, each times its weight, in ascending order: a token's bits do not depend on the others.
+// What the experts of a token give, each times its weight, in ascending order: a token's bits do not depend
+// on the others.
 struct AddExperts {
   const float* parts;    // [tokens, count, length]
   const float* weights;  // [tokens, count]
@@ -537,13 +557,14 @@ extern "C" __global__ void cap_logits(const __grid_constant__ CapLogits p) {
   p.logits[at] = p.cap ? p.cap * tanhf(value / p.cap) : value;
 }
 
-// The likeliest token, the first of equals; NaN is likelier than anything. It becomes the next step's, a position further on.
+// The likeliest token, the first of equals; NaN is likelier than anything. It becomes the next step's, a
+// position further on.
 struct Argmax {
-  const float* logits;          // [tokens, count]
-  unsigned long long* best;     // [tokens]; zero between launches, as tickets are
-  int* tickets;                 // [tokens]
-  int *ids, *positions, *steps; // [tokens]; steps counts what was chosen
-  int* ring;                    // [ring_size, stride]: what the host reads
+  const float* logits;           // [tokens, count]
+  unsigned long long* best;      // [tokens]; zero between launches, as tickets are
+  int* tickets;                  // [tokens]
+  int *ids, *positions, *steps;  // [tokens]; steps counts what was chosen
+  int* ring;                     // [ring_size, stride]: what the host reads
   int count, ring_size, stride;
 };
 
@@ -555,7 +576,8 @@ extern "C" __global__ void argmax(const __grid_constant__ Argmax p) {
   const float* logits = p.logits + static_cast<int64_t>(token) * p.count;
   unsigned long long best = 0;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) {
-    const unsigned long long key = static_cast<unsigned long long>(order_of(logits[i])) << 32 | (kAll - static_cast<uint32_t>(i));
+    const unsigned long long key =
+      static_cast<unsigned long long>(order_of(logits[i])) << 32 | (kAll - static_cast<uint32_t>(i));
     best = key > best ? key : best;
   }
 #pragma unroll

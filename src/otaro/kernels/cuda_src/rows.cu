@@ -1,6 +1,7 @@
 // Activations to integers, and packed rows to values.
 //
-// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS, TRUNCATE, IDS.
+// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS,
+// TRUNCATE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -53,7 +54,8 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   constexpr int kPlanes = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
   let_successor_start();
   wait_for_predecessor();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, words = kBaseWords * static_cast<int64_t>(p.blocks);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x,
+                words = kBaseWords * static_cast<int64_t>(p.blocks);
   const int64_t number = index / words, word = index % words;
   if (number >= p.count || 8 * word >= p.length) return;
   const int64_t row = IDS ? p.ids[number] : number;
