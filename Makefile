@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
 
 .PHONY: help setup demo test check sanitize portability format clean
 
@@ -33,6 +34,7 @@ test: setup ## run the tests
 check: setup ## lint, formatting, types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(BIN)/mypy
 
 sanitize: setup ## test the kernels under AddressSanitizer and UBSan
@@ -44,6 +46,7 @@ portability: setup ## the numerical tests again, as other CPUs and numbers of th
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CXX_FILES)
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -134,11 +134,11 @@ def _angles(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fill(cache: GpuCache, tokens: int) -> None:
     """Make a cache hold random keys and values of so many tokens."""
-    room = cache.room
-    if room.exponents is None:
-        room.base.normal_()
+    kv_cache = cache.kv_cache
+    if kv_cache.exponents is None:
+        kv_cache.base.normal_()
     else:
-        for codes in (room.base, *room.planes):
+        for codes in (kv_cache.base, *kv_cache.planes):
             codes.random_(0, 256)
-        room.exponents.random_(*KEY_EXPONENTS)
+        kv_cache.exponents.random_(*KEY_EXPONENTS)
     cache.lengths = [tokens] * len(cache.lengths)

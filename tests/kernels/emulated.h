@@ -1,5 +1,5 @@
-// Enough of CUDA to run our kernels on a CPU, block after block: a thread is a fiber that runs until it has to wait for others of its
-// warp or block. Slow, exact, and without a GPU.
+// Enough of CUDA to run our kernels on a CPU, block after block: a thread is a fiber that runs until it has
+// to wait for others of its warp or block. Slow, exact, and without a GPU.
 #pragma once
 
 #include <setjmp.h>
@@ -24,16 +24,32 @@
 struct dim3 {
   unsigned x, y, z;
 };
-struct int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) ushort4 {
+  unsigned short x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
+  return {x, y, z, w};
+}
 
 namespace emulated {
 
@@ -60,7 +76,8 @@ inline void (*body)(const void*);
 inline const void* parameters;
 inline int4 dynamic_shared[(128 << 10) / sizeof(int4)];  // of the block that runs
 
-// By jumps, since swapcontext asks the system twice for every switch; only a fiber's first turn needs a context.
+// By jumps, since swapcontext asks the system twice for every switch; only a fiber's first turn needs a
+// context.
 inline void yield() {
   if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
 }
@@ -79,8 +96,9 @@ inline void run() {
   yield();
 }
 
-// All live lanes of the warp leave words and meet; returns what they left. Two sets of slots: a lane is at most one meeting ahead.
-inline const uint64_t (*meet(const uint64_t* words, int count))[kWords] {
+// All live lanes of the warp leave words and meet; returns what they left. Two sets of slots: a lane is at
+// most one meeting ahead.
+inline const uint64_t (*meet(const uint64_t* words, int count)) [kWords] {
   Fiber& self = fibers[current];
   Warp& warp = warps[current / kWarp];
   const int set = self.generation++ % 2;
@@ -163,9 +181,13 @@ void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned
 #define gridDim emulated::grid_size
 
 template <class T>
-T min(T a, T b) { return b < a ? b : a; }
+T min(T a, T b) {
+  return b < a ? b : a;
+}
 template <class T>
-T max(T a, T b) { return a < b ? b : a; }
+T max(T a, T b) {
+  return a < b ? b : a;
+}
 
 template <class T, class U>
 T reinterpreted(U value) {
@@ -182,26 +204,38 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __expf(float x) { return expf(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return result;
 }
 template <class T>
-T __ldg(const T* from) { return *from; }
+T __ldg(const T* from) {
+  return *from;
+}
 template <class T>
-T __ldcg(const T* from) { return *from; }
+T __ldcg(const T* from) {
+  return *from;
+}
 inline void __threadfence() {}
 inline void __syncthreads() { emulated::meet_block(); }
 inline void __syncwarp() { emulated::meet(nullptr, 0); }
 
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mate) { return emulated::exchanged(value, (emulated::current % 32) ^ mate); }
+T __shfl_xor_sync(unsigned, T value, int mate) {
+  return emulated::exchanged(value, (emulated::current % 32) ^ mate);
+}
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) { return emulated::exchanged(value, lane); }
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulated::exchanged(value, lane);
+}
 template <class T>
-T __shfl_down_sync(unsigned, T value, int by) { return emulated::exchanged(value, std::min(emulated::current % 32 + by, 31)); }
+T __shfl_down_sync(unsigned, T value, int by) {
+  return emulated::exchanged(value, std::min(emulated::current % 32 + by, 31));
+}
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const uint64_t word = predicate != 0;
   const auto* slots = emulated::meet(&word, 1);
@@ -224,11 +258,23 @@ inline int __reduce_add_sync(unsigned, int value) {
   return static_cast<int>(result);
 }
 template <class T>
-T atomicAdd(T* at, T value) { const T old = *at; *at += value; return old; }
+T atomicAdd(T* at, T value) {
+  const T old = *at;
+  *at += value;
+  return old;
+}
 template <class T>
-T atomicMax(T* at, T value) { const T old = *at; *at = std::max(old, value); return old; }
+T atomicMax(T* at, T value) {
+  const T old = *at;
+  *at = std::max(old, value);
+  return old;
+}
 template <class T>
-T atomicExch(T* at, T value) { const T old = *at; *at = value; return old; }
+T atomicExch(T* at, T value) {
+  const T old = *at;
+  *at = value;
+  return old;
+}
 
 // What the sources say in assembler, by the names of the functions it stands in.
 namespace assembler {
@@ -241,34 +287,41 @@ inline uint16_t to_bfloat(float value) {
 }
 inline uint32_t add_halves(uint32_t a, uint32_t b) {
   const auto add = [](uint32_t x, uint32_t y) {
-    return emulated::half_bits(static_cast<double>(emulated::half(static_cast<uint16_t>(x))) + emulated::half(static_cast<uint16_t>(y)));
+    return emulated::half_bits(static_cast<double>(emulated::half(static_cast<uint16_t>(x))) +
+                               emulated::half(static_cast<uint16_t>(y)));
   };
   return add(a, b) | static_cast<uint32_t>(add(a >> 16, b >> 16)) << 16;
 }
 inline uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
   const auto fuse = [](uint32_t x, uint32_t y, uint32_t z) {
-    const double product = static_cast<double>(emulated::half(static_cast<uint16_t>(x))) * emulated::half(static_cast<uint16_t>(y));
+    const double product = static_cast<double>(emulated::half(static_cast<uint16_t>(x))) *
+                           emulated::half(static_cast<uint16_t>(y));
     return emulated::half_bits(product + emulated::half(static_cast<uint16_t>(z)));
   };
   return fuse(a, b, c) | static_cast<uint32_t>(fuse(a >> 16, b >> 16, c >> 16)) << 16;
 }
 template <int Words>
-void load_words(const uint32_t* from, uint32_t* to) { std::memcpy(to, from, 4 * Words); }
+void load_words(const uint32_t* from, uint32_t* to) {
+  std::memcpy(to, from, 4 * Words);
+}
 inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return (mask & a) | (~mask & b); }
 template <int Bytes>
-void copy_to_shared(void* to, const void* from) { std::memcpy(to, from, Bytes); }
+void copy_to_shared(void* to, const void* from) {
+  std::memcpy(to, from, Bytes);
+}
 inline void wait_for_copies() {}
 inline void wait_for_predecessor() {}
 inline void let_successor_start() {}
 
-// The fragments of m16n8k16 (halves) and m16n8k32 (bytes): thread (g, t) = (lane / 4, lane % 4) holds, of a row g of A, the elements
-// 2t, 2t + 1 (four bytes from 4t on), of row g + 8 the same, then of both those half a depth further; of column g of B likewise;
-// of C rows g and g + 8, columns 2t and 2t + 1.
-inline const uint64_t (*fragments(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1))[emulated::kWords] {
+// The fragments of m16n8k16 (halves) and m16n8k32 (bytes): thread (g, t) = (lane / 4, lane % 4) holds, of a
+// row g of A, the elements 2t, 2t + 1 (four bytes from 4t on), of row g + 8 the same, then of both those half
+// a depth further; of column g of B likewise; of C rows g and g + 8, columns 2t and 2t + 1.
+inline const uint64_t (*fragments(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                  uint32_t b1)) [emulated::kWords] {
   const uint64_t words[6] = {a0, a1, a2, a3, b0, b1};
   return emulated::meet(words, 6);
-}
-inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+} inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                uint32_t b1) {
   const auto* slots = fragments(a0, a1, a2, a3, b0, b1);
   const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
   for (int i = 0; i < 4; ++i) {
@@ -276,20 +329,24 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
     double sum = c[i];
     for (int k = 0; k < 16; ++k) {
       const int thread = k % 8 / 2, shift = 16 * (k % 2);
-      const uint64_t a = slots[4 * g + thread][2 * (k / 8) + below] >> shift, b = slots[4 * column + thread][4 + k / 8] >> shift;
-      sum += static_cast<double>(emulated::half(static_cast<uint16_t>(a))) * emulated::half(static_cast<uint16_t>(b));
+      const uint64_t a = slots[4 * g + thread][2 * (k / 8) + below] >> shift,
+                     b = slots[4 * column + thread][4 + k / 8] >> shift;
+      sum += static_cast<double>(emulated::half(static_cast<uint16_t>(a))) *
+             emulated::half(static_cast<uint16_t>(b));
     }
     c[i] = static_cast<float>(sum);
   }
 }
-inline void multiply(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+inline void multiply(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                     uint32_t b1) {
   const auto* slots = fragments(a0, a1, a2, a3, b0, b1);
   const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
   for (int i = 0; i < 4; ++i) {
     const int below = i / 2, column = 2 * t + i % 2;
     for (int k = 0; k < 32; ++k) {
       const int thread = k % 16 / 4, shift = 8 * (k % 4);
-      const uint64_t a = slots[4 * g + thread][2 * (k / 16) + below] >> shift, b = slots[4 * column + thread][4 + k / 16] >> shift;
+      const uint64_t a = slots[4 * g + thread][2 * (k / 16) + below] >> shift,
+                     b = slots[4 * column + thread][4 + k / 16] >> shift;
       c[i] += static_cast<int>(a & 0xff) * static_cast<int8_t>(b);
     }
   }

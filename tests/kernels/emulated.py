@@ -70,7 +70,7 @@ def _run(*command):
 def _library(file, name, constants):
     header, source = (_without_assembler((nvrtc.SOURCES / one).read_text()) for one in ("sefp.cuh", file))
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
-    text = text.replace("extern __shared__ int4 room[];", "int4* room = emulated::dynamic_shared;")
+    text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::dynamic_shared;")
     text += _LAUNCH.format(name=name, struct=re.search(rf"\b{name}\(const __grid_constant__ (\w+) p\)", source)[1])
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")

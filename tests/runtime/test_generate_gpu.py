@@ -209,7 +209,7 @@ def test_what_a_cache_cannot_hold_is_refused(model, streamer, kv, monkeypatch):
     plain = GpuDecoder.advance
 
     def too_large(decoder, bits):
-        cache.room.refused.fill_(1)
+        cache.kv_cache.refused.fill_(1)
         return plain(decoder, bits)
 
     monkeypatch.setattr(GpuDecoder, "advance", too_large)
@@ -421,8 +421,8 @@ def test_rooms_of_caches_that_are_gone_do_not_pile_up(make_nested, device):
     decoder = serving.decoder_of(model)
     cache = decoder.new_cache(sequences=3, capacity=100)
     assert not decoder._spare
-    cache.room.refused.fill_(1)
-    assert cache.room.grown(1000).refused.item() == 1
+    cache.kv_cache.refused.fill_(1)
+    assert cache.kv_cache.grown(1000).refused.item() == 1
     del cache
     gc.collect()
-    assert decoder.new_cache(sequences=3).room.refused.item() == 0
+    assert decoder.new_cache(sequences=3).kv_cache.refused.item() == 0

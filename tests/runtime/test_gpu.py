@@ -6,21 +6,22 @@ Truth is the model in float64 on decoded weights; the error may be at most twice
 import gc
 import time
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import otaro
 from otaro.errors import OtaroError
-from otaro.kernels import cuda_steps, reference
+from otaro.kernels import cuda, cuda_steps, reference
 from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.architectures import describe
 from otaro.runtime.description import Matrix
 from otaro.runtime.gpu import GpuDecoder
 from otaro.sefp.precision import Precision
 from tests.kernels import emulated
-from tests.runtime.test_decode import EXACT, IDS, SERVED, VARIANTS, RoundingCache, error, slow
+from tests.runtime.test_decode import EXACT, IDS, LONGROPE, MORE, SERVED, VARIANTS, RoundingCache, error, slow
 
 KV = (None, Precision("E5M7"))
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
@@ -52,6 +53,43 @@ def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, r
         theirs = error(slow(model, IDS[:24], kv), truth)
         for ours in (token_by_token(decoder, IDS[:24], kv), decoder.forward(IDS[:24], decoder.new_cache(kv), all_logits=True)):
             assert error(ours, truth) <= 2 * theirs
+
+
+@pytest.mark.parametrize(("name", "kv"), list(zip(MORE, cycle(KV), strict=False)), ids=lambda one: str(one or "float16"))
+def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, decoded_model, name, kv, monkeypatch):
+    monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 19)  # several chunks, and a few tokens left over
+    model = otaro.load(make_nested(name), "E5M8")
+    assert GpuDecoder.why_not(model) is None
+    decoder, ids = GpuDecoder.of(model), IDS[:40]
+    for precision in ("E5M8", "E5M4"):
+        otaro.set_precision(model, precision)
+        truth = slow(decoded_model(name, precision, dtype=torch.float64), ids, kv and EXACT)
+        theirs = error(slow(model, ids, kv), truth)
+        for ours in (token_by_token(decoder, ids, kv), decoder.forward(ids, decoder.new_cache(kv), all_logits=True)):
+            assert error(ours, truth) <= 2 * theirs
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE], ids=lambda rope: rope["rope_type"]
+)
+def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
+    nested, truth_at = make_variant("llama", {"rope_parameters": rope, "max_position_embeddings": 40})
+    model = otaro.load(nested, "E5M6")
+    decoder, truth = GpuDecoder.of(model), slow(truth_at("E5M6"), IDS[:40])
+    theirs = error(slow(model, IDS[:40]), truth)
+    assert error(token_by_token(decoder, IDS[:40]), truth) <= 2 * theirs
+    cache = decoder.new_cache(capacity=300)
+    assert error(decoder.forward(IDS[:40], cache, all_logits=True), truth) <= 2 * theirs
+    refusal = f"positions of type {rope['rope_type']} up to 40 tokens.*has 41.*DynamicCache"
+    for read in (decoder.forward, decoder.step, decoder.begin):
+        with pytest.raises(OtaroError, match=refusal):
+            read([1], cache)
+    cache.crop(39)
+    decoder.begin([1], cache)
+    decoder.advance()
+    with pytest.raises(OtaroError, match=refusal):
+        decoder.advance()
+    assert cache.length == 40
 
 
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
@@ -120,9 +158,10 @@ def prompts(decoder, cache, lengths):
         decoder.forward(IDS[sequence : sequence + length], cache, sequence=sequence)
 
 
-@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_rows_of_a_batch_are_what_they_are_alone(llama, kv):
-    decoder = GpuDecoder.of(llama)
+@pytest.mark.parametrize(("name", "kv"), [("llama", KV[0]), ("llama", KV[1]), ("qwen3_moe_mixed", KV[0]), ("gemma2", KV[1])])
+def test_rows_of_a_batch_are_what_they_are_alone(make_nested, name, kv):
+    model = otaro.load(make_nested(name), "E5M5")
+    decoder = GpuDecoder.of(model)
     lengths, names = (3, 70, 20, 9), ("E5M4", "E5M8", "E5M3", "E5M4")
     bits = [decoder.weights.all_at(Precision(name)) for name in names]
     batch = decoder.new_cache(kv, sequences=4)
@@ -133,9 +172,9 @@ def test_rows_of_a_batch_are_what_they_are_alone(llama, kv):
         alone = decoder.new_cache(kv)
         decoder.forward(IDS[row : row + length], alone)
         for i in range(3):
-            otaro.set_precision(llama, names[row])
+            otaro.set_precision(model, names[row])
             assert torch.equal(decoder.forward([IDS[i + row]], alone), together[i][row])
-        otaro.set_precision(llama, "E5M5")
+        otaro.set_precision(model, "E5M5")
 
 
 def test_some_sequences_of_a_cache_can_go_on(llama):
@@ -193,6 +232,13 @@ def test_weights_need_no_model(llama, decoded_model):
         assert error(ours, truth) <= 2 * theirs
 
 
+def test_experts_that_are_not_packed_are_refused(make_nested):
+    described = describe(otaro.load(make_nested("mixtral"), "E5M4"))
+    layers = [replace(layer, gate=Matrix(torch.zeros(8, 96).half()), up=None) for layer in described.layers]
+    with pytest.raises(OtaroError, match="experts that are packed; pack this model"):
+        GpuDecoder(replace(described, layers=layers))
+
+
 def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
     decoder, other = (GpuDecoder.of(otaro.load(make_nested(name), "E5M4")) for name in ("llama", "mistral"))
     cache = decoder.new_cache()
@@ -245,7 +291,7 @@ def test_a_cache_refuses_what_it_cannot_hold(make_nested, kv, count):
 
 
 def test_why_not_and_what_it_serves(make_nested, llama):
-    assert "mixtral" in GpuDecoder.why_not(otaro.load(make_nested("mixtral")))
+    assert "its architecture is gemma, and the decoder knows" in GpuDecoder.why_not(otaro.load(make_nested("gemma")))
     assert GpuDecoder.why_not(otaro.load(make_nested("llama"), dtype=torch.bfloat16)) is None
     decoder = GpuDecoder.of(llama)
     assert decoder.serves(llama)
@@ -268,19 +314,26 @@ def test_the_room_of_a_cache_that_is_gone_serves_the_next(llama):
     cache = decoder.new_cache(capacity=100)
     expected = token_by_token(decoder, IDS[:4])
     decoder.forward(IDS[:70], cache)
-    number = cache.room.number
+    number = cache.kv_cache.number
     del cache
     gc.collect()
     again = decoder.new_cache()
-    assert (again.room.number, again.length) == (number, 0)
+    assert (again.kv_cache.number, again.length) == (number, 0)
     assert torch.equal(torch.stack([decoder.forward([token], again) for token in IDS[:4]]), expected)
 
 
 # Kernels and graphs
 
+products_on_gpu = cuda.products
+EMULATED = [*product(("llama", "qwen3"), KV)]
+EMULATED += zip(("gemma2", "phi3", "olmo2", "granite", "qwen3_moe_mixed"), cycle(KV), strict=False)
 
-def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0):
-    """What `cuda.products` computes, in torch."""
+
+def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, experts=None):
+    """What `cuda.products` computes, in torch; for experts it is emulated."""
+    if experts is not None:
+        products_on_gpu(digits, tokens, matrices, outs, biases, first, experts)
+        return
     codes = digits.digits[first : first + tokens, :, 0].float() * 256 + digits.digits[first : first + tokens, :, 1]
     scales = digits.terms[first : first + tokens, :, 1].contiguous().view(torch.float32)
     for matrix, out, bias in zip(matrices, outs, biases, strict=True):
@@ -289,13 +342,15 @@ def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0):
 
 
 @pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
-@pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(("name", "kv"), EMULATED, ids=lambda one: str(one or "float16"))
 def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
-    """All kernels but the products, one after the other, emulated on the CPU."""
+    """All kernels but the products of most models, one after the other, emulated on the CPU."""
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 64 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(cuda, "_linear_kernel", cuda._linear_kernel.__wrapped__)
     monkeypatch.setattr(cuda_steps.cuda, "products", products_from_digits)
-    model = otaro.load(make_nested(name), {"*": "E5M5", "*.k_proj": "E5M4"})
+    model = otaro.load(make_nested(name), {"*": "E5M5", "*.o_proj" if name == "phi3" else "*.k_proj": "E5M4"})
     decoder, law = GpuDecoder.of(model, cuda_steps.CudaSteps("cpu")), GpuDecoder.of(model)
     # An activation or a key that rounds the other way moves by a step of 2^-15 or 2^-11; packed keys by 2^-7.
     rounding = 2.0**-9 if kv is None else 2.0**-5
@@ -312,6 +367,39 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
     assert (rows[0] - rows[1]).abs().max() <= rounding * rows[1].abs().max()
 
 
+@pytest.mark.parametrize(
+    ("name", "mlp"),
+    [("llama", ["linear", "quantize", "linear"]), ("mixtral", ["route", "linear", "quantize", "linear", "add_experts"])],
+    ids=["llama", "mixtral"],
+)
+def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, mlp):
+    """Nine to a layer, where it has no experts, and no constant that its kernels did not have."""
+    launched, constants = [], {}
+
+    def kernel(file, name, device, **given):
+        constants.setdefault(name, set()).update(given)
+        return lambda *launch: launched.append(name)
+
+    monkeypatch.setattr(cuda_steps.nvrtc, "kernel", kernel)
+    monkeypatch.setattr(cuda_steps.cuda, "products", lambda *args, **kwargs: launched.append("linear"))
+    model = otaro.load(make_variant(name, {"head_dim": 64})[0], "E5M5")
+    decoder = GpuDecoder.of(model, cuda_steps.CudaSteps("cpu"))
+    decoder.begin([1], decoder.new_cache())
+    launched.clear()
+    decoder.advance()
+    layer = ["rms_norm", "linear", "rope_and_cache", "attend", "linear", "rms_norm", *mlp]
+    assert launched == ["embed", *layer, *layer, "rms_norm", "linear", "argmax"]
+    if name == "llama":
+        assert constants == {
+            "embed": {"BITS", "TRUNCATE", "GROUP_SIZE"},
+            "rms_norm": {"UNIT", "HALF_IN", "HALF_OUT", "VECTORS"},
+            "rope_and_cache": {"HEAD", "KV_BITS", "HALF_IN"},
+            "attend": {"HEAD", "HEADS", "KV_BITS", "OUT", "UNIT"},
+            "quantize": {"UNIT", "HALF_IN", "HALF_OUT"},
+            "argmax": set(),
+        }
+
+
 def _cropped(cache):
     cache.crop(-1)
     return cache
@@ -324,19 +412,21 @@ def on_gpu(make_nested):
 
 @ON_GPU
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, served, kv):
+@pytest.mark.parametrize("name", [*SERVED, *MORE])
+def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, name, kv):
     """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than twice as much."""
-    model = otaro.load(make_nested(served), "E5M5", device="cuda", dtype=torch.float32)
-    decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(served), "E5M5"))
-    truth = slow(decoded_model(served, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
+    model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
+    decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(name), "E5M5"))
+    truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
     theirs = error(token_by_token(law, IDS[:40], kv), truth)
     for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
         assert error(ours.cpu(), truth) <= 2 * theirs
 
 
 @ON_GPU
-def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(on_gpu):
-    decoder = GpuDecoder.of(on_gpu)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe_mixed"])
+def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(make_nested, name):
+    decoder = GpuDecoder.of(otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32))
     eager, cache = [], decoder.new_cache(capacity=64)
     for token in IDS[:20]:
         decoder._occurred.clear()
@@ -350,20 +440,22 @@ def test_on_the_gpu_a_small_replayed_graph_gives_the_same_bits(on_gpu):
 
 
 @ON_GPU
-def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(on_gpu):
-    decoder = GpuDecoder.of(on_gpu)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe_mixed"])
+def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(make_nested, name):
+    model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
+    decoder = GpuDecoder.of(model)
     names = ("E5M4", "E5M8", "E5M4")
-    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    bits = [decoder.weights.all_at(Precision(one)) for one in names]
     cache = decoder.new_cache(sequences=3)
     prompts(decoder, cache, (3, 9, 5))
     decoder.begin([4, 5, 6], cache, bits=bits)
     numbers = [decoder.advance() for _ in range(8)]
     together = [decoder.chosen(number) for number in numbers]
-    for row, (length, name) in enumerate(zip((3, 9, 5), names, strict=True)):
+    for row, (length, one) in enumerate(zip((3, 9, 5), names, strict=True)):
         alone = decoder.new_cache()
-        otaro.set_precision(on_gpu, "E5M5")
+        otaro.set_precision(model, "E5M5")
         decoder.forward(IDS[row : row + length], alone)
-        otaro.set_precision(on_gpu, name)
+        otaro.set_precision(model, one)
         decoder.begin([4 + row], alone)
         numbers = [decoder.advance() for _ in range(8)]
         assert [decoder.chosen(number)[0] for number in numbers] == [chosen[row] for chosen in together]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -44,6 +44,15 @@ class Digits(NamedTuple):
     """int32 [tokens, units, 2]: a unit's sum, and the bits of its power of two, float32."""
 
 
+class Chosen(NamedTuple):
+    """Which experts' matrices to multiply with."""
+
+    numbers: torch.Tensor
+    """int32 [tokens, experts of each]; activations have a row for each token, or for each number."""
+    strides: Sequence[int]
+    """Of each matrix, rows from one expert's to the next one's."""
+
+
 def new_digits(tokens: int, length: int, group_size: int, device: torch.device) -> Digits:
     """Room for the activations of some tokens."""
     unit = unit_size(group_size)
@@ -57,9 +66,9 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
     tokens, length = x.shape
     out = out or new_digits(tokens, length, group_size, x.device)
     units, unit = out.digits.shape[1], out.digits.shape[3]
-    kernel = nvrtc.kernel("rows.cu", "quantise", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
+    kernel = nvrtc.kernel("rows.cu", "quantize", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
     warps = tokens * units
-    parameters = _Quantise(x.data_ptr(), _activations(out), tokens, length, units)
+    parameters = _Quantize(x.data_ptr(), _activations(out), tokens, length, units)
     kernel((-(-warps // 4),), _THREADS, parameters)
     return out
 
@@ -75,7 +84,7 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(packed.base), device=x.device)
     if out.numel():
-        packed = _aligned_rows(packed)  # before `quantise`: `linear` loads weights without waiting for its predecessor
+        packed = _aligned_rows(packed)  # before `quantize`: `linear` loads weights without waiting for its predecessor
         digits = to_digits(x, packed.group_size)
         for first in range(0, len(x), MOST_TOKENS):
             products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
@@ -89,28 +98,38 @@ def products(
     outs: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] = (),
     first: int = 0,
+    experts: Chosen | None = None,
 ) -> None:
-    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch: float32 [tokens, rows]."""
+    """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch.
+
+    Products are float32 [tokens, rows]. With experts, matrices are those of the first one, and products have
+    a row for each pair of a token and one of its experts.
+    """
     like = matrices[0]
     if any(one[3:6] != like[3:6] or one.bits != like.bits for one in matrices):  # scale exponents may differ
         raise KernelError(
             "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
         )
-    if not 0 < tokens <= MOST_TOKENS or not 0 < len(matrices) <= MATRICES:
+    pairs = 1 if experts is None else experts.numbers.numel()
+    if not 0 < tokens <= (MOST_TOKENS if experts is None else pairs) or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
-    units, room = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= tokens)
-    shared = room * units * (2 * unit + 8) if room <= 2 else 0
+    columns = tokens if experts is None else 1
+    units, most_columns = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= columns)
+    shared = most_columns * units * (2 * unit + 8) if most_columns <= 2 else 0
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, threads, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
-        room, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        most_columns, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
-        count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared,
+        count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
     parameters = _Linear()
+    if experts is not None:
+        strides = (ctypes.c_int64 * MATRICES)(*experts.strides)
+        parameters = _LinearExperts(experts=experts.numbers.data_ptr(), expert_rows=strides, each=pairs // tokens)
     for i, one in enumerate(matrices):
         parameters.matrix[i] = packed_parameter(one)
         bias = biases[i] if biases else None
@@ -118,22 +137,22 @@ def products(
     for i, out in enumerate(outs):
         parameters.out[i], parameters.stride[i] = out[first:].data_ptr(), out.stride(0)
     tiles = [-(-len(one.base) // _ROWS) for one in matrices]
-    share = min(1.0, most / max(sum(tiles), 1))
+    share = min(1.0, most / max(sum(tiles) * pairs, 1))
     at = 0
     for i in range(MATRICES):
         parameters.first_block[i] = at
         at += max(1, int(tiles[i] * share)) if i < len(tiles) and tiles[i] else 0
     parameters.first_block[MATRICES] = at
     parameters.x = _activations(digits, first)
-    parameters.tokens, parameters.blocks, parameters.units = tokens, count, units
+    parameters.tokens, parameters.blocks, parameters.units = columns, count, units
     parameters.groups = -(-like.length // like.group_size)
-    kernel((at,), threads, parameters, shared)
+    kernel((at,) if experts is None else (at, pairs), threads, parameters, shared)
 
 
 @cache
 def _linear_kernel(
     device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
-    ragged: bool, long: bool, shared: int,
+    ragged: bool, long: bool, shared: int, experts: bool,
 ) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
     """The kernel, its threads, and how many of its blocks the GPU runs at a time.
 
@@ -146,10 +165,11 @@ def _linear_kernel(
     else:
         span, depth = 2, 3 if bits <= (6 if tokens == 4 else 4) else 2
     units = min(span, max(1, 4 // tokens))
+    of_experts = {"EXPERTS": True} if experts else {}
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
         TOKENS=tokens, SPAN=span, UNITS=units, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0,
-        DEPTH=depth,
+        DEPTH=depth, **of_experts,
     )  # fmt: skip
     threads = _WARP * _LANES // span
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -245,8 +265,8 @@ class ActivationsParameter(ctypes.Structure):
     _fields_ = (("digits", ctypes.c_void_p), ("terms", ctypes.c_void_p))
 
 
-class _Quantise(ctypes.Structure):
-    """`Quantise` of rows.cu."""
+class _Quantize(ctypes.Structure):
+    """`Quantize` of rows.cu."""
 
     _fields_ = (
         ("x", ctypes.c_void_p), ("out", ActivationsParameter),
@@ -267,8 +287,14 @@ class _Decode(ctypes.Structure):
 class _Linear(ctypes.Structure):
     """`Linear` of linear.cu."""
 
-    _fields_ = (
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
         ("matrix", PackedParameter * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
         ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", ActivationsParameter),
         ("tokens", ctypes.c_int), ("blocks", ctypes.c_int), ("units", ctypes.c_int), ("groups", ctypes.c_int),
     )  # fmt: skip
+
+
+class _LinearExperts(_Linear):
+    """`Linear` of linear.cu with EXPERTS."""
+
+    _fields_ = (("experts", ctypes.c_void_p), ("expert_rows", ctypes.c_int64 * MATRICES), ("each", ctypes.c_int))

@@ -42,3 +42,20 @@ class Packed(NamedTuple):
     def rows(self, some: slice | torch.Tensor) -> Packed:
         """Some of its rows."""
         return self._replace(base=self.base[some], scales=self.scales[some], planes=[p[some] for p in self.planes])
+
+
+class Stack(NamedTuple):
+    """Matrices of one form, one for each expert, among the rows of a larger one."""
+
+    whole: Packed
+    first: int
+    """Row at which the first expert's begin."""
+    rows: int
+    """Of one expert."""
+    stride: int
+    """Rows from one expert's to the next one's."""
+
+    def of(self, expert: int) -> Packed:
+        """Those of one expert."""
+        start = self.first + expert * self.stride
+        return self.whole.rows(slice(start, start + self.rows))

@@ -1,16 +1,21 @@
-"""What a decoder of the LLaMA family does for a few tokens, step by step, in plain torch: the law of the GPU's kernels.
+"""What a decoder does for a few tokens, step by step, in plain torch: the law of the GPU's kernels.
 
-Up to 16 tokens pass together. Each belongs to a sequence and has a position in it (`State`), and its arithmetic does not
-depend on the others. Products are those of `reference.linear`; everything else is float32. `ReferenceSteps` runs on any
-device and is what the kernels (`cuda_steps`) are compared with; both work on memory that the caller keeps, and return nothing:
+Up to 16 tokens pass together. Each belongs to a sequence and has a position in it (`Tokens`), and its
+arithmetic does not depend on the others. Products are those of `reference.linear`; everything else is
+float32. `ReferenceSteps` runs on any device and is what the kernels (`cuda_steps`) are compared with; both
+work on buffers that the caller keeps, and return nothing:
 
-    embed       the rows of an embedding
-    normalise   x += delta; the RMS norm of x, as activations
-    multiply    activations with one to three matrices
-    place       query and key norms, rotation; keys and values into the cache, queries scaled
-    attend      attention over the cache, as activations
-    quantise    floats as activations; or silu of the floats, times others
-    choose      the likeliest token, which becomes the next step's, one position further on
+    embed             the rows of an embedding
+    rms_norm          what a layer adds to x; the RMS norm of x, or x itself, as activations
+    multiply          activations with one to three matrices
+    rope_and_cache    query and key norms, rope; keys and values into the cache, queries scaled
+    attend            attention over the cache, as activations
+    quantize          floats as activations; or silu or gelu of the floats, times others
+    route             the experts of each token, and what each counts
+    multiply_experts  as `multiply`, with the matrices of chosen experts
+    add_experts       what the experts of a token give, in one
+    cap_logits        logits scaled and capped
+    argmax            the likeliest token, which becomes the next step's, one position further on
 """
 
 from __future__ import annotations
@@ -20,37 +25,45 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from otaro.kernels import reference
 from otaro.kernels.cuda import MOST_TOKENS
 from otaro.kernels.keyvalues import KeyValues
-from otaro.kernels.packed import Packed
+from otaro.kernels.packed import Packed, Stack
 
 MAX_TOKENS = MOST_TOKENS  # a step's products are one launch
 RING = 64
 """Steps that the host may lag behind."""
 
 
-class State:
-    """The tokens of a step: which, where, and of which sequence."""
+class Tokens:
+    """Which, where, and of which sequence: int32 [tokens] each."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        on_gpu = torch.device(device).type == "cuda"
-        self.all = torch.zeros(4, MAX_TOKENS, dtype=torch.int32, device=device)
-        self.ids, self.positions, self.sequences, self.steps = self.all
-        """`steps` counts what `choose` has chosen."""
-        self.ring = torch.zeros(RING, MAX_TOKENS, dtype=torch.int32, pin_memory=on_gpu)
-        """What was chosen in step i is in row i mod RING; the GPU writes into the host's memory."""
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, sequences: torch.Tensor) -> None:
+        self.ids, self.positions, self.sequences = ids, positions, sequences
 
     def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions and sequences of the first tokens."""
         return self.positions[:tokens], self.sequences[:tokens]
 
 
+class State(Tokens):
+    """The tokens of a step, in memory that stays, and what was chosen."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        on_gpu = torch.device(device).type == "cuda"
+        self.all = torch.zeros(4, MAX_TOKENS, dtype=torch.int32, device=device)
+        super().__init__(*self.all[:3])
+        self.steps = self.all[3]
+        """Counts what `argmax` has chosen."""
+        self.ring = torch.zeros(RING, MAX_TOKENS, dtype=torch.int32, pin_memory=on_gpu)
+        """What was chosen in step i is in row i mod RING; the GPU writes into the host's memory."""
+
+
 @dataclass
 class Activations:
-    """What products are taken with, [tokens, length]. How it is kept is the affair of the steps that made it."""
+    """What products are taken with, [tokens, length], kept as the steps that made it like it."""
 
     length: int
     group_size: int | None
@@ -64,29 +77,64 @@ class Activations:
         return Activations(self.length, self.group_size, type(self.data)(*(part[some] for part in self.data)))
 
 
-class Rotation(NamedTuple):
-    """How positions turn queries and keys: float32 [positions, head / 2]; and what queries are multiplied with then."""
+class Delta(NamedTuple):
+    """What a layer adds to x: values [tokens, hidden], or their norm, times the scale."""
 
-    cosines: torch.Tensor
-    sines: torch.Tensor
+    values: torch.Tensor
+    norm: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+class Rope(NamedTuple):
+    """How positions rotate queries and keys: float32 [positions, n], for the first 2n dimensions of a head.
+
+    None: not at all.
+    """
+
+    cosines: torch.Tensor | None
+    sines: torch.Tensor | None
     scale: float
+    """What queries are multiplied with then."""
     eps: float
     """Of the norms of queries and keys."""
+
+
+class Routing(NamedTuple):
+    """The experts of tokens in ascending order, int32 [tokens, chosen], and what each counts, float32."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+    def rows(self, some: slice) -> Routing:
+        """Of some tokens."""
+        return Routing(self.experts[some], self.weights[some])
 
 
 class Steps(Protocol):
     """See the head of this file."""
 
+    product_dtype: torch.dtype
+    """Of products with packed weights."""
+
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
-        """Room for activations."""
+        """A buffer for activations."""
 
-    def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, x: torch.Tensor) -> None:
-        """The rows of tokens `ids` into x [tokens, hidden]."""
+    def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
+        """The rows of tokens `ids`, times the scale, into x [tokens, hidden]."""
 
-    def normalise(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: Activations
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: Delta | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: Activations,
+        floats: torch.Tensor | None = None,
     ) -> None:
-        """Add delta to x, in place, and give its norm times the weight."""
+        """Add delta to x, in place, and give its norm times the weight, or x itself.
+
+        As floats too, where they are wanted.
+        """
 
     def multiply(
         self,
@@ -97,50 +145,99 @@ class Steps(Protocol):
     ) -> None:
         """Products into `outs`, [tokens, rows] each; those with plain weights are float16."""
 
-    def place(
+    def rope_and_cache(
         self,
         vectors: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor | None],
-        rotation: Rotation,
-        state: State,
+        rope: Rope,
+        tokens: Tokens,
         queries: torch.Tensor,
         cache: KeyValues,
         layer: int,
     ) -> None:
-        """Vectors are queries, keys and values, [tokens, heads * head] each; the first two may have norms."""
+        """Vectors are queries, keys and values, [tokens, heads * head] each; the first two may have norms.
 
-    def attend(self, queries: torch.Tensor, state: State, cache: KeyValues, layer: int, window: int, out: Activations) -> None:
-        """Queries [tokens, heads * head], over the positions up to their own, or over the last `window` of these."""
+        A norm is that of every head, [head], or that of all at once, [heads * head].
+        """
 
-    def quantise(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None) -> None:
-        """Numbers [tokens, length] as activations; silu(x) * up, where `up` is given."""
+    def attend(
+        self,
+        queries: torch.Tensor,
+        tokens: Tokens,
+        cache: KeyValues,
+        layer: int,
+        window: int,
+        cap: float,
+        out: Activations,
+    ) -> None:
+        """Queries [tokens, heads * head], over the positions up to their own, or over the last `window`.
 
-    def choose(self, logits: torch.Tensor, state: State) -> None:
+        Where there is a cap, a score s is cap * tanh(s / cap).
+        """
+
+    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+        """Numbers [tokens, length] as activations; with `up`, silu(x) * up or gelu_tanh(x) * up."""
+
+    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
+        """Those with the highest scores: softmax of router [experts, length] times x [tokens, length].
+
+        Of equals the first. Each counts by its score, or by its share of the scores of those chosen.
+        """
+
+    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+        """Products into `outs`, [tokens * chosen, rows] each.
+
+        x has a row for each token, or one for each of its experts.
+        """
+
+    def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
+        """Parts [tokens * chosen, length], each times what its expert counts, added one after the other."""
+
+    def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
+        """Logits times the scale, in place; where there is a cap, cap * tanh(logits / cap)."""
+
+    def argmax(self, logits: torch.Tensor, state: State) -> None:
         """Logits [tokens, vocabulary]; the first of equals is chosen."""
 
 
 class ReferenceSteps:
     """In torch. Activations are floats here: `reference.linear` makes integers of them."""
 
+    product_dtype = torch.float32
+
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
-        """Room for activations."""
-        kind = torch.float16 if group_size is None else torch.float32
+        """In the type of products."""
+        kind = torch.float16 if group_size is None else self.product_dtype
         return Activations(length, group_size, torch.zeros(tokens, length, dtype=kind, device=self.device))
 
-    def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, x: torch.Tensor) -> None:
+    def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
         """Rows of an embedding."""
         x.copy_(weight[ids.long()] if isinstance(weight, torch.Tensor) else reference.embedding(ids.long(), weight))
+        if scale != 1:
+            x *= scale
 
-    def normalise(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: Activations
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: Delta | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: Activations,
+        floats: torch.Tensor | None = None,
     ) -> None:
         """Norm."""
         if delta is not None:
-            x += delta
-        out.data.copy_(weight * normed(x, eps))
+            added = delta.values
+            if delta.norm is not None:
+                added = delta.norm * normed(added.float(), eps)
+            x += added if delta.scale == 1 else added.float() * delta.scale
+        result = x if weight is None else weight * normed(x, eps)
+        out.data.copy_(result)
+        if floats is not None:
+            floats.copy_(result)
 
     def multiply(
         self,
@@ -154,47 +251,103 @@ class ReferenceSteps:
             if isinstance(weight, torch.Tensor):
                 out.copy_(linear(x.data, weight, bias))
             else:
-                product = reference.linear(x.data, weight)
-                out.copy_(product if bias is None else product + bias)
+                out.copy_(self.product(x.data, weight, bias))
 
-    def place(
+    def product(self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """With packed weights."""
+        product = reference.linear(x, weight)
+        return product if bias is None else product + bias
+
+    def rope_and_cache(
         self,
         vectors: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor | None],
-        rotation: Rotation,
-        state: State,
+        rope: Rope,
+        tokens: Tokens,
         queries: torch.Tensor,
         cache: KeyValues,
         layer: int,
     ) -> None:
         """Keys and values into the cache."""
-        tokens = len(queries)
-        positions, sequences = (one.long() for one in state.rows(tokens))
-        query, key, value = (vector.float().unflatten(1, (-1, cache.head)) for vector in vectors)
+        positions, sequences = (one.long() for one in tokens.rows(len(queries)))
         query, key = (
-            turned(one if norm is None else norm * normed(one, rotation.eps), rotation, positions)
-            for one, norm in zip((query, key), norms, strict=True)
+            apply_rope(normed_heads(vector.float(), norm, rope.eps, cache.head), rope, positions)
+            for vector, norm in zip(vectors, norms, strict=False)
         )
-        queries.copy_((query * rotation.scale).flatten(1))
+        value = vectors[2].float().unflatten(1, (-1, cache.head))
+        queries.copy_((query * rope.scale).flatten(1))
+        self.write(cache, layer, sequences, positions, key, value)
+
+    def write(
+        self,
+        cache: KeyValues,
+        layer: int,
+        sequences: torch.Tensor,
+        positions: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Keys and values, [tokens, heads, head], into the cache."""
         for token, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
             cache.write(0, layer, sequence, position, key[token : token + 1])
             cache.write(1, layer, sequence, position, value[token : token + 1])
 
-    def attend(self, queries: torch.Tensor, state: State, cache: KeyValues, layer: int, window: int, out: Activations) -> None:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        tokens: Tokens,
+        cache: KeyValues,
+        layer: int,
+        window: int,
+        cap: float,
+        out: Activations,
+    ) -> None:
         """Attention."""
-        positions, sequences = state.rows(len(queries))
+        positions, sequences = tokens.rows(len(queries))
         for token, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
             some = slice(max(0, position + 1 - window) if window else 0, position + 1)
             keys, values = (cache.read(kind, layer, sequence, some) for kind in (0, 1))
             query = queries[token].view(cache.kv_heads, -1, cache.head)
-            out.data[token] = (query @ keys.transpose(1, 2)).softmax(-1).matmul(values).flatten()
+            out.data[token] = capped(query @ keys.transpose(1, 2), cap).softmax(-1).matmul(values).flatten()
 
-    def quantise(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None) -> None:
+    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
         """Floats stay floats here."""
-        out.data.copy_(x if up is None else silu(x.float()) * up)
+        if up is not None:
+            x = (silu(x.float()) if activation == "silu" else gelu(x.float(), approximate="tanh")) * up
+        out.data.copy_(x)
 
-    def choose(self, logits: torch.Tensor, state: State) -> None:
-        """The likeliest."""
+    def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
+        """Token by token: a library's product of several has other bits."""
+        scores = torch.stack([(router * one).sum(-1) for one in x]).softmax(-1)
+        count = routing.experts.shape[1]
+        experts = scores.sort(descending=True, stable=True).indices[:, :count].sort().values
+        weights = scores.gather(1, experts)
+        routing.experts.copy_(experts)
+        routing.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
+
+    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+        """Products."""
+        experts = routing.experts.flatten().tolist()
+        each = len(experts) // len(x.data)
+        for stack, out in zip(stacks, outs, strict=True):
+            for number, expert in enumerate(experts):
+                row = number // each
+                out[number] = self.product(x.data[row : row + 1], stack.of(expert))[0]
+
+    def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
+        """One expert after the other."""
+        of_token = parts.float().unflatten(0, routing.weights.shape)
+        total = torch.zeros(out.shape, device=out.device)
+        for number, weight in enumerate(routing.weights.unbind(1)):
+            total += of_token[:, number] * weight[:, None]
+        out.copy_(total)
+
+    def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
+        """In place."""
+        logits.copy_(capped(logits * scale, cap))
+
+    def argmax(self, logits: torch.Tensor, state: State) -> None:
+        """The first of equals."""
         tokens = len(logits)
         chosen = logits.argmax(-1).int()
         for token, step in enumerate(state.steps[:tokens].tolist()):
@@ -209,8 +362,24 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (1 / (x.square().mean(-1, keepdim=True) + eps).sqrt())
 
 
-def turned(vectors: torch.Tensor, rotation: Rotation, positions: torch.Tensor) -> torch.Tensor:
+def normed_heads(x: torch.Tensor, norm: torch.Tensor | None, eps: float, head: int) -> torch.Tensor:
+    """Queries or keys [tokens, heads * head] as [tokens, heads, head], after their norm."""
+    if norm is not None and len(norm) != head:
+        x, norm = norm * normed(x, eps), None
+    heads: torch.Tensor = x.unflatten(1, (-1, head))
+    return heads if norm is None else norm * normed(heads, eps)
+
+
+def apply_rope(vectors: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
     """Vectors [tokens, heads, head], rotated by the angles of their positions [tokens]."""
-    cosines, sines = (table[positions].unsqueeze(1) for table in (rotation.cosines, rotation.sines))
-    first, second = vectors.chunk(2, -1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
+    if rope.cosines is None or rope.sines is None:
+        return vectors
+    cosines, sines = (table[positions].unsqueeze(1) for table in (rope.cosines, rope.sines))
+    count = cosines.shape[-1]
+    first, second, rest = vectors.split((count, count, vectors.shape[-1] - 2 * count), -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), -1)
+
+
+def capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Softly, to numbers between -cap and cap; 0 leaves them alone."""
+    return (scores / cap).tanh() * cap if cap else scores

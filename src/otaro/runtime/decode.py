@@ -62,8 +62,9 @@ class DecoderCache:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has."""
-        return [int(native.length) for native in self.natives]
+        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be refused."""
+        with self._lock:
+            return [int(native.length) for native in self.natives]
 
     @property
     def length(self) -> int:
@@ -206,6 +207,8 @@ class Decoder:
             raise OtaroError("the decoder reads one token or more, as a flat sequence")
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
+        if len(strange := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
+            raise OtaroError(f"token {strange[0]} is not in the vocabulary of {self.vocabulary}")
         for sequence in sequences:
             if not 0 <= sequence < len(cache.natives):
                 raise OtaroError(f"sequence {sequence} is none of the {len(cache.natives)} of this cache, counted from 0")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.packed import Packed
+from otaro.kernels.packed import Packed, Stack
 from otaro.runtime.modules import bits_of
 from otaro.sefp.precision import COARSEST, Precision
 
@@ -73,6 +73,10 @@ class Matrix:
         if (bits, expert) not in self._seen:
             self._seen[bits, expert] = self.whole(bits).rows(some)
         return self._seen[bits, expert]
+
+    def stack(self, bits: int) -> Stack:
+        """Of all experts, at so many mantissa bits."""
+        return Stack(self.whole(bits), self.first, self.rows, self.stride)
 
     def whole(self, bits: int) -> Packed:
         """All rows of the tensor that these are a part of."""

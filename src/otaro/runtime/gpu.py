@@ -1,8 +1,9 @@
-"""A decoder for the LLaMA family on a GPU, whose cost is the weights: a token is one launch of a captured graph.
+"""A decoder for GPUs whose cost is the weights: a token is one launch of a captured graph.
 
-`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any weights of that form (`description`). A step takes up
-to 16 tokens, of one sequence or of several; each has its own position, and may have its own precision. Longer prompts are read
-in chunks, with decoded weights and the device's library. All of it reads and writes the same cache.
+`GpuDecoder.of(model)` serves a nested model, `GpuDecoder(weights)` any description. A step takes up to 16
+tokens, of one sequence or of several; each has its own position, and may have its own precision. Longer
+prompts are read in chunks, with decoded weights and the device's library. Both go through the same layers
+(`gpu_layers`), by other steps, and read and write the same cache.
 
     decoder = GpuDecoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
 from threading import RLock
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import finalize
 
 import torch
@@ -34,12 +35,12 @@ from otaro.errors import OtaroError
 from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.keyvalues import KeyValues
-from otaro.kernels.steps import MAX_TOKENS, RING, Activations, ReferenceSteps, Rotation, State, Steps
+from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
-from otaro.runtime.description import MATRICES, Description, Matrix
-from otaro.runtime.gpu_buffers import Buffers
+from otaro.runtime.description import Description
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
-from otaro.runtime.gpu_prompt import CHUNK, read_prompt
+from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
+from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -58,20 +59,12 @@ def _alone(method: Callable[Concatenate[GpuDecoder, P], R]) -> Callable[Concaten
     return locked
 
 
-class Span(NamedTuple):
-    """Neighbouring tokens of a step that have the same precisions."""
-
-    some: slice
-    bits: bytes
-    """Mantissa bits of embedding, matrices and head."""
-
-
 @dataclass
 class _Graph:
     graph: Any
     nbytes: int
-    room: Any
-    """The cache's memory, which must live as long."""
+    kv_cache: Any
+    """Which must live as long."""
 
 
 class GpuDecoder:
@@ -91,8 +84,8 @@ class GpuDecoder:
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
         self.state = State(weights.device)
-        self._buffers = Buffers(weights, self.steps)
-        self._rotation = self._angles(1)
+        self._layers, self._head = Layers(weights, self.steps), Head(weights, self.steps)
+        self._ropes = RopeTables(weights, 1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
@@ -116,8 +109,6 @@ class GpuDecoder:
         """Why this model has to go through transformers, in words; None if the decoder serves it."""
         if reason := why_not(model):
             return reason
-        if (kind := model.config.model_type) not in ("llama", "mistral", "qwen2", "qwen3"):
-            return f"its architecture is {kind}, which the decoder does on CPUs alone"
         modules, tensors = packed_modules(model), unpacked_tensors(model)
         devices = {str(one.device) for one in (*tensors, *(module.packed.base for module in modules))}
         if len(devices) > 1:
@@ -136,18 +127,18 @@ class GpuDecoder:
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
-        """An empty cache, in float16 or packed at a precision, for up to 16 sequences; room for `capacity` tokens of each."""
+        """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
         self._enter_stream()
-        # The room of a cache that is gone, with the graphs into it, serves the next one of its kind; others are freed.
+        # The memory of a cache that is gone serves the next of its kind, with its graphs; others are freed.
         kind, found = (sequences, kv.mantissa_bits if kv else 0), None
         while self._spare:
-            room = self._spare.pop()
-            if found is None and (room.sequences, room.bits) == kind and room.capacity >= capacity:
-                found = room
+            spare = self._spare.pop()
+            if found is None and (spare.sequences, spare.bits) == kind and spare.capacity >= capacity:
+                found = spare
             else:
-                self._forget(room)
+                self._forget(spare)
         cache = GpuCache(self.weights, kv, sequences, capacity, found)
         finalize(cache, self._spare.extend, cache.holder)
         return cache
@@ -243,7 +234,7 @@ class GpuDecoder:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights, bits), cache, "likeliest")
+        self._run(len(going.ids), going.spans(self.weights, bits), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
@@ -300,24 +291,21 @@ class GpuDecoder:
 
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
-        """Make room for so many positions, and know their angles."""
+        """Have memory and angles for so many positions; refused where the ropes do not hold so far."""
+        self.weights.check_positions(length)
         self._enter_stream()
-        old = cache.room
+        old = cache.kv_cache
         if cache.reserve(length):
             self._forget(old)
-        known = len(self._rotation.cosines)
+        known = self._ropes.positions
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._rotation = self._angles(end)
+            self._ropes = RopeTables(self.weights, min(end, self.weights.positions or end))
             self._forget(None)
 
-    def _angles(self, end: int) -> Rotation:
-        cosines, sines = (table.contiguous() for table in self.weights.ropes[0](0, end))
-        return Rotation(cosines, sines, self.weights.scale, self.weights.eps)
-
-    def _forget(self, room: KeyValues | None) -> None:
-        """Drop the graphs that point into this room, or all."""
-        gone = [key for key, one in self._graphs.items() if room is None or one.room is room]
+    def _forget(self, kv_cache: KeyValues | None) -> None:
+        """Drop the graphs that point into this memory, or all."""
+        gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:
             torch.cuda.synchronize(self.weights.device)
         for key in gone:
@@ -340,26 +328,31 @@ class GpuDecoder:
             self._stream = now
 
     def _read(self, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, wanted: str) -> torch.Tensor:
-        """A chunk of a prompt; `last` logits come from the step's own product."""
+        """A chunk of a prompt; logits come from the step's own product."""
         self._enter_stream()
-        x = read_prompt(self.weights, ids, cache, sequence, bits, self._rotation)
+        device, past, count = self.weights.device, cache.lengths[sequence], len(ids)
+        positions = torch.arange(past, past + count, device=device)
+        tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
+        steps = PromptSteps(device, self.weights.dtype, sequence, past)
+        layers = Layers(self.weights, steps, count)
+        layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":
-            return x
-        if wanted == "last":
-            x = x[-1:]
-        logits = torch.empty(len(x), self.vocabulary, device=x.device)
-        for start in range(0, len(x), MAX_TOKENS):
-            some = x[start : start + MAX_TOKENS]
-            self._buffers.x[: len(some)] = some
-            self._finish(slice(0, len(some)), None, [Span(slice(0, len(some)), bits)])
-            logits[start : start + len(some)] = self._buffers.logits[: len(some)]
+            return layers.x
+        start = count - 1 if wanted == "last" else 0
+        logits = torch.empty(count - start, self.vocabulary, device=device)
+        for at in range(start, count, MAX_TOKENS):
+            few = slice(0, min(MAX_TOKENS, count - at))
+            for ours, theirs in ((self._layers.x, layers.x), (self._layers.delta, layers.delta)):
+                ours[few] = theirs[at : at + MAX_TOKENS]
+            self._head.run(few, self._layers.x[few], self._layers.last_delta(few), [Span(few, bits)])
+            logits[at - start :][few] = self._head.logits[few]
         return logits
 
     def _run(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> torch.Tensor:
         """One step: from its graph if there is one, else launch by launch; the second time a graph is captured."""
         self._enter_stream()
         self.precisions = spans[0].bits
-        key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.room.number, wanted)
+        key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.kv_cache.number, wanted)
         found = self._graphs.get(key)
         if found is None and self._on_gpu and key in self._occurred:
             found = self._capture(key, lambda: self._launch(tokens, spans, cache, wanted), cache)
@@ -371,7 +364,7 @@ class GpuDecoder:
         else:
             self._graphs.move_to_end(key)
             found.graph.replay()
-        logits = self._buffers.logits[:tokens]
+        logits = self._head.logits[:tokens]
         return logits[-1:] if wanted == "last" else logits
 
     def _capture(self, key: Any, launch: Callable[[], None], cache: GpuCache) -> _Graph:
@@ -387,74 +380,21 @@ class GpuDecoder:
             finally:
                 graph.capture_end()
         torch.cuda.synchronize(device)
-        found = self._graphs[key] = _Graph(graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.room)
+        found = self._graphs[key] = _Graph(graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.kv_cache)
         if len(self._graphs) > _GRAPHS:
             self._graphs.popitem(last=False)
         return found
 
     def _launch(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> None:
-        steps, weights, buffers, state, room = self.steps, self.weights, self._buffers, self.state, cache.room
-        all_of_them = slice(0, tokens)
-        x, queries = buffers.x[:tokens], buffers.queries[:tokens]
-        hidden, attended, gated = (one.rows(all_of_them) for one in (buffers.hidden, buffers.attended, buffers.gated))
-        for some, bits in self._parts_of(spans, [0]):
-            steps.embed(state.ids[some], weights.embedding.at(bits[0]), x[some])
-        delta = None
-        for number, layer in enumerate(weights.layers):
-            first = 1 + len(MATRICES) * number
-            assert layer.attention_norm is not None
-            assert layer.mlp_norm is not None
-            steps.normalise(x, delta, layer.attention_norm, weights.eps, hidden)
-            self._multiply(hidden, layer.those("query", "key", "value", first=first), buffers.projected, spans)
-            vectors = buffers.vectors(tokens)
-            steps.place(vectors, (layer.query_norm, layer.key_norm), self._rotation, state, queries, room, number)
-            steps.attend(queries, state, room, number, layer.window, attended)
-            delta = buffers.delta[:tokens]
-            self._multiply(attended, [(layer.output, first + 3)], [buffers.delta], spans)
-            steps.normalise(x, delta, layer.mlp_norm, weights.eps, hidden)
-            self._multiply(hidden, layer.those("gate", "up", first=first + 4), buffers.gates, spans)
-            gate, up = buffers.gate_and_up(tokens)
-            steps.quantise(gate, gated, up)
-            self._multiply(gated, [(layer.down, first + 6)], [buffers.delta], spans)
+        layers = self._layers
+        layers.run(tokens, self.state, spans, self._ropes, cache.kv_cache)
+        some = slice(0, tokens)
         if wanted == "last":
-            last = slice(tokens - 1, tokens)
-            self._finish(last, buffers.delta[last], [Span(last, spans[-1].bits)])
-        else:
-            self._finish(all_of_them, delta, spans)
-        if wanted == "likeliest":
-            steps.choose(buffers.logits[:tokens], state)
-
-    def _finish(self, some: slice, delta: torch.Tensor | None, spans: list[Span]) -> None:
-        """The last norm, and logits."""
-        weights, buffers = self.weights, self._buffers
-        self.steps.normalise(buffers.x[some], delta, weights.norm, weights.eps, buffers.last.rows(some))
-        number = 1 + len(MATRICES) * len(weights.layers)
-        if buffers.half_logits is None:
-            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.logits], spans)
-        else:
-            self._multiply(buffers.last, [(weights.lm_head, number)], [buffers.half_logits], spans)
-            buffers.logits[some] = buffers.half_logits[some]
-
-    def _multiply(
-        self, x: Activations, matrices: list[tuple[Matrix, int]], outs: Sequence[torch.Tensor], spans: list[Span]
-    ) -> None:
-        """Products of some matrices, each with its number among the precisions, once for each precision."""
-        for some, bits in self._parts_of(spans, [number for _, number in matrices]):
-            self.steps.multiply(
-                x.rows(some),
-                [matrix.at(m) for (matrix, _), m in zip(matrices, bits, strict=True)],
-                [out[some] for out in outs],
-                [matrix.bias for matrix, _ in matrices],
-            )
-
-    @staticmethod
-    def _parts_of(spans: list[Span], numbers: list[int]) -> list[tuple[slice, bytes]]:
-        """Neighbours that agree in the precisions of these matrices."""
-        parts = []
-        for bits, same in groupby(spans, key=lambda span: bytes(span.bits[number] for number in numbers)):
-            few = list(same)
-            parts.append((slice(few[0].some.start, few[-1].some.stop), bits))
-        return parts
+            some = slice(tokens - 1, tokens)
+            spans = [Span(some, spans[-1].bits)]
+        self._head.run(some, layers.x[some], layers.last_delta(some), spans)
+        if wanted == "argmax":
+            self.steps.argmax(self._head.logits[:tokens], self.state)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keys and values on a GPU: a room of fixed size for each of some sequences, exchanged for a larger one when it is full."""
+"""Keys and values on a GPU: memory of a fixed size for each sequence, exchanged for more when it is full."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
 GROWTH = 256
-"""Positions by which a room grows at least."""
+"""Positions by which a cache grows at least."""
 
 
 class GpuCache(DecoderCache):
@@ -24,17 +24,17 @@ class GpuCache(DecoderCache):
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
-        spare = spare or self._room(-(-capacity // GROWTH) * GROWTH)
+        spare = spare or self._new(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
         self.holder = [spare]
-        """The room, in a list that may outlive this object: graphs point into it, and the next cache can have it."""
+        """The memory, in a list that may outlive this object: graphs point into it, the next cache can have it."""
 
-    def _room(self, capacity: int) -> KeyValues:
+    def _new(self, capacity: int) -> KeyValues:
         layers, sequences, kv_heads, head, bits, device = self._make
         return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
 
     @property
-    def room(self) -> KeyValues:
+    def kv_cache(self) -> KeyValues:
         """Where keys and values are."""
         return self.holder[0]
 
@@ -50,12 +50,12 @@ class GpuCache(DecoderCache):
     @property
     def nbytes(self) -> int:
         """Bytes of memory, for all the positions that fit."""
-        return self.room.nbytes
+        return self.kv_cache.nbytes
 
     @property
     def capacity(self) -> int:
         """Positions that fit, in each sequence."""
-        return self.room.capacity
+        return self.kv_cache.capacity
 
     def fits(self, weights: Description) -> bool:
         """Whether it was made for such weights."""
@@ -63,12 +63,12 @@ class GpuCache(DecoderCache):
         return made == (self._make[0], self._make[2], self._make[3], self._make[5])
 
     def reserve(self, length: int) -> bool:
-        """Make room for so many positions; True if what there was has moved."""
+        """Have memory for so many positions; True if what there was has moved."""
         if length <= self.capacity:
             return False
         # By half at least: a long answer must not be copied every 256 tokens.
         wanted = max(length, self.capacity + self.capacity // 2)
-        self.holder[0] = self.room.grown(-(-wanted // GROWTH) * GROWTH)
+        self.holder[0] = self.kv_cache.grown(-(-wanted // GROWTH) * GROWTH)
         return True
 
     def crop(self, length: int, sequence: int | None = None) -> None:
@@ -79,6 +79,6 @@ class GpuCache(DecoderCache):
 
     def check(self) -> None:
         """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""
-        if int(self.room.refused):
-            self.room.refused.zero_()
+        if int(self.kv_cache.refused):
+            self.kv_cache.refused.zero_()
             raise cannot_hold(self.precision)

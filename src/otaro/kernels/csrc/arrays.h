@@ -1,4 +1,5 @@
-// What both halves of the Python module take and refuse: contiguous arrays in memory, sizes that cannot overflow.
+// What both halves of the Python module take and refuse: contiguous arrays in memory, sizes that cannot
+// overflow.
 #pragma once
 
 #include <nanobind/nanobind.h>

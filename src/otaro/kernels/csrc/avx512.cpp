@@ -1,19 +1,25 @@
-// The kernels for AVX-512 with byte permutations, VNNI and GFNI (Ice Lake, Zen 4 and later): a unit of 64 weights is one register.
+// The kernels for AVX-512 with byte permutations, VNNI and GFNI (Ice Lake, Zen 4 and later): a unit of 64
+// weights is one register.
 //
-//   base    32 bytes, broadcast: block 0, block 1, block 0, block 1; a rotation of the upper half by 4 bits and a mask leave
+//   base    32 bytes, broadcast: block 0, block 1, block 0, block 1; a rotation of the upper half by 4 bits
+//   and a mask leave
 //           64 nibbles, at once where the bits of the planes leave room for them.
-//   planes  8 bytes each, up to five. Gathered into one register, they are eight 8x8 matrices of bits, one for each byte of the two
-//           plane words: row = plane, column = quad. A byte permutation brings each matrix together, one GF(2) product
-//           with the unit vectors transposes all of them, and the byte permutation back puts the bits of a weight where its nibble is.
+//   planes  8 bytes each, up to five. Gathered into one register, they are eight 8x8 matrices of bits, one
+//   for each byte of the two
+//           plane words: row = plane, column = quad. A byte permutation brings each matrix together, one
+//           GF(2) product with the unit vectors transposes all of them, and the byte permutation back puts
+//           the bits of a weight where its nibble is.
 //
-// Unsigned bytes times signed bytes are summed in 32 bits by one instruction. The ninth bit of E5M8 is multiplied by itself.
+// Unsigned bytes times signed bytes are summed in 32 bits by one instruction. The ninth bit of E5M8 is
+// multiplied by itself.
 #define OTARO_ISA avx512
 #include "x86.h"
 #include "floats.h"
 
 namespace otaro::avx512 {
 
-// Which weight of a pair of blocks byte i of a register stands for: even quads of both blocks, then odd quads.
+// Which weight of a pair of blocks byte i of a register stands for: even quads of both blocks, then odd
+// quads.
 constexpr int wide_weight(int i) { return i / 16 % 2 * kBlock + 8 * (i % 16 / 4) + 4 * (i / 32) + i % 4; }
 
 struct ByPair {
@@ -26,7 +32,8 @@ struct ByPair {
       const Digits bytes(codes[b][0], codes[b][1]);
       const auto place = [&](int8_t* at, __m256i part) __attribute__((always_inline)) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(at + b * 16), _mm256_castsi256_si128(part));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(at + (blocks + b) * 16), _mm256_extracti128_si256(part, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(at + (blocks + b) * 16),
+                         _mm256_extracti128_si256(part, 1));
       };
       place(digits, bytes.high);
       place(digits + blocks * kBlock, bytes.low);
@@ -38,15 +45,18 @@ struct ByteOrder {
   alignas(64) uint8_t of[64] = {};
 };
 
-// For `planes` planes, gathered as eight-byte pieces: byte r of matrix g is byte g of the plane whose bit is 7 - r, or of an empty piece.
+// For `planes` planes, gathered as eight-byte pieces: byte r of matrix g is byte g of the plane whose bit is
+// 7 - r, or of an empty piece.
 constexpr ByteOrder to_matrices(int planes) {
   ByteOrder order;
   for (int g = 0; g < 8; ++g)
-    for (int r = 0; r < 8; ++r) order.of[8 * g + r] = static_cast<uint8_t>(8 * (r >= 8 - planes ? planes - 8 + r : 7) + g);
+    for (int r = 0; r < 8; ++r)
+      order.of[8 * g + r] = static_cast<uint8_t>(8 * (r >= 8 - planes ? planes - 8 + r : 7) + g);
   return order;
 }
 
-// Byte i of a register takes the bits of its weight: matrix = block and byte of the plane word, column = quad.
+// Byte i of a register takes the bits of its weight: matrix = block and byte of the plane word, column =
+// quad.
 constexpr ByteOrder from_matrices() {
   ByteOrder order;
   for (int i = 0; i < 64; ++i) {
@@ -61,7 +71,8 @@ struct Orders {
   static constexpr ByteOrder to = to_matrices(Planes), from = from_matrices();
 };
 
-// Left rotations of the words of a register that move bit `low` of a byte (the upper half: bit low + 4) to bit `to`.
+// Left rotations of the words of a register that move bit `low` of a byte (the upper half: bit low + 4) to
+// bit `to`.
 OTARO_INLINE __m512i rotated(__m512i base, int low, int to) {
   const int first = (32 + to - low) % 32, second = (32 + to - low - 4) % 32;
   return _mm512_rolv_epi32(base, _mm512_inserti64x4(_mm512_set1_epi32(first), _mm256_set1_epi32(second), 1));
@@ -79,15 +90,20 @@ struct Avx512 {
 
     OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool both) {
       const uint8_t* at = bytes.base + block * kBaseBytes;
-      const __m256i two = both ? load(at) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+      const __m256i two =
+        both ? load(at) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
       const __m512i base = _mm512_broadcast_i64x4(two);
-      const __m512i nibbles = rotated(base, 0, kPlanesUsed), mask = _mm512_set1_epi8(static_cast<char>(15 << kPlanesUsed));
+      const __m512i nibbles = rotated(base, 0, kPlanesUsed),
+                    mask = _mm512_set1_epi8(static_cast<char>(15 << kPlanesUsed));
       if constexpr (kPlanesUsed > 0)
-        low = _mm512_ternarylogic_epi32(nibbles, mask, planes(bytes, block, both), 0xea);  // (nibbles & mask) | planes
+        low = _mm512_ternarylogic_epi32(nibbles, mask, planes(bytes, block, both),
+                                        0xea);  // (nibbles & mask) | planes
       else
         low = _mm512_and_si512(nibbles, mask);
-      if constexpr (M == kFinest) top = _mm512_and_si512(rotated(base, 3, 0), _mm512_set1_epi8(1));
-      else if constexpr (Truncate) low = _mm512_add_epi8(low, _mm512_andnot_si512(rotated(base, 3, 0), _mm512_set1_epi8(1)));
+      if constexpr (M == kFinest)
+        top = _mm512_and_si512(rotated(base, 3, 0), _mm512_set1_epi8(1));
+      else if constexpr (Truncate)
+        low = _mm512_add_epi8(low, _mm512_andnot_si512(rotated(base, 3, 0), _mm512_set1_epi8(1)));
     }
 
     // The bits of the planes, joined to one number per weight.
@@ -95,17 +111,20 @@ struct Avx512 {
       __m512i pieces = _mm512_setzero_si512();
       for (int p = 0; p < kPlanesUsed; ++p) {
         const uint8_t* at = bytes.planes[p] + block * kPlaneBytes;
-        const __m128i words = both ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)) : _mm_loadu_si32(at);
+        const __m128i words =
+          both ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)) : _mm_loadu_si32(at);
         pieces = _mm512_mask_broadcastq_epi64(pieces, static_cast<__mmask8>(1 << p), words);
       }
       using Order = Orders<kPlanesUsed>;
       const __m512i matrices = _mm512_permutexvar_epi8(_mm512_load_si512(Order::to.of), pieces);
-      const __m512i columns = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(0x8040201008040201), matrices, 0);
+      const __m512i columns =
+        _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(0x8040201008040201), matrices, 0);
       return _mm512_permutexvar_epi8(_mm512_load_si512(Order::from.of), columns);
     }
   };
 
-  // Sums of products are of u, raised where negative; but E5M8 in `truncate` has low + 255 top, which is one less.
+  // Sums of products are of u, raised where negative; but E5M8 in `truncate` has low + 255 top, which is one
+  // less.
   static constexpr int constant(int bits, bool truncate) {
     return meaning(bits, truncate).constant + (truncate && bits == kFinest ? 1 : 0);
   }
@@ -114,16 +133,18 @@ struct Avx512 {
   static OTARO_INLINE __m512i products(const Codes<M, Truncate>& codes, __m512i high, __m512i low) {
     __m512i sums = _mm512_setzero_si512(), top = sums;
     if constexpr (M == kFinest) {
-      top = _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.top, high), 8), codes.top, low);
+      top =
+        _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.top, high), 8), codes.top, low);
       sums = top;
     }
-    sums = _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.low, high), 8), codes.low, low);
+    sums =
+      _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.low, high), 8), codes.low, low);
     return Truncate && M == kFinest ? _mm512_sub_epi32(sums, top) : sums;
   }
 
   template <int M, bool Truncate, int Tokens, bool Pair>
-  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits, const int16_t*,
-                                     int tokens, Sums (*sums)[8], int i) {
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits,
+                                     const int16_t*, int tokens, Sums (*sums)[8], int i) {
     const Codes<M, Truncate> codes(bytes, block, both);
     for (int t = 0; t < tokens; ++t) {
       if constexpr (Pair) {
@@ -138,7 +159,8 @@ struct Avx512 {
 
   // The digits of a single block, where those of the first of two would be.
   static OTARO_INLINE __m512i spread(const int8_t* digits) {
-    return _mm512_maskz_permutexvar_epi64(0x33, _mm512_setr_epi64(0, 1, 0, 0, 2, 3, 0, 0), _mm512_castsi256_si512(load(digits)));
+    return _mm512_maskz_permutexvar_epi64(0x33, _mm512_setr_epi64(0, 1, 0, 0, 2, 3, 0, 0),
+                                          _mm512_castsi256_si512(load(digits)));
   }
 
   static OTARO_INLINE __m256i across(const Sums* p) {
@@ -152,7 +174,8 @@ struct Avx512 {
     const __m512i a = quads(p), b = quads(p + 4);
     const __m512i both = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
     // Lanes are now 0 1 of units 0 to 3, 0 1 of units 4 to 7.
-    return _mm512_castsi512_si256(_mm512_add_epi32(_mm512_shuffle_i32x4(both, both, 0x08), _mm512_shuffle_i32x4(both, both, 0x0d)));
+    return _mm512_castsi512_si256(
+      _mm512_add_epi32(_mm512_shuffle_i32x4(both, both, 0x08), _mm512_shuffle_i32x4(both, both, 0x0d)));
   }
 
   static OTARO_INLINE int across_one(Sums p) {
@@ -162,8 +185,8 @@ struct Avx512 {
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
 };
 
-// Many tokens. Sixteen rows are unpacked and turned, so that a register has four weights of each: its products with four activations,
-// broadcast, need no sum across, and a row stays in its lane to the end.
+// Many tokens. Sixteen rows are unpacked and turned, so that a register has four weights of each: its
+// products with four activations, broadcast, need no sum across, and a row stays in its lane to the end.
 constexpr int kTileRows = 16, kTileTokens = 64;
 
 OTARO_INLINE void transpose(__m512i (&v)[16]) {
@@ -179,8 +202,10 @@ OTARO_INLINE void transpose(__m512i (&v)[16]) {
     v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int i = 0; i < 4; ++i) {  // v[4 k + i] has column 4 l + i of rows 4 k to 4 k + 3 in its lane l
-    const __m512i a = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88), b = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88), d = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xdd);
+    const __m512i a = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88),
+                  b = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88),
+                  d = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xdd);
     t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
     t[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
     t[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
@@ -201,7 +226,8 @@ OTARO_INLINE __m512i turned_products(__m512i sums, const __m512i (&rows)[16], co
 }
 
 template <int M, bool Truncate>
-void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out, int64_t stride) {
+void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
+               int64_t stride) {
   constexpr Meaning means = meaning(M, Truncate);
   const int64_t blocks = weight.blocks(), groups = weight.groups(), per_group = weight.units_per_group();
   const Steps<means.shift> of_scales(weight);
@@ -231,18 +257,21 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
       scales[r] = weight.scales[row_of(r) * groups + unit / per_group];
     }
     transpose(low);
-    const __m512 steps = _mm512_insertf32x8(_mm512_castps256_ps512(of_scales.eight(scales)),
-                                            of_scales.eight(scales + 8), 1);
+    const __m512 steps =
+      _mm512_insertf32x8(_mm512_castps256_ps512(of_scales.eight(scales)), of_scales.eight(scales + 8), 1);
     for (int t = 0; t < x.tokens; ++t) {
       const int8_t* at = digits + t * 4 * kBlock;
       const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();
-      const __m512i high = turned_products(start, low, at), of_low = turned_products(_mm512_setzero_si512(), low, at + 2 * kBlock);
+      const __m512i high = turned_products(start, low, at),
+                    of_low = turned_products(_mm512_setzero_si512(), low, at + 2 * kBlock);
       __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high, 8), of_low);
       if constexpr (Truncate && M == kFinest) sums = _mm512_sub_epi32(sums, start);
       if constexpr (means.factor == 2) sums = _mm512_add_epi32(sums, sums);
       const int64_t slot = t * x.units + unit;
-      const __m512i dots = _mm512_add_epi32(sums, _mm512_set1_epi32(Avx512::constant(M, Truncate) * x.sums[slot]));
-      const __m512 terms = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot])));
+      const __m512i dots =
+        _mm512_add_epi32(sums, _mm512_set1_epi32(Avx512::constant(M, Truncate) * x.sums[slot]));
+      const __m512 terms =
+        _mm512_mul_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot])));
       float* lane = lanes[t][unit % kLanes];
       _mm512_store_ps(lane, _mm512_add_ps(_mm512_load_ps(lane), terms));
     }
@@ -258,7 +287,8 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
 }
 
 template <int M, bool Truncate>
-void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+          int64_t stride) {
   for (int64_t row = begin; row < end; row += kTileRows)
     for (int first = 0; first < x.tokens; first += kTileTokens) {
       const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
@@ -270,7 +300,11 @@ void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end
 }  // namespace otaro::avx512
 
 namespace otaro {
-const Kernels kAvx512 = {"avx512", avx512::ByPair::digit_weight, avx512::quantise<avx512::ByPair>,
-                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear), OTARO_INSTANCES(avx512::many),
-                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots), OTARO_INSTANCES(avx512::decode)};
+const Kernels kAvx512 = {"avx512",
+                         avx512::ByPair::digit_weight,
+                         avx512::quantise<avx512::ByPair>,
+                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
+                         OTARO_INSTANCES(avx512::many),
+                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
+                         OTARO_INSTANCES(avx512::decode)};
 }

@@ -1,20 +1,22 @@
-// What every instruction set computes by the same source: included by one file each, which names itself OTARO_ISA and is compiled
-// with its own flags. The namespace keeps their machine code apart; a plain `inline` function would be merged by the
-// linker, and a CPU without AVX2 could end up in another file's copy. For the same reason nothing here calls the standard library's
-// templates. Loops are written so that a compiler turns them into vectors without changing a sum's order.
+// What every instruction set computes by the same source: included by one file each, which names itself
+// OTARO_ISA and is compiled with its own flags. The namespace keeps their machine code apart; a plain
+// `inline` function would be merged by the linker, and a CPU without AVX2 could end up in another file's
+// copy. For the same reason nothing here calls the standard library's templates. Loops are written so that a
+// compiler turns them into vectors without changing a sum's order.
 #pragma once
 
 #include <cstring>
 
 #include "sefp.h"
 
-// For functions that the compiler thinks too large to inline, yet whose arguments are constants that must vanish, or registers.
+// For functions that the compiler thinks too large to inline, yet whose arguments are constants that must
+// vanish, or registers.
 #define OTARO_INLINE inline __attribute__((always_inline))
 
-#define OTARO_INSTANCES(name)                                                                                      \
-  {                                                                                                                \
-    {name<3, false>, name<3, true>}, {name<4, false>, name<4, true>}, {name<5, false>, name<5, true>},             \
-      {name<6, false>, name<6, true>}, {name<7, false>, name<7, true>}, {name<8, false>, name<8, true>},           \
+#define OTARO_INSTANCES(name)                                                                          \
+  {                                                                                                    \
+    {name<3, false>, name<3, true>}, {name<4, false>, name<4, true>}, {name<5, false>, name<5, true>}, \
+    {name<6, false>, name<6, true>}, {name<7, false>, name<7, true>}, {name<8, false>, name<8, true>}, \
   }
 
 namespace otaro::OTARO_ISA {
@@ -39,8 +41,9 @@ struct Power {
   float scale, inverse;
 };
 
-// From the bits of the largest magnitude: the exponent is the smallest e with magnitude < 2^e, or one more where rounding to multiples
-// of 2^(e - 15) would pass kMaxActivation. Where a value is not finite, the scale is NaN and all integers are 0.
+// From the bits of the largest magnitude: the exponent is the smallest e with magnitude < 2^e, or one more
+// where rounding to multiples of 2^(e - 15) would pass kMaxActivation. Where a value is not finite, the scale
+// is NaN and all integers are 0.
 inline Power activation_power(uint32_t largest) {
   constexpr uint32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
   if (largest >= kInfinity) return {from_bits(kNan), 0.0f};

@@ -26,8 +26,9 @@ struct Product {
   float* out;                      // [tokens, rows]
 };
 
-// The products of several matrices in one region: their rows are numbered through. A chunk of rows is small enough to stay in the cache
-// while tokens pass; where precisions differ, each takes the planes that it needs.
+// The products of several matrices in one region: their rows are numbered through. A chunk of rows is small
+// enough to stay in the cache while tokens pass; where precisions differ, each takes the planes that it
+// needs.
 void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& products) {
   constexpr int64_t kChunkBytes = 256 << 10;
   int64_t rows = 0, row_bytes = 1;
@@ -50,8 +51,8 @@ void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& pr
         const int bits = spans[i].bits[product.linear.number], start = spans[i].first;
         int count = 0;
         for (; i < spans.size() && spans[i].bits[product.linear.number] == bits; ++i) count += spans[i].count;
-        multiply_rows(kernels, product.linear.at(bits, product.expert), product.x.some(start, count), from, to,
-                      product.out + start * all);
+        multiply_rows(kernels, product.linear.at(bits, product.expert), product.x.some(start, count), from,
+                      to, product.out + start * all);
       }
       if (const float* bias = product.linear.bias)
         for (int t = 0; t < product.x.tokens; ++t)
@@ -111,7 +112,8 @@ void Cache::reserve(int64_t length) {
   while (static_cast<int64_t>(segments_.size()) * kSegment < length) {
     std::unique_ptr<std::byte, Free> memory(static_cast<std::byte*>(std::aligned_alloc(64, segment_bytes_)));
     if (!memory) throw std::bad_alloc();
-    std::memset(memory.get(), 0, segment_bytes_);  // what lies beyond the last position is read, though never used
+    std::memset(memory.get(), 0,
+                segment_bytes_);  // what lies beyond the last position is read, though never used
     segments_.push_back(std::move(memory));
   }
 }
@@ -127,14 +129,15 @@ Packed Cache::packed(std::byte* part) const {
     auto* at = reinterpret_cast<uint8_t*>(part);
     rows.base = at;
     at += kSegment * rows.blocks() * kBaseBytes;
-    for (int p = 0; p < bits_ - kCoarsest; ++p, at += kSegment * rows.blocks() * kPlaneBytes) rows.planes[p] = at;
+    for (int p = 0; p < bits_ - kCoarsest; ++p, at += kSegment * rows.blocks() * kPlaneBytes)
+      rows.planes[p] = at;
     rows.scales = at;
   }
   return rows;
 }
 
-Decoder::Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head, const float* norm,
-                 const std::vector<int64_t>& halves)
+Decoder::Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head,
+                 const float* norm, const std::vector<int64_t>& halves)
   : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {
   for (const int64_t half : halves) ropes_.push_back({half, {}, {}});
 }
@@ -168,12 +171,12 @@ struct Decoder::Run {
   const Shape& shape = decoder.shape;
   const int64_t of_queries = shape.heads * shape.head, of_keys = shape.kv_heads * shape.head;
   const int64_t group = shape.heads / shape.kv_heads, state = state_size(shape.head);
-  float* x = room(decoder.x_, count * shape.hidden);
-  float* delta = room(decoder.delta_, count * shape.hidden);
-  float* normed = room(decoder.normed_, count * shape.hidden);
-  float* queries = room(decoder.queries_, count * of_queries);
-  float* keys = room(decoder.keys_, count * of_keys);
-  float* values = room(decoder.values_, count * of_keys);
+  float* x = room(decoder.x_, count* shape.hidden);
+  float* delta = room(decoder.delta_, count* shape.hidden);
+  float* normed = room(decoder.normed_, count* shape.hidden);
+  float* queries = room(decoder.queries_, count* of_queries);
+  float* keys = room(decoder.keys_, count* of_keys);
+  float* values = room(decoder.values_, count* of_keys);
   std::vector<Token> tokens = {};
   std::vector<Span> spans = {};  // of all tokens
   std::vector<std::atomic<bool>> refused = std::vector<std::atomic<bool>>(sequences.size());
@@ -192,7 +195,8 @@ struct Decoder::Run {
   std::vector<Span> spans_of(int64_t some, TokenOf&& token_of) const {
     std::vector<Span> found;
     for (int64_t i = 0; i < some; ++i) {
-      const uint8_t* bits = sequences[static_cast<size_t>(tokens[static_cast<size_t>(token_of(i))].sequence)].bits;
+      const uint8_t* bits =
+        sequences[static_cast<size_t>(tokens[static_cast<size_t>(token_of(i))].sequence)].bits;
       if (found.empty() || found.back().bits != bits)
         found.push_back({static_cast<int>(i), 1, bits});
       else
@@ -213,7 +217,8 @@ struct Decoder::Run {
     return decoder.activations_.activations(linear.weight, static_cast<int>(some));
   }
 
-  // Adds what the last part of the layers made of a token, and gives its norm, where there is one, or else the sum.
+  // Adds what the last part of the layers made of a token, and gives its norm, where there is one, or else
+  // the sum.
   const float* normalised(int64_t t, bool add, const float* output_norm, const float* weight) {
     float *row = x + t * shape.hidden, *made = delta + t * shape.hidden, *out = normed + t * shape.hidden;
     if (add) {
@@ -231,15 +236,20 @@ struct Decoder::Run {
     const float* before = number ? decoder.layers[static_cast<size_t>(number) - 1].mlp_output_norm : nullptr;
     const Activations hidden = activations_for(layer.query, count);
     each(count, [&](int64_t t) {
-      kernels.quantise(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden, static_cast<int>(t));
+      kernels.quantise(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden,
+                       static_cast<int>(t));
     });
-    multiply(kernels, pool, {{layer.query, 0, hidden, spans, queries}, {layer.key, 0, hidden, spans, keys},
-                             {layer.value, 0, hidden, spans, values}});
+    multiply(kernels, pool,
+             {{layer.query, 0, hidden, spans, queries},
+              {layer.key, 0, hidden, spans, keys},
+              {layer.value, 0, hidden, spans, values}});
     each(count, [&](int64_t t) { place(layer, number, t); });
     quantise_queries();
     attend(layer, number);
     const Activations attended = activations_for(layer.output, count);
-    each(count, [&](int64_t t) { kernels.quantise(queries + t * of_queries, of_queries, attended, static_cast<int>(t)); });
+    each(count, [&](int64_t t) {
+      kernels.quantise(queries + t * of_queries, of_queries, attended, static_cast<int>(t));
+    });
     multiply(kernels, pool, {{layer.output, 0, attended, spans, delta}});
     if (layer.experts.count)
       experts(layer);
@@ -272,8 +282,8 @@ struct Decoder::Run {
     float weight;
   };
 
-  // Only chosen experts are read. Pairs are sorted by expert, then by token: a token's sum is in the order of its experts, whoever
-  // else is there.
+  // Only chosen experts are read. Pairs are sorted by expert, then by token: a token's sum is in the order of
+  // its experts, whoever else is there.
   void experts(const Layer& layer) {
     const Experts& experts = layer.experts;
     float* scores = room(decoder.scores_, count * experts.count);
@@ -282,12 +292,14 @@ struct Decoder::Run {
       const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
       rows[static_cast<size_t>(t)] = row;
       float* of_token = scores + t * experts.count;
-      for (int64_t e = 0; e < experts.count; ++e) of_token[e] = floats.dot(row, experts.router + e * shape.hidden, shape.hidden);
+      for (int64_t e = 0; e < experts.count; ++e)
+        of_token[e] = floats.dot(row, experts.router + e * shape.hidden, shape.hidden);
       floats.softmax(of_token, experts.count);
     });
     std::vector<Pair> pairs;
     for (int64_t t = 0; t < count; ++t) choose(experts, scores + t * experts.count, t, pairs);
-    std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
+    std::stable_sort(pairs.begin(), pairs.end(),
+                     [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
 
     const auto some = static_cast<int64_t>(pairs.size());
     const int64_t width = layer.gate.weight.rows;
@@ -304,7 +316,8 @@ struct Decoder::Run {
       ++same.back().count;
     }
     for (Same& one : same)
-      one.spans = spans_of(one.count, [&](int64_t i) { return pairs[static_cast<size_t>(one.first + i)].token; });
+      one.spans =
+        spans_of(one.count, [&](int64_t i) { return pairs[static_cast<size_t>(one.first + i)].token; });
     const auto of = [](const Activations& all, const Same& one) {
       return all.some(static_cast<int>(one.first), static_cast<int>(one.count));
     };
@@ -379,7 +392,8 @@ struct Decoder::Run {
       std::byte* key_part = cache.part(segment, number, h, false);
       std::byte* value_part = cache.part(segment, number, h, true);
       if (cache.bits_) {
-        // The same from all keys of a head, so that all scores of a query change alike: ../keyvalues.py says why.
+        // The same from all keys of a head, so that all scores of a query change alike: ../keyvalues.py says
+        // why.
         if (const float* offset = layer.key_offset)
           for (int64_t i = 0; i < head; ++i) key[i] -= offset[h * head + i];
         held &= encode(key, cache.packed(key_part), at);
@@ -396,14 +410,16 @@ struct Decoder::Run {
     uint8_t* planes[kPlanes];
     for (int p = 0; p < rows.bits - kCoarsest; ++p)
       planes[p] = const_cast<uint8_t*>(rows.planes[p]) + at * rows.blocks() * kPlaneBytes;
-    return floats.encode(row, shape.head, rows.bits, const_cast<uint8_t*>(rows.base) + at * rows.blocks() * kBaseBytes, planes,
+    return floats.encode(row, shape.head, rows.bits,
+                         const_cast<uint8_t*>(rows.base) + at * rows.blocks() * kBaseBytes, planes,
                          reinterpret_cast<int8_t*>(const_cast<uint8_t*>(rows.scales)) + at * rows.groups());
   }
 
   Activations query_activations = {};  // of every token and head, for packed caches
 
   void quantise_queries() {
-    const auto packed = std::find_if(tokens.begin(), tokens.end(), [](const Token& token) { return token.cache->bits_ != 0; });
+    const auto packed =
+      std::find_if(tokens.begin(), tokens.end(), [](const Token& token) { return token.cache->bits_ != 0; });
     if (packed == tokens.end()) return;
     const Packed like = packed->cache->packed(nullptr);  // the same for all, but for their bits
     query_activations = decoder.query_activations_.activations(like, static_cast<int>(count * shape.heads));
@@ -413,8 +429,8 @@ struct Decoder::Run {
     });
   }
 
-  // Attention: queries are replaced by what they attend to. Segments give one state each, merged in ascending order. Few tokens
-  // share out segments, many tokens share out tokens.
+  // Attention: queries are replaced by what they attend to. Segments give one state each, merged in ascending
+  // order. Few tokens share out segments, many tokens share out tokens.
   void attend(const Layer& layer, int64_t number) {
     struct Seen {
       int64_t first, end;  // positions
@@ -436,16 +452,20 @@ struct Decoder::Run {
       for (int64_t g = 0; g < group; ++g) floats.merge(into + g * state, next + g * state, shape.head);
     };
     const auto finish = [&](int64_t pair, const float* from) {
-      for (int64_t g = 0; g < group; ++g) floats.finish(from + g * state, queries + (pair * group + g) * shape.head, shape.head);
+      for (int64_t g = 0; g < group; ++g)
+        floats.finish(from + g * state, queries + (pair * group + g) * shape.head, shape.head);
     };
     const auto seen_by = [&](int64_t pair) { return seen[static_cast<size_t>(pair / shape.kv_heads)]; };
-    const auto states_of = [&](int64_t pair, int64_t slot) { return states + (pair * slots + slot) * group * state; };
+    const auto states_of = [&](int64_t pair, int64_t slot) {
+      return states + (pair * slots + slot) * group * state;
+    };
     if (split) {
       pool.run(pairs * most, 2, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const Seen of_pair = seen_by(i / most);
           if (i % most < of_pair.segments())
-            attend_segment(number, i / most, of_pair.from() + i % most, of_pair.first, of_pair.end, states_of(i / most, i % most));
+            attend_segment(number, i / most, of_pair.from() + i % most, of_pair.first, of_pair.end,
+                           states_of(i / most, i % most));
         }
       });
       for (int64_t pair = 0; pair < pairs; ++pair) {
@@ -454,22 +474,27 @@ struct Decoder::Run {
       }
       return;
     }
-    pool.run(pairs, count == 1 ? pairs : std::max<int64_t>(1, pool.grain(pairs) / 4), [&](int64_t begin, int64_t end) {
-      for (int64_t pair = begin; pair < end; ++pair) {
-        const Seen of_pair = seen_by(pair);
-        for (int64_t s = 0; s < of_pair.segments(); ++s) {
-          attend_segment(number, pair, of_pair.from() + s, of_pair.first, of_pair.end, states_of(pair, s > 0));
-          if (s) merge(states_of(pair, 0), states_of(pair, 1));
-        }
-        finish(pair, states_of(pair, 0));
-      }
-    });
+    pool.run(pairs, count == 1 ? pairs : std::max<int64_t>(1, pool.grain(pairs) / 4),
+             [&](int64_t begin, int64_t end) {
+               for (int64_t pair = begin; pair < end; ++pair) {
+                 const Seen of_pair = seen_by(pair);
+                 for (int64_t s = 0; s < of_pair.segments(); ++s) {
+                   attend_segment(number, pair, of_pair.from() + s, of_pair.first, of_pair.end,
+                                  states_of(pair, s > 0));
+                   if (s) merge(states_of(pair, 0), states_of(pair, 1));
+                 }
+                 finish(pair, states_of(pair, 0));
+               }
+             });
   }
 
-  // The states of the queries of one token and kv head over the positions from `first` to `end` that lie in a segment.
-  void attend_segment(int64_t number, int64_t pair, int64_t segment, int64_t first, int64_t end, float* states) const {
+  // The states of the queries of one token and kv head over the positions from `first` to `end` that lie in a
+  // segment.
+  void attend_segment(int64_t number, int64_t pair, int64_t segment, int64_t first, int64_t end,
+                      float* states) const {
     const Cache& cache = *tokens[static_cast<size_t>(pair / shape.kv_heads)].cache;
-    const int64_t start = segment * kSegment, begin = std::max<int64_t>(0, first - start), kv_head = pair % shape.kv_heads;
+    const int64_t start = segment * kSegment, begin = std::max<int64_t>(0, first - start),
+                  kv_head = pair % shape.kv_heads;
     end = std::min<int64_t>(kSegment, end - start);
     std::byte* keys_here = cache.part(segment, number, kv_head, false);
     std::byte* values_here = cache.part(segment, number, kv_head, true);
@@ -480,7 +505,8 @@ struct Decoder::Run {
       const int64_t width = padded(shape.head);
       for (int64_t i = begin; i < end; ++i) {
         decode(rows, i, decoded + i * width);
-        std::memset(decoded + i * width + shape.head, 0, static_cast<size_t>(width - shape.head) * sizeof(float));
+        std::memset(decoded + i * width + shape.head, 0,
+                    static_cast<size_t>(width - shape.head) * sizeof(float));
       }
     }
     for (int64_t g = 0; g < group; g += kMaxRows) {
@@ -489,19 +515,22 @@ struct Decoder::Run {
       alignas(64) float scores[kMaxRows * kSegment];
       if (cache.bits_) {
         const Packed packed = cache.packed(keys_here);
-        kernels.linear[packed.bits - kCoarsest][false](packed, query_activations.some(static_cast<int>(query), rows), begin, end,
-                                                       scores, kSegment);
+        kernels.linear[packed.bits - kCoarsest][false](
+          packed, query_activations.some(static_cast<int>(query), rows), begin, end, scores, kSegment);
       } else {
-        floats.score(queries + query * shape.head, rows, shape.head, reinterpret_cast<uint16_t*>(keys_here), end, scores);
+        floats.score(queries + query * shape.head, rows, shape.head, reinterpret_cast<uint16_t*>(keys_here),
+                     end, scores);
       }
       if (shape.attention_cap != 0)
-        for (int r = 0; r < rows; ++r) floats.cap(scores + r * kSegment + begin, shape.attention_cap, end - begin);
+        for (int r = 0; r < rows; ++r)
+          floats.cap(scores + r * kSegment + begin, shape.attention_cap, end - begin);
       float* into = states + g * state;
       floats.weigh(scores, rows, begin, end, into, shape.head);
       if (cache.bits_)
         floats.gather_floats(scores, rows, begin, end, decoded, into, shape.head);
       else
-        floats.gather_halves(scores, rows, begin, end, reinterpret_cast<uint16_t*>(values_here), into, shape.head);
+        floats.gather_halves(scores, rows, begin, end, reinterpret_cast<uint16_t*>(values_here), into,
+                             shape.head);
     }
   }
 

@@ -1,7 +1,8 @@
-// A decoder on packed planes: all layers of one step in one call. What the layers compute is transformers' own (RMS norms, rotary
-// positions, grouped attention, gated activations, experts; ../../runtime/description.py has it on a page); every linear is
-// the product of sefp.h on activations that are quantised once per input. A step reads tokens of one sequence or of several, each
-// at its own precision. A token's arithmetic never depends on the tokens it is computed with, on the instruction set or on the
+// A decoder on packed planes: all layers of one step in one call. What the layers compute is transformers'
+// own (RMS norms, rotary positions, grouped attention, gated activations, experts;
+// ../../runtime/description.py has it on a page); every linear is the product of sefp.h on activations that
+// are quantised once per input. A step reads tokens of one sequence or of several, each at its own precision.
+// A token's arithmetic never depends on the tokens it is computed with, on the instruction set or on the
 // threads, so a prompt gives the same bits at once, in pieces, token by token and beside others.
 #pragma once
 
@@ -27,14 +28,14 @@ const Floats& floats_of(const Kernels& kernels);
 
 struct Shape {
   int64_t hidden = 0, heads = 0, kv_heads = 0, head = 0, vocabulary = 0;
-  float eps = 0, scale = 1;                         // of queries
-  float attention_cap = 0, logit_cap = 0;           // 0: none
+  float eps = 0, scale = 1;                // of queries
+  float attention_cap = 0, logit_cap = 0;  // 0: none
   float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
   bool gelu = false;  // or silu
 };
 
 struct Linear {
-  Packed weight;                // of the first expert, where there are several; with all planes that were attached
+  Packed weight;  // of the first expert, where there are several; with all planes that were attached
   const float* bias = nullptr;  // [rows] or none
   int64_t stride = 0;           // rows from one expert to the next
   int number = 0;               // whose precision is its own
@@ -61,9 +62,9 @@ struct Layer {
   Experts experts;
 };
 
-// Keys and values, in segments of kSegment positions that are added as they are needed. In a segment every layer and kv head has its
-// keys, then its values: in float16 (floats.h says how they lie), or as packed rows of `head` weights, in `midpoint`.
-// Whoever uses what may change (all but `fits`) holds the mutex.
+// Keys and values, in segments of kSegment positions that are added as they are needed. In a segment every
+// layer and kv head has its keys, then its values: in float16 (floats.h says how they lie), or as packed rows
+// of `head` weights, in `midpoint`. Whoever uses what may change (all but `fits`) holds the mutex.
 class Cache {
  public:
   Cache(int64_t layers, const Shape& shape, int bits);  // bits: 0 is float16
@@ -83,7 +84,8 @@ class Cache {
 
   void reserve(int64_t length);
   std::byte* part(int64_t segment, int64_t layer, int64_t kv_head, bool value) const {
-    return segments_[static_cast<size_t>(segment)].get() + (((layer * kv_heads_ + kv_head) * 2) + value) * part_bytes_;
+    return segments_[static_cast<size_t>(segment)].get() +
+           (((layer * kv_heads_ + kv_head) * 2) + value) * part_bytes_;
   }
   Packed packed(std::byte* part) const;
 
@@ -102,21 +104,23 @@ struct Sequence {
   const uint8_t* bits;  // mantissa bits of all matrices
 };
 
-// Whoever uses what may change (all but `shape` and `positions`) holds the mutex: threads may share a decoder.
+// Whoever uses what may change (all but `shape` and `positions`) holds the mutex: threads may share a
+// decoder.
 class Decoder {
  public:
   // `halves` are the numbers of angles of each rope.
-  Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head, const float* norm,
-          const std::vector<int64_t>& halves);
+  Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head,
+          const float* norm, const std::vector<int64_t>& halves);
 
-  // Reads tokens, at most kMaxStep in all, those of the first sequence first. Logits of the tokens numbered `wanted`, ascending, go to
-  // `logits`. Returns the sequences whose cache cannot hold a key or value, in float16 or packed; these are as long as before. No
-  // two sequences have the same cache.
-  std::vector<int64_t> step(const int64_t* ids, const std::vector<Sequence>& sequences, const std::vector<int64_t>& wanted,
-                            float* logits);
+  // Reads tokens, at most kMaxStep in all, those of the first sequence first. Logits of the tokens numbered
+  // `wanted`, ascending, go to `logits`. Returns the sequences whose cache cannot hold a key or value, in
+  // float16 or packed; these are as long as before. No two sequences have the same cache.
+  std::vector<int64_t> step(const int64_t* ids, const std::vector<Sequence>& sequences,
+                            const std::vector<int64_t>& wanted, float* logits);
 
-  // Cosines and sines [end - start, halves] of the positions from `start`, at most `positions()`, to `end`, for every rope. Those
-  // that are known already stay, so that it does not matter how many threads bring the same ones.
+  // Cosines and sines [end - start, halves] of the positions from `start`, at most `positions()`, to `end`,
+  // for every rope. Those that are known already stay, so that it does not matter how many threads bring the
+  // same ones.
   void extend_positions(int64_t start, int64_t end, const std::vector<const float*>& cosines,
                         const std::vector<const float*>& sines);
   // How many positions are known, from 0 on. They never become fewer.

@@ -1,4 +1,5 @@
-// The decoder's part of the Python module: checks everything it is given, and keeps alive what the decoder points into.
+// The decoder's part of the Python module: checks everything it is given, and keeps alive what the decoder
+// points into.
 #include "decoder_module.h"
 
 #include <nanobind/stl/optional.h>
@@ -27,7 +28,8 @@ namespace {
 
 using Vector = Array<const float, 1>;
 
-// A packed matrix of the mapped file at its coarsest. It never changes: further planes are a decoder's, under its mutex.
+// A packed matrix of the mapped file at its coarsest. It never changes: further planes are a decoder's, under
+// its mutex.
 struct Matrix {
   Packed packed;
   Bytes base, scales;
@@ -48,12 +50,13 @@ struct Matrix {
   }
 
   static bool has_columns(const Bytes& array, const Packed& packed, int64_t columns) {
-    return static_cast<int64_t>(array.shape(0)) == packed.rows && static_cast<int64_t>(array.shape(1)) == columns;
+    return static_cast<int64_t>(array.shape(0)) == packed.rows &&
+           static_cast<int64_t>(array.shape(1)) == columns;
   }
 };
 
-// A decoder and what it points into. Python's threads may call anything at any time: whatever changes is behind the decoder's mutex,
-// for which nobody waits with the GIL.
+// A decoder and what it points into. Python's threads may call anything at any time: whatever changes is
+// behind the decoder's mutex, for which nobody waits with the GIL.
 class Owner {
  public:
   // What these dictionaries hold: runtime/decode.py.
@@ -67,22 +70,28 @@ class Owner {
     shape.embedding_scale = number("embedding_scale"), shape.residual_scale = number("residual_scale");
     shape.logit_scale = number("logit_scale");
     shape.gelu = nb::cast<bool>(model["gelu"]);
-    check(shape.kv_heads > 0 && shape.heads > 0 && shape.heads % shape.kv_heads == 0, "heads must be a multiple of kv_heads");
-    check(shape.head > 0 && shape.head % 2 == 0 && shape.head <= kMaxHead, "head must be even and at most " + std::to_string(kMaxHead));
+    check(shape.kv_heads > 0 && shape.heads > 0 && shape.heads % shape.kv_heads == 0,
+          "heads must be a multiple of kv_heads");
+    check(shape.head > 0 && shape.head % 2 == 0 && shape.head <= kMaxHead,
+          "head must be even and at most " + std::to_string(kMaxHead));
     check(layers.size() > 0, "there must be a layer");
     const auto halves = nb::cast<std::vector<int64_t>>(model["rope_angles"]);
-    for (const int64_t half : halves) check(half > 0 && 2 * half <= shape.head, "a rope turns at most a whole head");
+    for (const int64_t half : halves)
+      check(half > 0 && 2 * half <= shape.head, "a rope turns at most a whole head");
     Linear embedding, head;
-    shape.vocabulary = matrix(model["embedding"][0]).packed.rows, shape.hidden = matrix(model["embedding"][0]).packed.length;
+    shape.vocabulary = matrix(model["embedding"][0]).packed.rows,
+    shape.hidden = matrix(model["embedding"][0]).packed.length;
     take(model["embedding"], 1, shape.vocabulary, shape.hidden, embedding);
     std::vector<Layer> all(layers.size());
     for (size_t i = 0; i < all.size(); ++i) take(nb::cast<nb::dict>(layers[i]), shape, halves.size(), all[i]);
     take(model["lm_head"], 1, shape.vocabulary, shape.hidden, head);
-    decoder_ = std::make_unique<Decoder>(shape, std::move(all), embedding, head, vector(model["norm"], shape.hidden), halves);
+    decoder_ = std::make_unique<Decoder>(shape, std::move(all), embedding, head,
+                                         vector(model["norm"], shape.hidden), halves);
     slots_[0].linear = &decoder_->embedding;
     size_t slot = 1;
     for (Layer& layer : decoder_->layers)
-      for (Linear* linear : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
+      for (Linear* linear :
+           {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
         slots_[slot++].linear = linear;
     slots_[slot].linear = &decoder_->head;
   }
@@ -95,7 +104,8 @@ class Owner {
     nb::gil_scoped_release released;
     std::lock_guard lock(decoder_->mutex);
     Packed& weight = slot.linear->weight;
-    check(static_cast<int64_t>(plane.shape(0)) == slot.rows && static_cast<int64_t>(plane.shape(1)) == weight.blocks() * kPlaneBytes,
+    check(static_cast<int64_t>(plane.shape(0)) == slot.rows &&
+            static_cast<int64_t>(plane.shape(1)) == weight.blocks() * kPlaneBytes,
           "a plane must be [rows, 4 * blocks]");
     if (bits <= weight.bits) return;
     check(bits == weight.bits + 1, "planes are attached in ascending order");
@@ -104,22 +114,27 @@ class Owner {
     weight.bits = bits;
   }
 
-  // Reads counts[i] tokens into caches[i], at the precisions bits[i]. Logits [wanted, vocabulary] of the tokens whose numbers are wanted.
-  // Returns the numbers of caches that cannot hold a key or value.
+  // Reads counts[i] tokens into caches[i], at the precisions bits[i]. Logits [wanted, vocabulary] of the
+  // tokens whose numbers are wanted. Returns the numbers of caches that cannot hold a key or value.
   std::vector<int64_t> step(const Array<const int64_t, 1>& ids, const std::vector<Cache*>& caches,
                             const std::vector<int64_t>& counts, const std::vector<nb::bytes>& bits,
-                            const std::vector<int64_t>& wanted, const std::optional<Array<float, 2>>& logits) {
+                            const std::vector<int64_t>& wanted,
+                            const std::optional<Array<float, 2>>& logits) {
     const Shape& shape = decoder_->shape;
     const auto count = static_cast<int64_t>(ids.shape(0));
     check(count > 0 && count <= kMaxStep, "a step takes 1 to " + std::to_string(kMaxStep) + " tokens");
-    check(caches.size() == counts.size() && caches.size() == bits.size(), "there must be a count and precisions for each cache");
+    check(caches.size() == counts.size() && caches.size() == bits.size(),
+          "there must be a count and precisions for each cache");
     for (int64_t i = 0; i < count; ++i)
-      check(ids.data()[i] >= 0 && ids.data()[i] < shape.vocabulary,
-            "token " + std::to_string(ids.data()[i]) + " is not in the vocabulary of " + std::to_string(shape.vocabulary));
-    check(wanted.empty() || (logits && logits->shape(0) == wanted.size() && static_cast<int64_t>(logits->shape(1)) == shape.vocabulary),
+      check(ids.data()[i] >= 0 && ids.data()[i] < shape.vocabulary, "token " + std::to_string(ids.data()[i]) +
+                                                                      " is not in the vocabulary of " +
+                                                                      std::to_string(shape.vocabulary));
+    check(wanted.empty() || (logits && logits->shape(0) == wanted.size() &&
+                             static_cast<int64_t>(logits->shape(1)) == shape.vocabulary),
           "logits must be [wanted, vocabulary]");
     for (size_t i = 0; i < wanted.size(); ++i)
-      check(wanted[i] >= 0 && wanted[i] < count && (i == 0 || wanted[i] > wanted[i - 1]), "wanted tokens are numbered in ascending order");
+      check(wanted[i] >= 0 && wanted[i] < count && (i == 0 || wanted[i] > wanted[i - 1]),
+            "wanted tokens are numbered in ascending order");
     int64_t total = 0;
     std::vector<std::string> precisions;
     std::vector<std::unique_lock<std::mutex>> locks;
@@ -127,7 +142,8 @@ class Owner {
     std::sort(sorted.begin(), sorted.end());
     check(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "a cache is there twice");
     for (size_t i = 0; i < caches.size(); ++i) {
-      check(caches[i] && caches[i]->fits(static_cast<int64_t>(decoder_->layers.size()), shape), "the cache is of another model");
+      check(caches[i] && caches[i]->fits(static_cast<int64_t>(decoder_->layers.size()), shape),
+            "the cache is of another model");
       check(counts[i] > 0 && counts[i] <= count, "each cache takes one token or more");
       total += counts[i];
       precisions.emplace_back(static_cast<const char*>(bits[i].data()), bits[i].size());
@@ -140,12 +156,14 @@ class Owner {
     std::vector<Sequence> sequences;
     for (size_t i = 0; i < caches.size(); ++i) {
       const int64_t end = caches[i]->length() + counts[i];
-      check(end <= decoder_->positions(), "position " + std::to_string(end - 1) + " is beyond those known, " + std::to_string(decoder_->positions()));
+      check(end <= decoder_->positions(), "position " + std::to_string(end - 1) + " is beyond those known, " +
+                                            std::to_string(decoder_->positions()));
       // Equal ones have one address, so that the decoder sees that they are.
       const bool like_before = i && precisions[i] == precisions[i - 1];
       if (!like_before) check_precisions(precisions[i]);
-      sequences.push_back({caches[i], counts[i],
-                           like_before ? sequences.back().bits : reinterpret_cast<const uint8_t*>(precisions[i].data())});
+      sequences.push_back(
+        {caches[i], counts[i],
+         like_before ? sequences.back().bits : reinterpret_cast<const uint8_t*>(precisions[i].data())});
     }
     return decoder_->step(ids.data(), sequences, wanted, logits ? logits->data() : nullptr);
   }
@@ -153,14 +171,16 @@ class Owner {
   // Cosines and sines of each rope.
   void extend_positions(int64_t start, const std::vector<Array<const float, 2>>& cosines,
                         const std::vector<Array<const float, 2>>& sines) {
-    check(cosines.size() == decoder_->ropes() && sines.size() == cosines.size(), "there must be angles for each rope");
+    check(cosines.size() == decoder_->ropes() && sines.size() == cosines.size(),
+          "there must be angles for each rope");
     std::vector<const float*> both[2];
     size_t count = 0;
     for (size_t i = 0; i < cosines.size(); ++i) {
       const auto half = static_cast<size_t>(decoder_->half(i));
       if (i == 0) count = cosines[0].shape(0);
       for (const auto* table : {&cosines[i], &sines[i]}) {
-        check(table->shape(0) == count && table->shape(1) == half, "cosines and sines must be [positions, angles]");
+        check(table->shape(0) == count && table->shape(1) == half,
+              "cosines and sines must be [positions, angles]");
         both[table == &sines[i]].push_back(table->data());
       }
     }
@@ -173,7 +193,8 @@ class Owner {
   int64_t positions() const { return decoder_->positions(); }
 
   Cache* new_cache(int bits) const {
-    check(bits == 0 || (bits >= kCoarsest && bits <= kFinest), "a cache is float16 (0) or has 3 to 8 mantissa bits");
+    check(bits == 0 || (bits >= kCoarsest && bits <= kFinest),
+          "a cache is float16 (0) or has 3 to 8 mantissa bits");
     return new Cache(static_cast<int64_t>(decoder_->layers.size()), decoder_->shape, bits);
   }
 
@@ -193,8 +214,9 @@ class Owner {
     kept_.append(given);
     const Packed& whole = matrix(given[0]).packed;
     const auto first = nb::cast<int64_t>(given[1]), stride = nb::cast<int64_t>(given[3]);
-    check(nb::cast<int64_t>(given[2]) == rows && whole.length == length && first >= 0 && stride >= 0 && stride <= whole.rows &&
-            (experts == 1 || stride >= rows) && first + (experts - 1) * stride + rows <= whole.rows,
+    check(nb::cast<int64_t>(given[2]) == rows && whole.length == length && first >= 0 && stride >= 0 &&
+            stride <= whole.rows && (experts == 1 || stride >= rows) &&
+            first + (experts - 1) * stride + rows <= whole.rows,
           "a matrix has the wrong shape");
     into.stride = stride, into.number = static_cast<int>(slots_.size());
     into.weight = whole;
@@ -209,9 +231,11 @@ class Owner {
     const int64_t of_queries = shape.heads * shape.head, of_keys = shape.kv_heads * shape.head;
     Experts& experts = layer.experts;
     if (!parts["router"].is_none()) {
-      experts.count = nb::cast<int64_t>(parts["experts"]), experts.chosen = nb::cast<int64_t>(parts["chosen"]);
+      experts.count = nb::cast<int64_t>(parts["experts"]),
+      experts.chosen = nb::cast<int64_t>(parts["chosen"]);
       experts.normalize = nb::cast<bool>(parts["normalize"]);
-      check(experts.count > 0 && experts.count <= kMostExperts && experts.chosen > 0 && experts.chosen <= experts.count,
+      check(experts.count > 0 && experts.count <= kMostExperts && experts.chosen > 0 &&
+              experts.chosen <= experts.count,
             "of some experts one or more are chosen");
       experts.router = vector(parts["router"], experts.count * shape.hidden);
     }
@@ -245,13 +269,16 @@ class Owner {
     return array.data();
   }
 
-  const float* optional(nb::handle object, int64_t count) { return object.is_none() ? nullptr : vector(object, count); }
+  const float* optional(nb::handle object, int64_t count) {
+    return object.is_none() ? nullptr : vector(object, count);
+  }
 
   void check_precisions(const std::string& wanted) {
     if (wanted == checked_) return;
     check(wanted.size() == slots_.size(), "there must be one precision for each matrix");
     for (size_t i = 0; i < slots_.size(); ++i)
-      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].linear->weight.bits, "a matrix lacks the planes of its precision");
+      check(wanted[i] >= kCoarsest && wanted[i] <= slots_[i].linear->weight.bits,
+            "a matrix lacks the planes of its precision");
     checked_ = wanted;
   }
 
@@ -302,29 +329,34 @@ bool through_halves(const Vector& x, const Array<float, 1>& out) {
 }
 
 // Rows encoded as a cache encodes them.
-void encode(const Array<const float, 2>& x, const Array<uint8_t, 2>& base, const std::vector<Array<uint8_t, 2>>& planes,
-            const Array<int8_t, 2>& exponents) {
+void encode(const Array<const float, 2>& x, const Array<uint8_t, 2>& base,
+            const std::vector<Array<uint8_t, 2>>& planes, const Array<int8_t, 2>& exponents) {
   const auto length = static_cast<int64_t>(x.shape(1));
   const size_t blocks = static_cast<size_t>((length + kBlock - 1) / kBlock), rows = x.shape(0);
   check(planes.size() <= kPlanes, "there are at most five planes");
   check(base.shape(0) == rows && base.shape(1) == blocks * kBaseBytes, "base must be [rows, 16 * blocks]");
-  check(exponents.shape(0) == rows && exponents.shape(1) == (x.shape(1) + kCacheGroup - 1) / kCacheGroup, "exponents must be [rows, groups]");
+  check(exponents.shape(0) == rows && exponents.shape(1) == (x.shape(1) + kCacheGroup - 1) / kCacheGroup,
+        "exponents must be [rows, groups]");
   for (const auto& plane : planes)
-    check(plane.shape(0) == rows && plane.shape(1) == blocks * kPlaneBytes, "a plane must be [rows, 4 * blocks]");
+    check(plane.shape(0) == rows && plane.shape(1) == blocks * kPlaneBytes,
+          "a plane must be [rows, 4 * blocks]");
   for (size_t row = 0; row < rows; ++row) {
     uint8_t* of_row[kPlanes];
     for (size_t p = 0; p < planes.size(); ++p) of_row[p] = planes[p].data() + row * blocks * kPlaneBytes;
-    check(floats_of(kernels()).encode(x.data() + row * x.shape(1), length, kCoarsest + static_cast<int>(planes.size()),
-                          base.data() + row * blocks * kBaseBytes, of_row, exponents.data() + row * exponents.shape(1)),
+    check(floats_of(kernels()).encode(
+            x.data() + row * x.shape(1), length, kCoarsest + static_cast<int>(planes.size()),
+            base.data() + row * blocks * kBaseBytes, of_row, exponents.data() + row * exponents.shape(1)),
           "a number is 65536 or more, or not finite");
   }
 }
 
-// Lets go of the pages that hold some bytes of a mapped file; they are read again when they are next used. The caller must be sure
-// that they are mapped from a file and unchanged: other memory would lose its content.
+// Lets go of the pages that hold some bytes of a mapped file; they are read again when they are next used.
+// The caller must be sure that they are mapped from a file and unchanged: other memory would lose its
+// content.
 void release_pages(const Bytes& bytes) {
 #if defined(__unix__) || defined(__APPLE__)
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), start = reinterpret_cast<uintptr_t>(bytes.data());
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)),
+             start = reinterpret_cast<uintptr_t>(bytes.data());
   const uintptr_t begin = start / page * page, end = (start + bytes.size() + page - 1) / page * page;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 #else
@@ -345,7 +377,8 @@ void define_decoder(nb::module_& m) {
     .def("crop", crop, "length"_a);
   nb::class_<Owner>(m, "Decoder")
     .def(nb::init<nb::dict, nb::list>(), "model"_a, "layers"_a)
-    .def("step", &Owner::step, plain("ids"), "caches"_a, "counts"_a, "bits"_a, "wanted"_a, plain("logits").none())
+    .def("step", &Owner::step, plain("ids"), "caches"_a, "counts"_a, "bits"_a, "wanted"_a,
+         plain("logits").none())
     .def("attach", &Owner::attach, "matrix"_a, "bits"_a, plain("plane"))
     .def("extend_positions", &Owner::extend_positions, "start"_a, plain("cosines"), plain("sines"))
     .def_prop_ro("positions", &Owner::positions)

@@ -1,7 +1,8 @@
-// The decoder's work on floats: norms, rotary positions, softmax, attention over a cache. Every instruction set compiles this
-// source (as backend.h says, in a namespace of its own) and all return the same bits: a sum runs over sixteen lanes in ascending
-// order, then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1; nothing is fused, and the exponential is written out here.
-// Eight floats are one `Eight`, a vector type of the compiler's that becomes whatever registers there are.
+// The decoder's work on floats: norms, rotary positions, softmax, attention over a cache. Every instruction
+// set compiles this source (as backend.h says, in a namespace of its own) and all return the same bits: a sum
+// runs over sixteen lanes in ascending order, then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1;
+// nothing is fused, and the exponential is written out here. Eight floats are one `Eight`, a vector type of
+// the compiler's that becomes whatever registers there are.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,16 @@
 namespace otaro {
 
 constexpr int kCacheGroup = 32;  // numbers of a packed key or value that share an exponent
-constexpr int kSegment = 64;  // positions that lie together in a cache, and that are attended to before anything is merged
-constexpr int kTile = 16;     // floats that the inner loops of attention hold at a time
-constexpr int kMaxRows = 8;   // queries that share the keys of a tile
+constexpr int kSegment =
+  64;  // positions that lie together in a cache, and that are attended to before anything is merged
+constexpr int kTile = 16;    // floats that the inner loops of attention hold at a time
+constexpr int kMaxRows = 8;  // queries that share the keys of a tile
 constexpr int kMaxHead = 256;
 
 constexpr int64_t padded(int64_t head) { return (head + kTile - 1) / kTile * kTile; }
 
-// A softmax in progress: the largest score, the sum of exp(score - largest), then, from kTile on, the values weighed by these.
+// A softmax in progress: the largest score, the sum of exp(score - largest), then, from kTile on, the values
+// weighed by these.
 constexpr int64_t state_size(int64_t head) { return kTile + padded(head); }
 
 struct Floats {
@@ -37,22 +40,27 @@ struct Floats {
   void (*softmax)(float* x, int64_t count);
   void (*exponential)(const float* x, float* out, int64_t count);
 
-  // Float16, rounded to nearest even: the key of one position of a segment [tiles of 16 positions][head][16], and
-  // its value in a row of padded(head). False where a number is not finite then.
+  // Float16, rounded to nearest even: the key of one position of a segment [tiles of 16 positions][head][16],
+  // and its value in a row of padded(head). False where a number is not finite then.
   bool (*store_key)(const float* key, int64_t head, uint16_t* segment, int64_t at);
   bool (*store_value)(const float* value, int64_t head, uint16_t* row);
 
-  // One row as `midpoint` codes at `bits` mantissa bits, in the bytes of FORMAT.md; false where it cannot be encoded.
-  bool (*encode)(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents);
+  // One row as `midpoint` codes at `bits` mantissa bits, in the bytes of FORMAT.md; false where it cannot be
+  // encoded.
+  bool (*encode)(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes,
+                 int8_t* exponents);
 
-  // scores[row * kSegment + i] of some queries, `head` floats each, with the keys of positions [0, end) of a segment; a few more
-  // may be written.
-  void (*score)(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end, float* scores);
+  // scores[row * kSegment + i] of some queries, `head` floats each, with the keys of positions [0, end) of a
+  // segment; a few more may be written.
+  void (*score)(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end,
+                float* scores);
   // Scores of positions [begin, end) into weights, in place, those of others into zero; starts the states.
   void (*weigh)(float* scores, int rows, int64_t begin, int64_t end, float* states, int64_t head);
   // Adds weighed values, rows of padded(head), to the states.
-  void (*gather_halves)(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values, float* states, int64_t head);
-  void (*gather_floats)(const float* weights, int rows, int64_t begin, int64_t end, const float* values, float* states, int64_t head);
+  void (*gather_halves)(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values,
+                        float* states, int64_t head);
+  void (*gather_floats)(const float* weights, int rows, int64_t begin, int64_t end, const float* values,
+                        float* states, int64_t head);
   // The softmax over the positions of both states, into the first.
   void (*merge)(float* state, const float* next, int64_t head);
   void (*finish)(const float* state, float* out, int64_t head);
@@ -80,7 +88,8 @@ extern const Floats kFloats;
 
 #include "backend.h"
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only between functions of this file that are inlined
+#pragma GCC diagnostic ignored \
+  "-Wpsabi"  // vectors are passed only between functions of this file that are inlined
 
 namespace otaro::OTARO_ISA {
 
@@ -106,7 +115,8 @@ OTARO_INLINE Eight load_some(const float* from, int64_t count) {
 }
 
 OTARO_INLINE Eight choose8(Integers mask, Eight yes, Eight no) {
-  return reinterpret_cast<Eight>((mask & reinterpret_cast<Integers>(yes)) | (~mask & reinterpret_cast<Integers>(no)));
+  return reinterpret_cast<Eight>((mask & reinterpret_cast<Integers>(yes)) |
+                                 (~mask & reinterpret_cast<Integers>(no)));
 }
 
 // The sum of sixteen lanes in the order that the head of this file fixes.
@@ -116,15 +126,16 @@ OTARO_INLINE float sum16(Eight low, Eight high) {
   return (a + c) + (b + d);
 }
 
-// e^x to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, and n added to the exponent. Zero below -87, where
-// results would cease to be normal numbers; NaN stays NaN.
+// e^x to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, and n added to the exponent.
+// Zero below -87, where results would cease to be normal numbers; NaN stays NaN.
 OTARO_INLINE Eight exp8(Eight x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
   const Eight top = all8(88.0f), bottom = all8(-87.0f);
   Eight v = choose8(x > top, top, x);
   const Eight shifted = v * 1.44269504f + kRound;
   const Eight n = shifted - kRound;
-  const Eight r = (v - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts; the first product is exact
+  const Eight r =
+    (v - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts; the first product is exact
   Eight p = all8(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -140,9 +151,11 @@ OTARO_INLINE Eight exp8(Eight x) {
 static float dot(const float* x, const float* y, int64_t count) {
   Eight low = {}, high = {};
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) low += load8(x + i) * load8(y + i), high += load8(x + i + 8) * load8(y + i + 8);
+  for (; i + 16 <= count; i += 16)
+    low += load8(x + i) * load8(y + i), high += load8(x + i + 8) * load8(y + i + 8);
   if (i < count) {
-    const int64_t left = count - i, first = left < 8 ? left : 8, rest = left - first, next = i + (rest ? 8 : 0);
+    const int64_t left = count - i, first = left < 8 ? left : 8, rest = left - first,
+                  next = i + (rest ? 8 : 0);
     low += load_some(x + i, first) * load_some(y + i, first);
     high += load_some(x + next, rest) * load_some(y + next, rest);
   }
@@ -183,16 +196,20 @@ OTARO_INLINE void each8(float* x, const float* y, int64_t count, Function functi
 }
 
 static void silu(float* gate, const float* up, int64_t count) {
-  each8(gate, up, count, [](Eight g, Eight u) __attribute__((always_inline)) { return g / (1.0f + exp8(-g)) * u; });
+  each8(gate, up, count,
+        [](Eight g, Eight u) __attribute__((always_inline)) { return g / (1.0f + exp8(-g)) * u; });
 }
 
 // g/2 (1 + tanh(y)) is g / (1 + exp(-2y)).
 static void gelu(float* gate, const float* up, int64_t count) {
   constexpr float kTwice = 1.59576912f;  // 2 sqrt(2 / pi)
-  each8(gate, up, count, [](Eight g, Eight u) __attribute__((always_inline)) { return g / (1.0f + exp8(-((g * g * g * 0.044715f + g) * kTwice))) * u; });
+  each8(gate, up, count, [](Eight g, Eight u) __attribute__((always_inline)) {
+    return g / (1.0f + exp8(-((g * g * g * 0.044715f + g) * kTwice))) * u;
+  });
 }
 
-// tanh to about one unit in the last place: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would lose digits.
+// tanh to about one unit in the last place: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would
+// lose digits.
 OTARO_INLINE Eight tanh8(Eight x) {
   const Eight magnitude = choose8(x < 0.0f, -x, x), z = x * x;
   const Eight large = 1.0f - 2.0f / (exp8(magnitude + magnitude) + 1.0f);
@@ -205,13 +222,15 @@ OTARO_INLINE Eight tanh8(Eight x) {
 }
 
 static void cap(float* x, float most, int64_t count) {
-  each8(x, x, count, [most](Eight value, Eight) __attribute__((always_inline)) { return tanh8(value / most) * most; });
+  each8(x, x, count,
+        [most](Eight value, Eight) __attribute__((always_inline)) { return tanh8(value / most) * most; });
 }
 
 static void softmax(float* x, int64_t count) {
   float largest = x[0], sum = 0;
   for (int64_t i = 1; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
-  each8(x, x, count, [largest](Eight value, Eight) __attribute__((always_inline)) { return exp8(value - largest); });
+  each8(x, x, count,
+        [largest](Eight value, Eight) __attribute__((always_inline)) { return exp8(value - largest); });
   for (int64_t i = 0; i < count; ++i) sum += x[i];
   for (int64_t i = 0; i < count; ++i) x[i] /= sum;
 }
@@ -224,11 +243,12 @@ static void exponential(const float* x, float* out, int64_t count) {
   }
 }
 
-// Float16 both ways. Without the instructions: scaling by a power of two moves the exponent, and makes subnormal numbers normal
-// or lets the addition of a large number round them.
+// Float16 both ways. Without the instructions: scaling by a power of two moves the exponent, and makes
+// subnormal numbers normal or lets the addition of a large number round them.
 #ifdef __F16C__
 OTARO_INLINE uint16_t to_half(float value) {
-  return static_cast<uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT), 0));
+  return static_cast<uint16_t>(
+    _mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT), 0));
 }
 
 OTARO_INLINE Eight from_halves(const uint16_t* from) {
@@ -248,9 +268,11 @@ OTARO_INLINE Eight from_halves(const uint16_t* from) {
   Words bits;
   for (int i = 0; i < 8; ++i) bits[i] = from[i];
   const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
-  const Words special = reinterpret_cast<Words>((bits & 0x7fff) >= 0x7c00), nan = reinterpret_cast<Words>((bits & 0x7fff) > 0x7c00);
+  const Words special = reinterpret_cast<Words>((bits & 0x7fff) >= 0x7c00),
+              nan = reinterpret_cast<Words>((bits & 0x7fff) > 0x7c00);
   const Words scaled = reinterpret_cast<Words>(reinterpret_cast<Eight>(magnitude) * 0x1p112f);
-  return reinterpret_cast<Eight>((scaled & ~special) | ((magnitude | 0x7f800000) & special) | (nan & 0x400000) | sign);
+  return reinterpret_cast<Eight>((scaled & ~special) | ((magnitude | 0x7f800000) & special) |
+                                 (nan & 0x400000) | sign);
 }
 #endif
 
@@ -269,9 +291,12 @@ static bool store_key(const float* key, int64_t head, uint16_t* segment, int64_t
   return store_halves(key, head, segment + at / kTile * kTile * head + at % kTile, kTile);
 }
 
-static bool store_value(const float* value, int64_t head, uint16_t* row) { return store_halves(value, head, row, 1); }
+static bool store_value(const float* value, int64_t head, uint16_t* row) {
+  return store_halves(value, head, row, 1);
+}
 
-static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes, int8_t* exponents) {
+static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes,
+                   int8_t* exponents) {
   static_assert(kCacheGroup == kBlock);
   constexpr int kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;
   for (int64_t block = 0; block * kBlock < length; ++block) {
@@ -292,14 +317,15 @@ static bool encode(const float* row, int64_t length, int bits, uint8_t* base, ui
     for (int i = 0; i < kBlock; ++i) {
       const float scaled = values[i] * scale;
       int32_t floor = static_cast<int32_t>(scaled);
-      floor -= (scaled < static_cast<float>(floor)) | ((values[i] < 0) & (scaled == 0));  // a tiny negative one scaled to -0
+      floor -= (scaled < static_cast<float>(floor)) |
+               ((values[i] < 0) & (scaled == 0));  // a tiny negative one scaled to -0
       const int32_t code = floor + kShift < kLargest ? floor + kShift : kLargest;
       u[i] = code + (1 << kFinest);
     }
     for (int i = static_cast<int>(count); i < kBlock; ++i) u[i] = 0;  // FORMAT.md: padding is zero
     for (int i = 0; i < kBaseBytes; ++i)
-      base[block * kBaseBytes + i] =
-        static_cast<uint8_t>(u[digit_weight(i)] >> kPlanes | (u[digit_weight(i + kBaseBytes)] >> kPlanes) << 4);
+      base[block * kBaseBytes + i] = static_cast<uint8_t>(u[digit_weight(i)] >> kPlanes |
+                                                          (u[digit_weight(i + kBaseBytes)] >> kPlanes) << 4);
     for (int p = 0; p < bits - kCoarsest; ++p)
       for (int byte = 0; byte < kPlaneBytes; ++byte) {
         int bits_of = 0;
@@ -321,7 +347,8 @@ OTARO_INLINE Sixteen load16(const float* from) {
 }
 
 OTARO_INLINE Sixteen load16(const uint16_t* from) {
-  return reinterpret_cast<Sixteen>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return reinterpret_cast<Sixteen>(
+    _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 
 OTARO_INLINE void store16(float* to, Sixteen value) { std::memcpy(to, &value, sizeof value); }
@@ -333,16 +360,19 @@ struct Sixteen {
 
 OTARO_INLINE Sixteen load16(const float* from) { return {load8(from), load8(from + 8)}; }
 OTARO_INLINE Sixteen load16(const uint16_t* from) { return {from_halves(from), from_halves(from + 8)}; }
-OTARO_INLINE void store16(float* to, const Sixteen& value) { store8(to, value.low), store8(to + 8, value.high); }
+OTARO_INLINE void store16(float* to, const Sixteen& value) {
+  store8(to, value.low), store8(to + 8, value.high);
+}
 OTARO_INLINE Sixteen add_scaled(const Sixteen& sum, float weight, const Sixteen& value) {
   return {sum.low + weight * value.low, sum.high + weight * value.high};
 }
 #endif
 
-// sums[row * stride + j] = start + sum over i in [begin, end) of weights[row * weight_stride + i] * elements[i * step + j], j < 16.
+// sums[row * stride + j] = start + sum over i in [begin, end) of weights[row * weight_stride + i] *
+// elements[i * step + j], j < 16.
 template <int Rows, bool Add, class Element>
-OTARO_INLINE void mix(const float* weights, int64_t weight_stride, const Element* elements, int64_t step, int64_t begin,
-                      int64_t end, float* sums, int64_t stride) {
+OTARO_INLINE void mix(const float* weights, int64_t weight_stride, const Element* elements, int64_t step,
+                      int64_t begin, int64_t end, float* sums, int64_t stride) {
   Sixteen of_row[Rows];
   for (int r = 0; r < Rows; ++r) of_row[r] = Add ? load16(sums + r * stride) : Sixteen{};
   for (int64_t i = begin; i < end; ++i) {
@@ -354,8 +384,8 @@ OTARO_INLINE void mix(const float* weights, int64_t weight_stride, const Element
 
 // As many rows at a time as registers hold.
 template <bool Add, class Element>
-OTARO_INLINE void mix_rows(int rows, const float* weights, int64_t weight_stride, const Element* elements, int64_t step,
-                           int64_t begin, int64_t end, float* sums, int64_t stride) {
+OTARO_INLINE void mix_rows(int rows, const float* weights, int64_t weight_stride, const Element* elements,
+                           int64_t step, int64_t begin, int64_t end, float* sums, int64_t stride) {
   for (; rows >= 4; rows -= 4, weights += 4 * weight_stride, sums += 4 * stride)
     mix<4, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
   if (rows == 3) mix<3, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
@@ -363,7 +393,8 @@ OTARO_INLINE void mix_rows(int rows, const float* weights, int64_t weight_stride
   if (rows == 1) mix<1, Add>(weights, weight_stride, elements, step, begin, end, sums, stride);
 }
 
-static void score(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end, float* scores) {
+static void score(const float* queries, int rows, int64_t head, const uint16_t* keys, int64_t end,
+                  float* scores) {
   for (int64_t tile = 0; tile < end; tile += kTile)
     mix_rows<false>(rows, queries, head, keys + tile * head, kTile, 0, head, scores + tile, kSegment);
 }
@@ -394,20 +425,21 @@ static void weigh(float* scores, int rows, int64_t begin, int64_t end, float* st
 }
 
 template <class Element>
-OTARO_INLINE void gather(const float* weights, int rows, int64_t begin, int64_t end, const Element* values, float* states,
-                         int64_t head) {
+OTARO_INLINE void gather(const float* weights, int rows, int64_t begin, int64_t end, const Element* values,
+                         float* states, int64_t head) {
   const int64_t width = padded(head);
   for (int64_t j = 0; j < width; j += kTile)
-    mix_rows<true>(rows, weights, kSegment, values + j, width, begin, end, states + kTile + j, state_size(head));
+    mix_rows<true>(rows, weights, kSegment, values + j, width, begin, end, states + kTile + j,
+                   state_size(head));
 }
 
-static void gather_halves(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values, float* states,
-                          int64_t head) {
+static void gather_halves(const float* weights, int rows, int64_t begin, int64_t end, const uint16_t* values,
+                          float* states, int64_t head) {
   gather(weights, rows, begin, end, values, states, head);
 }
 
-static void gather_floats(const float* weights, int rows, int64_t begin, int64_t end, const float* values, float* states,
-                          int64_t head) {
+static void gather_floats(const float* weights, int rows, int64_t begin, int64_t end, const float* values,
+                          float* states, int64_t head) {
   gather(weights, rows, begin, end, values, states, head);
 }
 
@@ -424,8 +456,9 @@ static void finish(const float* state, float* out, int64_t head) {
   for (int64_t i = 0; i < head; ++i) out[i] = state[kTile + i] / state[1];
 }
 
-const Floats kFloats = {norm, add, scale, rotate, silu, gelu, cap, dot, softmax, exponential, store_key, store_value, encode, score, weigh,
-                        gather_halves, gather_floats, merge, finish};
+const Floats kFloats = {norm,  add,           scale,         rotate,    silu,        gelu,   cap,
+                        dot,   softmax,       exponential,   store_key, store_value, encode, score,
+                        weigh, gather_halves, gather_floats, merge,     finish};
 
 }  // namespace otaro::OTARO_ISA
 #endif

@@ -1,4 +1,5 @@
-// The Python module `otaro.kernels._cpu`: checks what it is given, cuts work into rows for the pool, and knows no torch.
+// The Python module `otaro.kernels._cpu`: checks what it is given, cuts work into rows for the pool, and
+// knows no torch.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -41,7 +42,8 @@ Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& 
   weight.scale_exponent = scale_exponent;
   weight.bits = kCoarsest + static_cast<int>(planes.size());
   const auto has = [&](const auto& array, int64_t columns) {
-    return static_cast<int64_t>(array.shape(0)) == weight.rows && static_cast<int64_t>(array.shape(1)) == columns;
+    return static_cast<int64_t>(array.shape(0)) == weight.rows &&
+           static_cast<int64_t>(array.shape(1)) == columns;
   };
   check(has(base, weight.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
   check(has(scales, weight.groups()), "scales must be [rows, groups]");
@@ -54,7 +56,8 @@ Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& 
   return weight;
 }
 
-Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight, Scratch& scratch) {
+Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight,
+                      Scratch& scratch) {
   check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
   check(static_cast<int64_t>(x.shape(0)) <= kMostWeights, "x has too many tokens");
   check_aligned(x, "x must start at a multiple of 4 bytes");
@@ -65,10 +68,11 @@ Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, co
 }
 
 void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
-            const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, int scale_exponent,
-            const Array<float, 2>& out) {
+            const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate,
+            int scale_exponent, const Array<float, 2>& out) {
   const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
-  check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows, "out must be [tokens, rows]");
+  check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows,
+        "out must be [tokens, rows]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
   nb::gil_scoped_release released;
   const Kernels& chosen = kernels();  // once: another thread may choose others meanwhile
@@ -82,7 +86,8 @@ void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales
   const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(x.shape(0) <= kMaxTokens, "at most eight tokens");
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
-          static_cast<int64_t>(out.shape(2)) == weight.units(), "out must be [tokens, rows, units]");
+          static_cast<int64_t>(out.shape(2)) == weight.units(),
+        "out must be [tokens, rows, units]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
   const Kernels& chosen = kernels();
   Scratch scratch;
@@ -90,7 +95,8 @@ void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales
   chosen.dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
 }
 
-void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes, const Array<float, 2>& scales) {
+void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes,
+              const Array<float, 2>& scales) {
   Packed weight;  // only its shape matters
   weight.length = static_cast<int64_t>(x.shape(1));
   weight.group_size = group_size;
@@ -110,7 +116,8 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
       const int8_t* digits = quantised.digits + quantised.first_block(unit, t) * 2 * kBlock;
       for (int i = 0; i < size; ++i) {
         const int64_t k = unit * size + chosen.digit_weight(i, quantised.unit_blocks);
-        if (k < weight.length) codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
+        if (k < weight.length)
+          codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
       }
     }
   std::copy_n(quantised.scales, quantised.tokens * quantised.units, scales.data());
@@ -125,7 +132,8 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
         "out must be [rows, length]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
-  std::vector<int64_t> wanted;  // a copy: what was checked stays what is used, whoever writes to the array meanwhile
+  std::vector<int64_t>
+    wanted;  // a copy: what was checked stays what is used, whoever writes to the array meanwhile
   if (rows) {
     check_aligned(*rows, "rows must start at a multiple of 8 bytes");
     wanted.assign(rows->data(), rows->data() + count);
@@ -144,7 +152,9 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
 
 NB_MODULE(_cpu, m) {
   using namespace otaro;
-  const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };  // a copy would swallow what is written to it
+  const auto plain = [](const char* name) {
+    return nb::arg(name).noconvert();
+  };  // a copy would swallow what is written to it
   m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
         "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
   m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
@@ -152,16 +162,19 @@ NB_MODULE(_cpu, m) {
   m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
   m.def("decode", decode, plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
         "truncate"_a, "scale_exponent"_a, plain("rows").none(), plain("out"));
-  m.def("unit_size", [](int group_size) {
-    Packed weight;
-    weight.group_size = group_size;
-    return weight.unit_blocks() * kBlock;
-  }, "group_size"_a);
+  m.def(
+    "unit_size",
+    [](int group_size) {
+      Packed weight;
+      weight.group_size = group_size;
+      return weight.unit_blocks() * kBlock;
+    },
+    "group_size"_a);
   m.def("set_threads", [](int count) { Pool::shared().set_threads(count); }, "count"_a);
   m.def("available", available, "Names of the instruction sets that this CPU can run, the best first.");
   m.def("chosen", [] { return std::string(kernels().name); });
-  m.def("choose", [](const std::string& name) {
-    check(choose(name), "this CPU cannot run '" + name + "'");
-  }, "name"_a);
+  m.def(
+    "choose", [](const std::string& name) { check(choose(name), "this CPU cannot run '" + name + "'"); },
+    "name"_a);
   define_decoder(m);
 }

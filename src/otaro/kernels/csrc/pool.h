@@ -1,6 +1,6 @@
-// Threads for the kernels. Work is cut into chunks that threads take one by one, the caller among them; a result never depends on
-// who took which. Helpers spin for some microseconds after their work, since a token is hundreds of short
-// regions, then sleep: an idle pool costs nothing.
+// Threads for the kernels. Work is cut into chunks that threads take one by one, the caller among them; a
+// result never depends on who took which. Helpers spin for some microseconds after their work, since a token
+// is hundreds of short regions, then sleep: an idle pool costs nothing.
 #pragma once
 
 #include <atomic>
@@ -22,8 +22,8 @@ class Pool {
   void set_threads(int count);
   int threads() const { return wanted_.load(std::memory_order_relaxed); }
 
-  // body(begin, end) for [0, count), in chunks of `grain`. If another thread is in a region, the caller works alone. The body
-  // throws nothing and starts no region of its own.
+  // body(begin, end) for [0, count), in chunks of `grain`. If another thread is in a region, the caller works
+  // alone. The body throws nothing and starts no region of its own.
   template <class Body>
   void run(int64_t count, int64_t grain, Body&& body) {
     if (grain < 1) grain = 1;
@@ -31,9 +31,12 @@ class Pool {
       if (count > 0) body(int64_t{0}, count);
       return;
     }
-    run_chunks(count, grain, [](void* context, int64_t begin, int64_t end) {
-      (*static_cast<std::remove_reference_t<Body>*>(context))(begin, end);
-    }, &body);
+    run_chunks(
+      count, grain,
+      [](void* context, int64_t begin, int64_t end) {
+        (*static_cast<std::remove_reference_t<Body>*>(context))(begin, end);
+      },
+      &body);
   }
 
   // The chunk size that gives every thread a few turns.
@@ -55,12 +58,14 @@ class Pool {
 
   std::atomic<int> wanted_{1};
   std::vector<std::thread> helpers_;
-  int resized_ = 1;  // the number of threads last asked for; fewer helpers than that where the system gave no more
+  int resized_ =
+    1;  // the number of threads last asked for; fewer helpers than that where the system gave no more
   std::mutex region_;  // held by the caller of a region
 
-  // The region in progress. It is open while `epoch_` is odd. A helper counts itself in, looks whether the region is still open,
-  // works and counts itself out; the caller closes the region when no chunk is left, and waits for those inside. One that
-  // comes late finds the door closed, so nobody waits for a helper that still sleeps.
+  // The region in progress. It is open while `epoch_` is odd. A helper counts itself in, looks whether the
+  // region is still open, works and counts itself out; the caller closes the region when no chunk is left,
+  // and waits for those inside. One that comes late finds the door closed, so nobody waits for a helper that
+  // still sleeps.
   Call call_ = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;

@@ -1,4 +1,5 @@
-// The kernels in plain C++: correct on any CPU, and a model for the next instruction set. See sefp.h for what is computed.
+// The kernels in plain C++: correct on any CPU, and a model for the next instruction set. See sefp.h for what
+// is computed.
 #define OTARO_ISA portable
 #include "backend.h"
 #include "floats.h"
@@ -62,7 +63,8 @@ void unpack(const Packed& weight, int64_t block, uint16_t* u) {
 }
 
 template <int M, bool Truncate>
-void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int32_t* dots, int64_t stride) {
+void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int32_t* dots,
+               int64_t stride) {
   constexpr Meaning means = meaning(M, Truncate);
   const int64_t blocks = weight.blocks(), first = unit * x.unit_blocks;
   for (int t = 0; t < x.tokens; ++t) dots[t * stride] = means.constant * x.sums[t * x.units + unit];
@@ -82,7 +84,8 @@ void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t 
 }
 
 template <int M, bool Truncate>
-void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+            int64_t stride) {
   constexpr Meaning means = meaning(M, Truncate);
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
   for (int64_t row = begin; row < end; ++row) {
@@ -128,6 +131,11 @@ void decode(const Packed& weight, int64_t row, float* out) {
 }  // namespace otaro::portable
 
 namespace otaro {
-const Kernels kPortable = {"portable", portable::digit_weight_by_block, portable::quantise, OTARO_INSTANCES(portable::linear), {},
-                           OTARO_INSTANCES(portable::dots), OTARO_INSTANCES(portable::decode)};
+const Kernels kPortable = {"portable",
+                           portable::digit_weight_by_block,
+                           portable::quantise,
+                           OTARO_INSTANCES(portable::linear),
+                           {},
+                           OTARO_INSTANCES(portable::dots),
+                           OTARO_INSTANCES(portable::decode)};
 }

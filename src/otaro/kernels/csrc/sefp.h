@@ -1,37 +1,43 @@
-// The words of the kernels: a packed matrix, activations as integers, and the table of functions that a backend fills in.
+// The words of the kernels: a packed matrix, activations as integers, and the table of functions that a
+// backend fills in.
 //
-// The numbers are those of sefp/codec.py and the bytes those of FORMAT.md, "Blocks". A product is computed like this
-// (kernels/reference.py has the same in plain torch, and is the oracle):
+// The numbers are those of sefp/codec.py and the bytes those of FORMAT.md, "Blocks". A product is computed
+// like this (kernels/reference.py has the same in plain torch, and is the oracle):
 //
-//   1. A row of weights is cut into *units* of 64 weights (32 where the group size is no multiple of 64); a group is one or more
+//   1. A row of weights is cut into *units* of 64 weights (32 where the group size is no multiple of 64); a
+//   group is one or more
 //      whole units. Activations are cut the same way.
-//   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <= kMaxActivation.
-//   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code at
+//   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <=
+//   kMaxActivation.
+//   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code
+//   at
 //      the precision in use and (n, k) say what it means: a weight is (n u + k) steps, and a step is scale *
 //      2^-shift. `Meaning` below. |I| < 2^31, so 32-bit integers are exact in any order.
-//   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which is
-//      exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets
-//      lane j + 8, then j + 4, j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none is
-//      fused, so that every backend returns the same bits, whatever its registers or threads.
+//   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which
+//   is
+//      exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j
+//      gets lane j + 8, then j + 4, j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none
+//      is fused, so that every backend returns the same bits, whatever its registers or threads.
 //
-// None of these floats is ever subnormal, and none on the way from a scale byte to its float: a CPU that is told
-// to flush them computes the same.
+// None of these floats is ever subnormal, and none on the way from a scale byte to its float: a CPU that is
+// told to flush them computes the same.
 #pragma once
 
 #include <cstdint>
 
 namespace otaro {
 
-constexpr int kBlock = 32;       // weights that share their bytes
-constexpr int kBaseBytes = 16;   // of a block
-constexpr int kPlaneBytes = 4;   // of a block
+constexpr int kBlock = 32;      // weights that share their bytes
+constexpr int kBaseBytes = 16;  // of a block
+constexpr int kPlaneBytes = 4;  // of a block
 constexpr int kCoarsest = 3, kFinest = 8;
 constexpr int kPlanes = kFinest - kCoarsest;
 constexpr int kLanes = 16;       // partial sums of a row
 constexpr int kMaxTokens = 8;    // of one call of `Kernels::linear`
 constexpr int kManyTokens = 16;  // from here on `Kernels::many` pays
 
-// The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most 127 in magnitude.
+// The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most
+// 127 in magnitude.
 constexpr int kMaxActivation = 32639;
 constexpr int kActivationBits = 15;
 // Exponents below this count as this: its product with the smallest step, 2^-126, is a normal number.
@@ -41,7 +47,8 @@ constexpr int kMinScaleExponent = -13, kMaxScaleExponent = 7;
 // What a stored u means at m bits: the weight is (factor * u + constant) * scale * 2^-shift.
 struct Meaning {
   int factor, constant, shift;
-  bool raise_negative;  // `truncate` stores negative weights in one's complement: where u's top bit is clear, u counts as u + 1
+  bool raise_negative;  // `truncate` stores negative weights in one's complement: where u's top bit is clear,
+                        // u counts as u + 1
 };
 
 constexpr Meaning meaning(int bits, bool truncate) {
@@ -50,8 +57,8 @@ constexpr Meaning meaning(int bits, bool truncate) {
 }
 
 // A packed matrix, as it lies in the mapped file. A scale is a byte: a sign, four bits e and three bits f are
-// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. A packed cache has rows of
-// the same form whose scales are powers of two.
+// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. A packed cache has
+// rows of the same form whose scales are powers of two.
 struct Packed {
   const uint8_t* base = nullptr;
   const uint8_t* planes[kPlanes] = {};
@@ -70,33 +77,39 @@ struct Packed {
   int64_t units_per_group() const { return group_size / (kBlock * unit_blocks()); }
 };
 
-// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up with zeros. The `digits` of
-// a unit are the high bytes of its weights, then the low bytes, in the order in which the instruction set unpacks weights
-// (`Kernels::digit_weight`); `words` are the same as 16-bit integers, for those that want them (`word_weight`). The tokens of a
-// unit stand next to each other: a kernel that has unpacked a unit meets all of them.
+// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up
+// with zeros. The `digits` of a unit are the high bytes of its weights, then the low bytes, in the order in
+// which the instruction set unpacks weights
+// (`Kernels::digit_weight`); `words` are the same as 16-bit integers, for those that want them
+// (`word_weight`). The tokens of a unit stand next to each other: a kernel that has unpacked a unit meets all
+// of them.
 struct Activations {
   int tokens = 0, stride = 0;  // tokens at hand, and from one unit to the next
   int64_t units = 0;
   int unit_blocks = 2;
-  int8_t* digits = nullptr;   // [units, stride, 2, 32 unit_blocks]
-  int16_t* words = nullptr;   // [units, stride, 32 unit_blocks]
-  int32_t* sums = nullptr;    // [tokens, units]: sum of a
-  float* scales = nullptr;    // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
+  int8_t* digits = nullptr;  // [units, stride, 2, 32 unit_blocks]
+  int16_t* words = nullptr;  // [units, stride, 32 unit_blocks]
+  int32_t* sums = nullptr;   // [tokens, units]: sum of a
+  float* scales = nullptr;   // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
 
   int64_t unit_weights() const { return int64_t{kBlock} * unit_blocks; }
   int64_t first_block(int64_t unit, int64_t token) const { return (unit * stride + token) * unit_blocks; }
 
   Activations some(int first, int count) const {
     const int64_t block = first_block(0, first), slot = first * units;
-    return {count, stride, units, unit_blocks, digits + block * 2 * kBlock, words + block * kBlock, sums + slot, scales + slot};
+    return {
+      count,       stride,       units, unit_blocks, digits + block * 2 * kBlock, words + block * kBlock,
+      sums + slot, scales + slot};
   }
 };
 
-// Which weight of a block the byte i stands for as AVX2 unpacks it, and which one the i-th of these bytes once widened to words.
+// Which weight of a block the byte i stands for as AVX2 unpacks it, and which one the i-th of these bytes
+// once widened to words.
 constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
 constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 * 8 + i % 8); }
 
-// The functions of one instruction set. Those on weights come in twelve instances: [mantissa bits - 3][truncate].
+// The functions of one instruction set. Those on weights come in twelve instances: [mantissa bits -
+// 3][truncate].
 struct Kernels {
   const char* name;
   // Which weight of a unit digit byte i stands for.
@@ -104,13 +117,15 @@ struct Kernels {
   // One token's activations x [length] into slot `token`.
   void (*quantise)(const float* x, int64_t length, const Activations& out, int token);
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
-  void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-                                 int64_t stride);
-  // The same for many tokens, where an instruction set has a faster way; else null, and eight tokens are taken at a time.
-  void (*many[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-                               int64_t stride);
+  void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
+                                 float* out, int64_t stride);
+  // The same for many tokens, where an instruction set has a faster way; else null, and eight tokens are
+  // taken at a time.
+  void (*many[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
+                               float* out, int64_t stride);
   // The integers I of step 3, for tests: out[(token * rows + row) * units + unit].
-  void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out);
+  void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
+                               int32_t* out);
   // The values of one row, exactly: out [length].
   void (*decode[kPlanes + 1][2])(const Packed& weight, int64_t row, float* out);
 };

@@ -10,7 +10,8 @@ std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> found;
 #ifdef OTARO_X86
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 =
+    __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("gfni"))

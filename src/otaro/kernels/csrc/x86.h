@@ -1,39 +1,44 @@
-// The kernels for x86: what AVX2 and AVX-512 share, and how AVX2 unpacks and multiplies (`Avx2`; avx512.cpp has the other one).
+// The kernels for x86: what AVX2 and AVX-512 share, and how AVX2 unpacks and multiplies (`Avx2`; avx512.cpp
+// has the other one).
 //
 // A block of 32 weights is one register of bytes:
 //
-//   base   16 bytes, broadcast to both halves; the upper half is shifted right by 4, and one mask leaves 32 nibbles.
-//   plane  4 bytes, broadcast to eight words; AND with one bit per word and a compare leave 0 or -1; u = 2 u - that.
+//   base   16 bytes, broadcast to both halves; the upper half is shifted right by 4, and one mask leaves 32
+//   nibbles. plane  4 bytes, broadcast to eight words; AND with one bit per word and a compare leave 0 or -1;
+//   u = 2 u - that.
 //
 // Products with activations, whose bytes were laid out to match:
 //
 //   E5M3 to E5M6   u is an unsigned byte, activations are two signed bytes, high and low: two byte products
 //   E5M7, E5M8     u is widened to 16 bits and multiplied with the activation at once
 //
-// Both leave a register of partial sums per unit. Eight units are summed across together, which gives their integers I in one register,
-// and from there on everything happens for eight units at a time.
+// Both leave a register of partial sums per unit. Eight units are summed across together, which gives their
+// integers I in one register, and from there on everything happens for eight units at a time.
 #pragma once
 
 #include <immintrin.h>
 
 #include "backend.h"
 
-
 namespace otaro::OTARO_ISA {
 
 OTARO_INLINE __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 OTARO_INLINE void store(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
 
-// The high and the low bytes of a block of codes, which come in natural order. A quad is four weights: 0 1 2 3 | 4 5 6 7 come
-// in, packing to bytes leaves 0 1 4 5 | 2 3 6 7, and 0 2 4 6 | 1 3 5 7 is the order of `digits`.
+// The high and the low bytes of a block of codes, which come in natural order. A quad is four weights: 0 1 2
+// 3 | 4 5 6 7 come in, packing to bytes leaves 0 1 4 5 | 2 3 6 7, and 0 2 4 6 | 1 3 5 7 is the order of
+// `digits`.
 struct Digits {
   __m256i high, low;
 
   OTARO_INLINE Digits(__m256i first, __m256i second) {
-    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7), half = _mm256_set1_epi16(128), byte = _mm256_set1_epi16(255);
-    const __m256i above = _mm256_srai_epi16(_mm256_add_epi16(first, half), 8), above2 = _mm256_srai_epi16(_mm256_add_epi16(second, half), 8);
+    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7), half = _mm256_set1_epi16(128),
+                  byte = _mm256_set1_epi16(255);
+    const __m256i above = _mm256_srai_epi16(_mm256_add_epi16(first, half), 8),
+                  above2 = _mm256_srai_epi16(_mm256_add_epi16(second, half), 8);
     high = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(above, above2), order);
-    low = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte)), order);
+    low = _mm256_permutevar8x32_epi32(
+      _mm256_packus_epi16(_mm256_and_si256(first, byte), _mm256_and_si256(second, byte)), order);
   }
 };
 
@@ -63,7 +68,8 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
       values = filled;
     }
     __m256i largest = _mm256_setzero_si256();
-    for (int i = 0; i < unit_weights; i += 8) largest = _mm256_max_epi32(largest, _mm256_and_si256(load(values + i), magnitude));
+    for (int i = 0; i < unit_weights; i += 8)
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(load(values + i), magnitude));
     __m128i most = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
     most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
     most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
@@ -75,8 +81,8 @@ inline void quantise(const float* x, int64_t length, const Activations& out, int
     __m256i codes[2][2];
     for (int b = 0; b < out.unit_blocks; ++b, values += kBlock) {
       for (int half = 0; half < 2; ++half) {
-        // Conversion rounds to nearest, ties to even. Where a value is not finite, so that inverse is 0, NaN becomes a huge negative
-        // integer; the mask makes it nothing.
+        // Conversion rounds to nearest, ties to even. Where a value is not finite, so that inverse is 0, NaN
+        // becomes a huge negative integer; the mask makes it nothing.
         __m256i two[2];
         for (int i = 0; i < 2; ++i)
           two[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values + half * 16 + i * 8), inverse));
@@ -111,19 +117,22 @@ struct Bytes {
     for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
   }
 
-  // Have the cache fetch what will be read a few hundred nanoseconds from now. Left alone, prefetchers stop at the end of every page
-  // and start anew with a miss, for each of up to six streams. Addresses beyond the end do no harm.
+  // Have the cache fetch what will be read a few hundred nanoseconds from now. Left alone, prefetchers stop
+  // at the end of every page and start anew with a miss, for each of up to six streams. Addresses beyond the
+  // end do no harm.
   OTARO_INLINE void prefetch(int64_t blocks) const {
     constexpr int kAhead = 4096;
-    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(base) + kAhead + i, _MM_HINT_T0);
+    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(base) + kAhead + i, _MM_HINT_T0);
     for (int p = 0; p < M - kCoarsest; ++p)
-      _mm_prefetch(reinterpret_cast<const char*>(planes[p]) + kAhead / (kBaseBytes / kPlaneBytes), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(planes[p]) + kAhead / (kBaseBytes / kPlaneBytes),
+                   _MM_HINT_T0);
   }
 };
 
 // How AVX2 computes; the functions below are written in terms of such a machine.
 struct Avx2 {
-  using Sums = __m256i;  // the partial sums of a unit
+  using Sums = __m256i;                 // the partial sums of a unit
   static constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 
   // A block's codes, ready to be multiplied.
@@ -131,17 +140,20 @@ struct Avx2 {
   struct Codes {
     static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
 
-    __m256i low;       // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and bytes suffice
+    __m256i low;  // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and
+                  // bytes suffice
     __m256i negative;  // -1 where the weight is negative; only where needed
-    __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16 bits hold as they are
+    __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16
+                       // bits hold as they are
 
     OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
       const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
       const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
-      low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
+      low =
+        _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
       if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
-      const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202, 0x08080808, 0x20202020,
-                                             static_cast<int>(0x80808080));
+      const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202,
+                                             0x08080808, 0x20202020, static_cast<int>(0x80808080));
       for (int p = 0; p < M - kCoarsest; ++p) {
         int32_t word;
         std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
@@ -169,10 +181,13 @@ struct Avx2 {
 
   // One block against one token.
   template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& codes, const int8_t* digits, int low_bytes, const int16_t* words) {
+  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& codes, const int8_t* digits, int low_bytes,
+                                       const int16_t* words) {
     if constexpr (M <= kBytesUpTo) {
-      const __m256i high = _mm256_maddubs_epi16(codes.low, load(digits)), low = _mm256_maddubs_epi16(codes.low, load(digits + low_bytes));
-      return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+      const __m256i high = _mm256_maddubs_epi16(codes.low, load(digits)),
+                    low = _mm256_maddubs_epi16(codes.low, load(digits + low_bytes));
+      return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)),
+                              _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
     } else {
       return _mm256_add_epi32(_mm256_madd_epi16(codes.wide[0], load(words)),
                               _mm256_madd_epi16(codes.wide[1], load(words + kBlock / 2)));
@@ -181,11 +196,12 @@ struct Avx2 {
 
   // Two blocks against one token.
   template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second, const int8_t* digits,
-                                       const int16_t* words) {
+  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second,
+                                       const int8_t* digits, const int16_t* words) {
     if constexpr (M <= 5) {  // the sum of two pairs still fits 16 bits: 63 * 128 * 4
       const auto both = [&](const int8_t* at) __attribute__((always_inline)) {
-        return _mm256_add_epi16(_mm256_maddubs_epi16(first.low, load(at)), _mm256_maddubs_epi16(second.low, load(at + kBlock)));
+        return _mm256_add_epi16(_mm256_maddubs_epi16(first.low, load(at)),
+                                _mm256_maddubs_epi16(second.low, load(at + kBlock)));
       };
       return _mm256_add_epi32(_mm256_madd_epi16(both(digits), _mm256_set1_epi16(256)),
                               _mm256_madd_epi16(both(digits + 2 * kBlock), _mm256_set1_epi16(1)));
@@ -194,17 +210,20 @@ struct Avx2 {
                             products(second, digits + kBlock, 2 * kBlock, words + kBlock));
   }
 
-  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks of which the second may be missing, or a single block.
+  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks of which the second may be
+  // missing, or a single block.
   template <int M, bool Truncate, int Tokens, bool Pair>
-  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits, const int16_t* words,
-                                     int tokens, Sums (*sums)[8], int i) {
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits,
+                                     const int16_t* words, int tokens, Sums (*sums)[8], int i) {
     constexpr int kWeights = Pair ? 2 * kBlock : kBlock;
     const Codes<M, Truncate> first(bytes, block);
     if (both) {
       const Codes<M, Truncate> second(bytes, block + 1);
-      for (int t = 0; t < tokens; ++t) sums[t][i] = products(first, second, digits + t * 2 * kWeights, words + t * kWeights);
+      for (int t = 0; t < tokens; ++t)
+        sums[t][i] = products(first, second, digits + t * 2 * kWeights, words + t * kWeights);
     } else {
-      for (int t = 0; t < tokens; ++t) sums[t][i] = products(first, digits + t * 2 * kWeights, kWeights, words + t * kWeights);
+      for (int t = 0; t < tokens; ++t)
+        sums[t][i] = products(first, digits + t * 2 * kWeights, kWeights, words + t * kWeights);
     }
   }
 
@@ -237,8 +256,9 @@ OTARO_INLINE __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// From scale bytes to steps. A half has one more bit of exponent: with sign, exponent and fraction of a scale byte in
-// their places it is 2^-8 of the scale. The CPU makes floats of halves, and of subnormal ones in any mode.
+// From scale bytes to steps. A half has one more bit of exponent: with sign, exponent and fraction of a scale
+// byte in their places it is 2^-8 of the scale. The CPU makes floats of halves, and of subnormal ones in any
+// mode.
 template <int Shift>
 struct Steps {
   __m256 factor;
@@ -281,20 +301,23 @@ OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int6
 template <class Machine, int M, bool Truncate>
 OTARO_INLINE __m256i integers(const typename Machine::Sums* sums, const int32_t* activation_sums, int count) {
   const __m256i products = Machine::across(sums);
-  const __m256i of_x = count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
+  const __m256i of_x =
+    count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
   const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(Machine::constant(M, Truncate)));
-  return _mm256_add_epi32(meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
+  return _mm256_add_epi32(meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products,
+                          offset);
 }
 
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const Activations& x, int64_t unit,
-                            typename Machine::Sums (*sums)[8], int i) {
+OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const Activations& x,
+                            int64_t unit, typename Machine::Sums (*sums)[8], int i) {
   const int64_t at = x.first_block(unit, 0) * kBlock;
   Machine::template unit_sums<M, Truncate, Tokens, Pair>(bytes, block, both, x.digits + 2 * at, x.words + at,
                                                          Tokens ? Tokens : x.tokens, sums, i);
 }
 
-// The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond is zero.
+// The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond
+// is zero.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd,
                             typename Machine::Sums (*sums)[8]) {
@@ -310,9 +333,11 @@ OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t
 
 // The terms of `count` units of token t.
 template <class Machine, int M, bool Truncate>
-OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations& x, int t, int64_t unit, int count, __m256 steps) {
+OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations& x, int t, int64_t unit,
+                          int count, __m256 steps) {
   const int64_t slot = t * x.units + unit;
-  const __m256 scales = count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
+  const __m256 scales =
+    count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
   const __m256i dots = integers<Machine, M, Truncate>(sums, x.sums + slot, count);
   return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
 }
@@ -320,7 +345,8 @@ OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations&
 // The end of a row, out of line: `count` units with all the care they may need.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 __attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight,
-                                        const uint8_t* scales, int64_t unit, int count, bool odd, __m256* lanes) {
+                                        const uint8_t* scales, int64_t unit, int count, bool odd,
+                                        __m256* lanes) {
   typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
   some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
   const __m256 steps = some_steps<meaning(M, Truncate).shift>(weight, scales, unit, count);
@@ -331,7 +357,8 @@ __attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations
 
 // Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
 template <class Machine, int M, bool Truncate, int Tokens>
-OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float step, int64_t unit, __m256* lanes) {
+OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float step, int64_t unit,
+                          __m256* lanes) {
   constexpr Meaning means = meaning(M, Truncate);
   const int tokens = Tokens ? Tokens : x.tokens;
   typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
@@ -339,21 +366,25 @@ OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float ste
 #pragma GCC unroll 1
   for (int t = 0; t < tokens; ++t) {
     const int64_t slot = t * x.units + unit;
-    const int dot = means.factor * Machine::across_one(sums[t][0]) + Machine::constant(M, Truncate) * x.sums[slot];
-    lanes[t] = _mm256_add_ps(lanes[t], _mm256_zextps128_ps256(_mm_set_ss(static_cast<float>(dot) * (step * x.scales[slot]))));
+    const int dot =
+      means.factor * Machine::across_one(sums[t][0]) + Machine::constant(M, Truncate) * x.sums[slot];
+    lanes[t] = _mm256_add_ps(
+      lanes[t], _mm256_zextps128_ps256(_mm_set_ss(static_cast<float>(dot) * (step * x.scales[slot]))));
   }
 }
 
 // The whole eights of units of a row, for one token. Lanes and others take turns; in the end 0 + 1 is 1 + 0.
 template <class Machine, int M, bool Truncate>
-OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps<meaning(M, Truncate).shift>& of_scales,
-                             const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
+OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
+                             const Steps<meaning(M, Truncate).shift>& of_scales, const uint8_t* scales,
+                             int64_t units, __m256& lanes, __m256& others) {
   lanes = others = _mm256_setzero_ps();
   for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
     typename Machine::Sums sums[1][8];
     bytes.prefetch(16);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
+    for (int i = 0; i < 8; ++i)
+      unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
     const __m256 steps = of_scales.eight(scales + unit);
     const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
     lanes = others;
@@ -361,8 +392,8 @@ OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps<
   }
 }
 
-// One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is left over (576 is nine),
-// those of eight rows are summed across together.
+// One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is
+// left over (576 is nine), those of eight rows are summed across together.
 template <class Machine, int M, bool Truncate>
 void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end, float* out) {
   constexpr Meaning means = meaning(M, Truncate);
@@ -386,8 +417,10 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
       bytes.skip(2);
       last[r] = scales[whole];
     }
-    const __m256i products = Machine::across(sums[0]), offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
-    const __m256i dots = _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
+    const __m256i products = Machine::across(sums[0]),
+                  offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
+    const __m256i dots =
+      _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
     const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
     float terms[8];
     _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
@@ -407,7 +440,8 @@ void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, in
 
 // Any number of tokens, any shape.
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                int64_t stride) {
   const int tokens = Tokens ? Tokens : x.tokens;
   const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
   const bool odd = Pair && weight.blocks() % 2;
@@ -422,11 +456,13 @@ void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64
     for (int side = 0; unit < whole; unit += 8, bytes.skip(16), side ^= 1) {
       typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
 #pragma GCC unroll 1
-      for (int i = 0; i < 8; ++i) unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
+      for (int i = 0; i < 8; ++i)
+        unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
       const __m256 steps = of_scales.eight(scales + unit);
 #pragma GCC unroll 1
       for (int t = 0; t < tokens; ++t)
-        lanes[side][t] = _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
+        lanes[side][t] =
+          _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
     }
     if (Pair && per_group == 1 && !odd && units - unit == 1) {
       add_one<Machine, M, Truncate, Tokens>(bytes, x, of_scales.one(scales[unit]), unit, lanes[unit / 8 % 2]);
@@ -434,17 +470,19 @@ void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64
     }
     for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
       const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
-      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, weight, scales, unit, count, odd && unit + count == units,
-                                                   lanes[unit / 8 % 2]);
+      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, weight, scales, unit, count,
+                                                   odd && unit + count == units, lanes[unit / 8 % 2]);
     }
-    for (int t = 0; t < tokens; ++t) out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
+    for (int t = 0; t < tokens; ++t)
+      out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
   }
 }
 
 template <class Machine>
 struct For {
   template <int M, bool Truncate>
-  static void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out, int64_t stride) {
+  static void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                     int64_t stride) {
     if (x.unit_blocks == 1)
       linear_any<Machine, M, Truncate, 0, false>(weight, x, begin, end, out, stride);
     else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
@@ -465,7 +503,8 @@ struct For {
         if (x.unit_blocks == 1)
           some_sums<Machine, M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
         else
-          some_sums<Machine, M, Truncate, 0, true>(bytes, x, unit, count, weight.blocks() % 2 && unit + count == x.units, sums);
+          some_sums<Machine, M, Truncate, 0, true>(bytes, x, unit, count,
+                                                   weight.blocks() % 2 && unit + count == x.units, sums);
         for (int64_t t = 0; t < x.tokens; ++t)
           _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count),
                                  integers<Machine, M, Truncate>(sums[t], x.sums + t * x.units + unit, count));
@@ -495,13 +534,15 @@ void decode(const Packed& weight, int64_t row, float* out) {
     alignas(32) int8_t negative[kBlock] = {};
     _mm256_store_si256(reinterpret_cast<__m256i*>(low), _mm256_permutevar8x32_epi32(codes.low, in_order));
     if constexpr (M == kFinest)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(negative), _mm256_permutevar8x32_epi32(codes.negative, in_order));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(negative),
+                         _mm256_permutevar8x32_epi32(codes.negative, in_order));
     const int64_t count = weight.length - b * kBlock;
     float last[kBlock], *values = count < kBlock ? last : out + b * kBlock;
     for (int i = 0; i < kBlock; i += 8) {
       __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low + i)));
       if constexpr (M == kFinest) {
-        const __m256i sign = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(negative + i)));
+        const __m256i sign =
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(negative + i)));
         u = _mm256_add_epi32(u, _mm256_slli_epi32(sign, 8));
         if constexpr (Truncate) u = _mm256_sub_epi32(u, sign);
       }

@@ -1,23 +1,34 @@
-// Attention of up to 16 tokens, each over the positions of its own sequence, straight from a cache in float16 or packed.
+// Attention of up to 16 tokens, each over the positions of its own sequence, straight from a cache in float16
+// or packed.
 //
-// The positions that a token sees are cut into as many slices as there are splits, or fewer; a block takes one slice for some query
-// heads that share a kv head. Partial softmaxes go to memory, and the block that finishes last merges them in ascending order. Where
-// slices begin depends on the token's position alone, so that a token gets the same bits alone and in a batch.
+// The positions that a token sees are cut into as many slices as there are splits, or fewer; a block takes
+// one slice for some query heads that share a kv head. Partial softmaxes go to memory, and the block that
+// finishes last merges them in ascending order. Where slices begin depends on the token's position alone, so
+// that a token gets the same bits alone and in a batch.
 //
-// A warp takes 16 positions at a time on the tensor cores, in float16 with sums in float32. Queries and weights, which are floats, enter
-// as two halves each: what rounding leaves of the first is in the second. Which dimension stands where in a fragment is free as long
-// as both sides agree, so threads load eight neighbours of a key, four of a value, and unpack what they loaded:
+// A warp takes 16 positions at a time on the tensor cores, in float16 with sums in float32. Queries and
+// weights, which are floats, enter as two halves each: what rounding leaves of the first is in the second.
+// Which dimension stands where in a fragment is free as long as both sides agree, so threads load eight
+// neighbours of a key, four of a value, and unpack what they loaded:
 //
-//   scores   [8 heads, 2 parts] x [8 positions]: thread (g, t) of a warp (g = lane / 4, t = lane % 4) has dimensions
-//            32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at positions 2t and 2t + 1
-//   values   [16 dimensions] x [8 heads]: it has dimensions 32 c + 4 g ... + 3 of the values at positions 2t, 2t + 1, 2t + 8, 2t + 9,
+//   scores   [8 heads, 2 parts] x [8 positions]: thread (g, t) of a warp (g = lane / 4, t = lane % 4) has
+//   dimensions
+//            32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at positions 2t
+//            and 2t + 1
+//   values   [16 dimensions] x [8 heads]: it has dimensions 32 c + 4 g ... + 3 of the values at positions 2t,
+//   2t + 1, 2t + 8, 2t + 9,
 //            and, from the scores, the weights of head g at these positions; it gets heads 2t and 2t + 1
 //
-// Packed numbers become halves, exactly but for multiples of 2^-25 below 2^-14, at half their size: 2^16 is no half.
+// Packed numbers become halves, exactly but for multiples of 2^-25 below 2^-14, at half their size: 2^16 is
+// no half.
 //
-// Set by the caller: HEAD, HEADS (of a block, at most 8), KV_BITS (0: float16), OUT (0: integers in units of UNIT, 1: float16,
-// 2: float32), UNIT.
+// Set by the caller: HEAD, HEADS (of a block, at most 8), KV_BITS (0: float16), OUT (0: integers in units of
+// UNIT, 1: float16, 2: float32), UNIT; CAPPED, where scores are.
 #include "sefp.cuh"
+
+#ifndef CAPPED
+#define CAPPED 0
+#endif
 
 constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
@@ -27,24 +38,28 @@ constexpr int kMostSplits = 64;
 #define kNever __int_as_float(0xff800000)
 
 struct Attend {
-  const float* queries;   // [tokens, heads, HEAD], scaled
-  Rows keys, values;      // [sequences, kv heads, capacity]
-  const int* positions;   // [tokens]
+  const float* queries;  // [tokens, heads, HEAD], scaled
+  Rows keys, values;     // [sequences, kv heads, capacity]
+  const int* positions;  // [tokens]
   const int* sequences;
-  float* partial;         // [tokens, heads, splits, kPitch]
-  float* states;          // [tokens, heads, splits, 2]: largest score, sum of weights
-  int* tickets;           // [tokens, blocks of heads], zero between launches
+  float* partial;  // [tokens, heads, splits, kPitch]
+  float* states;   // [tokens, heads, splits, 2]: largest score, sum of weights
+  int* tickets;    // [tokens, blocks of heads], zero between launches
   Activations out;
-  uint16_t* halves;       // [tokens, heads, HEAD]
+  uint16_t* halves;  // [tokens, heads, HEAD]
   float* floats;
   int64_t capacity;
   int heads, kv_heads, blocks, window;  // blocks: that share a kv head; window: 0 for all positions
+  float cap;
 };
 
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+  asm(
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+    "%1, %2, %3};"
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ uint32_t add_halves(uint32_t a, uint32_t b) {
   uint32_t sum;
@@ -56,7 +71,9 @@ __device__ __forceinline__ uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
-__device__ __forceinline__ uint32_t pair(uint16_t first, uint16_t second) { return first | static_cast<uint32_t>(second) << 16; }
+__device__ __forceinline__ uint32_t pair(uint16_t first, uint16_t second) {
+  return first | static_cast<uint32_t>(second) << 16;
+}
 
 // Two floats as two pairs of halves that add up to them.
 __device__ __forceinline__ void split(float first, float second, uint32_t& high, uint32_t& low) {
@@ -65,7 +82,8 @@ __device__ __forceinline__ void split(float first, float second, uint32_t& high,
   low = pair(to_half(first - from_half(a)), to_half(second - from_half(b)));
 }
 
-// How a chunk's numbers, which are a group, come from its bytes: byte * factor + constant (+ last * extra); the halves of a pair may be of two positions.
+// How a chunk's numbers, which are a group, come from its bytes: byte * factor + constant (+ last * extra);
+// the halves of a pair may be of two positions.
 struct Scale {
   uint32_t factor, constant, extra;
 };
@@ -73,23 +91,31 @@ struct Scale {
 __device__ __forceinline__ Scale scale_of(int first, int second) {
   constexpr int kBits = KV_BITS ? KV_BITS : kCoarsest;
   constexpr Meaning means = meaning(kBits, false);
-  constexpr float kFactor = kBits == 8 ? 2 * means.factor : means.factor;  // a byte lacks the last of nine bits
+  constexpr float kFactor =
+    kBits == 8 ? 2 * means.factor : means.factor;  // a byte lacks the last of nine bits
   const float a = power_of_two(first - means.shift - 1), b = power_of_two(second - means.shift - 1);
-  return {pair(to_half(kFactor * a), to_half(kFactor * b)),
-          pair(to_half(static_cast<float>(means.constant) * a), to_half(static_cast<float>(means.constant) * b)),
-          pair(to_half(static_cast<float>(means.factor) * a), to_half(static_cast<float>(means.factor) * b))};
+  return {
+    pair(to_half(kFactor * a), to_half(kFactor * b)),
+    pair(to_half(static_cast<float>(means.constant) * a), to_half(static_cast<float>(means.constant) * b)),
+    pair(to_half(static_cast<float>(means.factor) * a), to_half(static_cast<float>(means.factor) * b))};
 }
 
 // A pair of bytes, both below a byte 0x64, is the pair of halves 1024 + byte.
-__device__ __forceinline__ uint32_t halves_of(uint32_t bytes, uint32_t last, uint32_t selector, const Scale& scale) {
+__device__ __forceinline__ uint32_t halves_of(uint32_t bytes, uint32_t last, uint32_t selector,
+                                              const Scale& scale) {
   constexpr uint32_t kThousand = 0xe400e400u;  // -1024 twice
-  uint32_t result = fuse_halves(add_halves(__byte_perm(bytes, 0x64646464u, selector), kThousand), scale.factor, scale.constant);
-  if constexpr (KV_BITS == 8) result = fuse_halves(add_halves(__byte_perm(last, 0x64646464u, selector), kThousand), scale.extra, result);
+  uint32_t result = fuse_halves(add_halves(__byte_perm(bytes, 0x64646464u, selector), kThousand),
+                                scale.factor, scale.constant);
+  if constexpr (KV_BITS == 8)
+    result =
+      fuse_halves(add_halves(__byte_perm(last, 0x64646464u, selector), kThousand), scale.extra, result);
   return result;
 }
 
-// Four weights of a block, a byte each, from a nibble word and plane words shifted to their quad; of nine bits the last apart.
-__device__ __forceinline__ uint32_t quad_of(uint32_t nibbles, const uint32_t* planes, int shift, uint32_t& last) {
+// Four weights of a block, a byte each, from a nibble word and plane words shifted to their quad; of nine
+// bits the last apart.
+__device__ __forceinline__ uint32_t quad_of(uint32_t nibbles, const uint32_t* planes, int shift,
+                                            uint32_t& last) {
   uint32_t u = nibbles & 0x0f0f0f0fu;
 #pragma unroll
   for (int k = 0; k < (kPlanes < 4 ? kPlanes : 4); ++k) u = 2 * u | (planes[k] >> shift & 0x01010101u);
@@ -115,7 +141,8 @@ __device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words
     for (int c = 0; c < kChunks; ++c) {
       if constexpr (Key) {
         const uint4 four = *reinterpret_cast<const uint4*>(from + 32 * c + 8 * t);
-        words.base[4 * c] = four.x, words.base[4 * c + 1] = four.y, words.base[4 * c + 2] = four.z, words.base[4 * c + 3] = four.w;
+        words.base[4 * c] = four.x, words.base[4 * c + 1] = four.y, words.base[4 * c + 2] = four.z,
+                       words.base[4 * c + 3] = four.w;
       } else {
         const uint2 two = *reinterpret_cast<const uint2*>(from + 32 * c + 4 * g);
         words.base[2 * c] = two.x, words.base[2 * c + 1] = two.y;
@@ -152,7 +179,8 @@ __device__ __forceinline__ void key_halves(const Words& words, int c, uint32_t (
 }
 
 // Of the values at two positions, four pairs: each a dimension at both.
-__device__ __forceinline__ void value_halves(const Words& first, const Words& second, int c, uint32_t (&a)[4]) {
+__device__ __forceinline__ void value_halves(const Words& first, const Words& second, int c,
+                                             uint32_t (&a)[4]) {
   if constexpr (KV_BITS == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -167,7 +195,8 @@ __device__ __forceinline__ void value_halves(const Words& first, const Words& se
                            quad_of(second.base[c] >> 4 * (g % 2), second.planes[c], g, last[1])};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t mixed = __byte_perm(u[0], u[1], i ? 0x7362 : 0x5140), mixed_last = __byte_perm(last[0], last[1], i ? 0x7362 : 0x5140);
+      const uint32_t mixed = __byte_perm(u[0], u[1], i ? 0x7362 : 0x5140),
+                     mixed_last = __byte_perm(last[0], last[1], i ? 0x7362 : 0x5140);
       a[2 * i] = halves_of(mixed, mixed_last, 0x4140, scale);
       a[2 * i + 1] = halves_of(mixed, mixed_last, 0x4342, scale);
     }
@@ -175,24 +204,27 @@ __device__ __forceinline__ void value_halves(const Words& first, const Words& se
 }
 
 // What came out for a head: four dimensions to a thread, numbered through the heads of the block.
-__device__ __forceinline__ void finish(const Attend& p, int64_t token, int first_head, int heads_here, int item, const float (&x)[4]) {
+__device__ __forceinline__ void finish(const Attend& p, int64_t token, int first_head, int heads_here,
+                                       int item, const float (&x)[4]) {
   const int head = item / (kPitch / 4), dimension = item % (kPitch / 4) * 4;
   const bool there = head < heads_here && dimension < HEAD;
   const int64_t at = (token * p.heads + first_head + head) * HEAD + dimension;
   if constexpr (OUT == 0) {
     static_assert(OUT || HEAD % UNIT == 0, "a unit must not span heads");
-    quantise_quads<UNIT>(x, there, at / UNIT, p.out);
+    quantize_quads<UNIT>(x, there, at / UNIT, p.out);
   } else if (there) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (dimension + i >= HEAD) continue;
-      if constexpr (OUT == 1) p.halves[at + i] = to_half(x[i]);
-      else p.floats[at + i] = x[i];
+      if constexpr (OUT == 1)
+        p.halves[at + i] = to_half(x[i]);
+      else
+        p.floats[at + i] = x[i];
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid_constant__ Attend p) {
+extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_constant__ Attend p) {
   __shared__ float parts[kWarps][HEADS][kPitch];
   __shared__ float largest[kWarps][8], sums[kWarps][8];
   __shared__ float factors[HEADS][kMostSplits];
@@ -203,12 +235,14 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
   const int splits = gridDim.x, part = blockIdx.x;
   const int64_t token = blockIdx.z;
   const int kv_head = blockIdx.y / p.blocks, group = p.heads / p.kv_heads;
-  const int in_group = blockIdx.y % p.blocks * HEADS, first_head = kv_head * group + in_group, heads_here = min(HEADS, group - in_group);
+  const int in_group = blockIdx.y % p.blocks * HEADS, first_head = kv_head * group + in_group,
+            heads_here = min(HEADS, group - in_group);
   wait_for_predecessor();
 
   const int position = p.positions[token];
   const int first = p.window ? max(0, position + 1 - p.window) : 0, count = position + 1 - first;
-  const int slice = (count + splits * kRound - 1) / (splits * kRound) * kRound, active = (count + slice - 1) / slice;
+  const int slice = (count + splits * kRound - 1) / (splits * kRound) * kRound,
+            active = (count + slice - 1) / slice;
   const int begin = first + part * slice, end = min(begin + slice, position + 1);
   if (begin >= end) return;
   const int64_t first_row = (static_cast<int64_t>(p.sequences[token]) * p.kv_heads + kv_head) * p.capacity;
@@ -222,18 +256,21 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
       float two[2] = {};
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        if (g < heads_here && dimension + k < HEAD) two[k] = p.queries[(token * p.heads + first_head + g) * HEAD + dimension + k] * (KV_BITS ? 2.0f : 1.0f);
+        if (g < heads_here && dimension + k < HEAD)
+          two[k] =
+            p.queries[(token * p.heads + first_head + g) * HEAD + dimension + k] * (KV_BITS ? 2.0f : 1.0f);
       split(two[0], two[1], query[c][i / 2][2 * (i % 2)], query[c][i / 2][2 * (i % 2) + 1]);
     }
 
-  float most = kNever, sum = 0.0f;         // of head g
-  float mixed[kChunks][2][4] = {};         // of heads 2t and 2t + 1
+  float most = kNever, sum = 0.0f;  // of head g
+  float mixed[kChunks][2][4] = {};  // of heads 2t and 2t + 1
   for (int tile = begin + kTile * warp; tile < end; tile += kRound) {
     Words keys[2], values[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) load<true>(p.keys, first_row + min(tile + 8 * i + g, end - 1), keys[i]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) load<false>(p.values, first_row + min(tile + 8 * (i / 2) + 2 * t + i % 2, end - 1), values[i]);
+    for (int i = 0; i < 4; ++i)
+      load<false>(p.values, first_row + min(tile + 8 * (i / 2) + 2 * t + i % 2, end - 1), values[i]);
 
     float scores[2][4] = {};
 #pragma unroll
@@ -244,14 +281,17 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
         key_halves(keys[i], c, b);
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-          multiply(scores[i], query[c][k][0], query[c][k][1], query[c][k][2], query[c][k][3], b[2 * k], b[2 * k + 1]);
+          multiply(scores[i], query[c][k][0], query[c][k][1], query[c][k][2], query[c][k][3], b[2 * k],
+                   b[2 * k + 1]);
       }
     float weights[2][2], next = most;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        weights[i][j] = tile + 8 * i + 2 * t + j < end ? scores[i][j] + scores[i][j + 2] : kNever;
+        float score = scores[i][j] + scores[i][j + 2];
+        if constexpr (CAPPED) score = p.cap * tanhf(score / p.cap);
+        weights[i][j] = tile + 8 * i + 2 * t + j < end ? score : kNever;
         next = fmaxf(next, weights[i][j]);
       }
 #pragma unroll
@@ -303,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) parts[warp][head][32 * c + 4 * g + 2 * j + i] = mixed[c][j][2 * i + k] * factor;
+          for (int i = 0; i < 2; ++i)
+            parts[warp][head][32 * c + 4 * g + 2 * j + i] = mixed[c][j][2 * i + k] * factor;
     }
   }
   if (threadIdx.x < HEADS) {
@@ -335,7 +376,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
     if (active == 1)
       finish(p, token, first_head, heads_here, item, x);
     else if (item < kItems && head < heads_here)
-      *reinterpret_cast<float4*>(p.partial + ((token * p.heads + first_head + head) * splits + part) * kPitch + dimension) =
+      *reinterpret_cast<float4*>(
+        p.partial + ((token * p.heads + first_head + head) * splits + part) * kPitch + dimension) =
         make_float4(x[0], x[1], x[2], x[3]);
   }
   if (active == 1) return;
@@ -352,7 +394,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) attend(const __grid
   __syncthreads();
   if (!is_last) return;
   for (int head = warp; head < heads_here; head += kWarps) {
-    const float2* states = reinterpret_cast<const float2*>(p.states) + (token * p.heads + first_head + head) * splits;
+    const float2* states =
+      reinterpret_cast<const float2*>(p.states) + (token * p.heads + first_head + head) * splits;
     float2 state[kMostSplits / kWarp];
     float top = kNever, all = 0.0f;
 #pragma unroll

@@ -1,6 +1,7 @@
 // Activations to integers, and packed rows to values.
 //
-// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantise` UNIT; for `decode` BITS, TRUNCATE, IDS.
+// Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS,
+// TRUNCATE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -19,13 +20,13 @@ using Float = Of<DTYPE>::Type;
 using Stored = Float::Stored;
 
 #ifdef UNIT
-struct Quantise {
+struct Quantize {
   const Stored* x;  // [tokens, length]
   Activations out;
   int64_t tokens, length, units;
 };
 
-extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
+extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
   wait_for_predecessor();
   let_successor_start();  // not earlier: `linear` loads weights at once, and whoever wrote those must be done
   const int lane = threadIdx.x % kWarp;
@@ -33,7 +34,7 @@ extern "C" __global__ void quantise(const __grid_constant__ Quantise p) {
   if (slot >= p.tokens * p.units) return;
   const int64_t first = slot % p.units * UNIT + lane, second = first + kWarp;
   const Stored* row = p.x + slot / p.units * p.length;
-  quantise_unit<UNIT>(first < p.length ? Float::load(row[first]) : 0.0f,
+  quantize_unit<UNIT>(first < p.length ? Float::load(row[first]) : 0.0f,
                       UNIT == 64 && second < p.length ? Float::load(row[second]) : 0.0f, slot, p.out);
 }
 #endif
@@ -53,7 +54,8 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   constexpr int kPlanes = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
   let_successor_start();
   wait_for_predecessor();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, words = kBaseWords * static_cast<int64_t>(p.blocks);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x,
+                words = kBaseWords * static_cast<int64_t>(p.blocks);
   const int64_t number = index / words, word = index % words;
   if (number >= p.count || 8 * word >= p.length) return;
   const int64_t row = IDS ? p.ids[number] : number;

@@ -1,7 +1,9 @@
-// The words of the GPU kernels: types, packed rows, activations as integers. What is computed stands in ../reference.py.
+// The words of the GPU kernels: types, packed rows, activations as integers. What is computed stands in
+// ../reference.py.
 //
-// Sources are compiled at first use by NVRTC (../nvrtc.py), which has no headers of its own: nothing is included, and what
-// they would bring (halves, bytes) is spelt out here. Constants in CAPITALS are set by the caller, with -D.
+// Sources are compiled at first use by NVRTC (../nvrtc.py), which has no headers of its own: nothing is
+// included, and what they would bring (halves, bytes) is spelt out here. Constants in CAPITALS are set by the
+// caller, with -D.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -16,10 +18,10 @@ using int64_t = long long;
 #endif
 
 constexpr int kWarp = 32;
-constexpr int kBlock = 32;      // weights that share their bytes
-constexpr int kBaseWords = 4;   // of a block
+constexpr int kBlock = 32;     // weights that share their bytes
+constexpr int kBaseWords = 4;  // of a block
 constexpr int kCoarsest = 3;
-constexpr int kLanes = 16;      // partial sums of a row
+constexpr int kLanes = 16;  // partial sums of a row
 constexpr int kMaxActivation = 32639;
 constexpr int kActivationBits = 15;
 constexpr int kMinActivationExponent = -80;
@@ -36,7 +38,8 @@ __host__ __device__ constexpr Meaning meaning(int bits, bool truncate) {
                   : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
 }
 
-// A packed matrix. Scales are bytes (../../sefp/codec.py, `scale_values`); signed ones, so that a load spreads the sign.
+// A packed matrix. Scales are bytes (../../sefp/codec.py, `scale_values`); signed ones, so that a load
+// spreads the sign.
 struct Packed {
   const uint32_t* base;
   const uint32_t* planes[5];
@@ -45,13 +48,15 @@ struct Packed {
   int scale_exponent;
 };
 
-// What a unit of activations has besides its integers: their sum, and 2^(e - 15), or NaN where an activation was not finite.
+// What a unit of activations has besides its integers: their sum, and 2^(e - 15), or NaN where an activation
+// was not finite.
 struct alignas(8) Term {
   int sum;
   float scale;
 };
 
-// Activations as integers: token by token, unit by unit, the high bytes and then the low bytes of a unit's weights in their order.
+// Activations as integers: token by token, unit by unit, the high bytes and then the low bytes of a unit's
+// weights in their order.
 struct Activations {
   int8_t* digits;  // [tokens, units, 2, unit]
   Term* terms;     // [tokens, units]
@@ -69,7 +74,9 @@ __device__ __forceinline__ uint16_t to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
-__device__ __forceinline__ float from_bfloat(uint16_t bits) { return __int_as_float(static_cast<uint32_t>(bits) << 16); }
+__device__ __forceinline__ float from_bfloat(uint16_t bits) {
+  return __int_as_float(static_cast<uint32_t>(bits) << 16);
+}
 __device__ __forceinline__ uint16_t to_bfloat(float value) {
   uint16_t bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -102,14 +109,16 @@ struct Choice<false, A, B> {
   using Type = B;
 };
 
-// Keys or values of one layer's cache: in float16, rows of whole blocks, or packed. Rows are numbered through sequences, heads and positions.
+// Keys or values of one layer's cache: in float16, rows of whole blocks, or packed. Rows are numbered through
+// sequences, heads and positions.
 struct Rows {
   uint32_t* base;  // or halves
   uint32_t* planes[5];
   int8_t* exponents;
 };
 
-// A kernel that was launched as a dependent of the one before it starts early; it may touch what the other wrote after this.
+// A kernel that was launched as a dependent of the one before it starts early; it may touch what the other
+// wrote after this.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -121,27 +130,34 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// A scale byte's sign, exponent and fraction, put where a float32 has its own, are a number 2^120 times too small: a subnormal
-// one where the byte's exponent is 0, which a GPU multiplies like any other. So one product gives the step scale * 2^-shift.
-__device__ __forceinline__ float step_factor(const Packed& matrix, int shift) { return power_of_two(120 + matrix.scale_exponent - shift); }
+// A scale byte's sign, exponent and fraction, put where a float32 has its own, are a number 2^120 times too
+// small: a subnormal one where the byte's exponent is 0, which a GPU multiplies like any other. So one
+// product gives the step scale * 2^-shift.
+__device__ __forceinline__ float step_factor(const Packed& matrix, int shift) {
+  return power_of_two(120 + matrix.scale_exponent - shift);
+}
 __device__ __forceinline__ float step_of(int scale, float factor) {
   return __fmul_rn(__uint_as_float(static_cast<uint32_t>(scale) << 20 & 0x87f00000u), factor);
 }
 
-// Quantises one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if the unit is 64.
-// Steps 1 and 2 of ../reference.py.
+// Quantizes one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if
+// the unit is 64. Steps 1 and 2 of ../reference.py.
 template <int Unit>
-__device__ __forceinline__ void quantise_unit(float first, float second, int64_t slot, const Activations& out) {
+__device__ __forceinline__ void quantize_unit(float first, float second, int64_t slot,
+                                              const Activations& out) {
   const int lane = threadIdx.x % kWarp;
   uint32_t largest = __float_as_uint(first) & 0x7fffffffu;
   if (Unit == 64) largest = max(largest, __float_as_uint(second) & 0x7fffffffu);
   largest = __reduce_max_sync(kAll, largest);
   const bool finite = largest < 0x7f800000u;
-  int exponent = static_cast<int>(largest >> 23) - 126;  // of numbers below 2^-126 too small, and raised anyway
+  int exponent =
+    static_cast<int>(largest >> 23) - 126;  // of numbers below 2^-126 too small, and raised anyway
   exponent = max(exponent, kMinActivationExponent);
-  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f) ++exponent;
+  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f)
+    ++exponent;
   const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
-  const int a = finite ? __float2int_rn(first * inverse) : 0, b = Unit == 64 && finite ? __float2int_rn(second * inverse) : 0;
+  const int a = finite ? __float2int_rn(first * inverse) : 0,
+            b = Unit == 64 && finite ? __float2int_rn(second * inverse) : 0;
   int8_t* digits = out.digits + slot * 2 * Unit;
   const int8_t low_a = static_cast<int8_t>(a), low_b = static_cast<int8_t>(b);
   digits[lane] = static_cast<int8_t>((a - low_a) >> 8);
@@ -151,29 +167,33 @@ __device__ __forceinline__ void quantise_unit(float first, float second, int64_t
     digits[Unit + 32 + lane] = low_b;
   }
   const int sum = __reduce_add_sync(kAll, a + b);
-  if (lane == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+  if (lane == 0)
+    out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
 }
 
-// (a & mask) | (b & ~mask) in one instruction. The compiler would rather split it, to share a mask that costs nothing.
+// (a & mask) | (b & ~mask) in one instruction. The compiler would rather split it, to share a mask that costs
+// nothing.
 __device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
   return result;
 }
 
-// The first `Quads` quads of a block, four bytes to a word: u in the top bits of a byte, zeros below. Of nine bits the last is
-// left out: `last_bits` has it.
+// The first `Quads` quads of a block, four bytes to a word: u in the top bits of a byte, zeros below. Of nine
+// bits the last is left out: `last_bits` has it.
 template <int Bits, int Quads>
 __device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* planes, uint32_t* u) {
   constexpr uint32_t kHigh = 0xf0f0f0f0u;
-  // Planes 4 to 7 are turned into nibbles: w[j] has those of quad j in the low and of quad j + 4 in the high half of its bytes.
+  // Planes 4 to 7 are turned into nibbles: w[j] has those of quad j in the low and of quad j + 4 in the high
+  // half of its bytes.
   uint32_t w[4] = {};
   if constexpr (Bits == 4) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) w[j] = select_bits(planes[0] << (3 - j), 0, 0x88888888u);
   } else if constexpr (Bits > 4) {
     constexpr uint32_t kOdd = 0xaaaaaaaau, kUpper = 0xccccccccu;
-    const uint32_t p4 = planes[0], p5 = planes[1], p6 = Bits > 5 ? planes[2] : 0, p7 = Bits > 6 ? planes[3] : 0;
+    const uint32_t p4 = planes[0], p5 = planes[1], p6 = Bits > 5 ? planes[2] : 0,
+                   p7 = Bits > 6 ? planes[3] : 0;
     const uint32_t even = select_bits(p4 << 1, p5, kOdd), odd = select_bits(p4, p5 >> 1, kOdd);
     const uint32_t even2 = select_bits(p6 << 1, p7, kOdd), odd2 = select_bits(p6, p7 >> 1, kOdd);
     w[0] = select_bits(even << 2, even2, kUpper);
@@ -183,13 +203,16 @@ __device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* pla
   }
 #pragma unroll
   for (int quad = 0; quad < Quads; ++quad) {
-    const uint32_t high = quad % 2 ? base[quad / 2] : base[quad / 2] << 4, low = quad < 4 ? w[quad % 4] : w[quad % 4] >> 4;
+    const uint32_t high = quad % 2 ? base[quad / 2] : base[quad / 2] << 4,
+                   low = quad < 4 ? w[quad % 4] : w[quad % 4] >> 4;
     u[quad] = Bits == 3 ? high & kHigh : select_bits(high, low, kHigh);
   }
 }
 
 // The last of nine bits, in the lowest bit of each byte.
-__device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) { return (plane >> quad) & 0x01010101u; }
+__device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) {
+  return (plane >> quad) & 0x01010101u;
+}
 
 // Asynchronous copies to shared memory.
 template <int Bytes>
@@ -202,10 +225,12 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// As `quantise_unit`, with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four weights in a row. All lanes of a warp
-// come here; those that have nothing (`there` is false) come with zeros, and store nothing.
+// As `quantize_unit`, with four activations to a lane: Unit / 4 neighbouring lanes hold a unit, each four
+// weights in a row. All lanes of a warp come here; those that have nothing (`there` is false) come with
+// zeros, and store nothing.
 template <int Unit>
-__device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, int64_t slot, const Activations& out) {
+__device__ __forceinline__ void quantize_quads(const float (&x)[4], bool there, int64_t slot,
+                                               const Activations& out) {
   constexpr int kMates = Unit / 4;
   const int at = static_cast<int>(threadIdx.x) % kMates;
   uint32_t largest = 0;
@@ -215,7 +240,8 @@ __device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, 
   for (int mate = kMates / 2; mate; mate /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, mate));
   const bool finite = largest < 0x7f800000u;
   int exponent = max(static_cast<int>(largest >> 23) - 126, kMinActivationExponent);
-  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f) ++exponent;
+  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f)
+    ++exponent;
   const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
   uint32_t high = 0, low = 0;
   int sum = 0;
@@ -232,5 +258,6 @@ __device__ __forceinline__ void quantise_quads(const float (&x)[4], bool there, 
   uint32_t* digits = reinterpret_cast<uint32_t*>(out.digits + slot * 2 * Unit);
   digits[at] = high;
   digits[kMates + at] = low;
-  if (at == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+  if (at == 0)
+    out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
 }
