@@ -2,12 +2,227 @@
 #include "x86.h"
 #include "floats.h"
 
+namespace otaro::avx2 {
+
+// Several tokens. Eight rows are turned as they are unpacked, so that a register has two weights of each, of
+// 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
+// the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
+// instruction that adds four products at once.)
+constexpr int kTileRows = 16, kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
+
+OTARO_INLINE void transpose(__m256i (&v)[8]) {
+  __m256i t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // v[i] and v[4 + i] have columns i and 4 + i, of rows 0 to 3 and 4 to 7
+    t[i] = _mm256_permute2x128_si256(v[i], v[4 + i], 0x20);
+    t[4 + i] = _mm256_permute2x128_si256(v[i], v[4 + i], 0x31);
+  }
+  for (int i = 0; i < 8; ++i) v[i] = t[i];
+}
+
+// The plane bits of a block of eight rows, whose bytes are a stride apart: a lane for each row.
+OTARO_INLINE __m256i plane_words(const uint8_t* const (&rows)[8], int64_t at) {
+  const auto word = [&](int r) {
+    int32_t bits;
+    std::memcpy(&bits, rows[r] + at, sizeof bits);
+    return bits;
+  };
+  return _mm256_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
+}
+
+// Eight rows of a unit: pair k of each goes to out[k], in the order of the activations' `words`. FORMAT.md:
+// byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a plane is
+// weight 4 i + k's: so four weights, a quad, are the nibbles of one word, and one bit of every byte of
+// another.
+template <int M, bool Truncate>
+struct EightRows {
+  const uint8_t* base[8];
+  const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1][8];
+  const uint8_t* scales[8];
+
+  template <class RowOf>
+  OTARO_INLINE EightRows(const Packed& weight, RowOf row_of) {
+    for (int r = 0; r < 8; ++r) {
+      const int64_t row = row_of(r), block = row * weight.blocks();
+      base[r] = weight.base + block * kBaseBytes;
+      for (int p = 0; p < M - kCoarsest; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
+      scales[r] = weight.scales + row * weight.groups();
+    }
+  }
+
+  OTARO_INLINE void unpack(int64_t unit, bool both, __m256i* out) const {
+    __m256i words[8];
+    for (int r = 0; r < 8; ++r) {
+      const uint8_t* from = base[r] + unit * 2 * kBaseBytes;
+      words[r] =
+        both ? load(from) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    transpose(words);
+    for (int b = 0; b < 1 + both; ++b) {
+      __m256i bits[M > kCoarsest ? M - kCoarsest : 1];
+      for (int p = 0; p < M - kCoarsest; ++p) bits[p] = plane_words(planes[p], (2 * unit + b) * kPlaneBytes);
+#pragma GCC unroll 8
+      for (int quad = 0; quad < 8; ++quad) {
+        const __m256i nibbles =
+          quad % 2 ? _mm256_srli_epi32(words[4 * b + quad / 2], 4) : words[4 * b + quad / 2];
+        __m256i low = _mm256_and_si256(nibbles, _mm256_set1_epi8(15)), negative = _mm256_setzero_si256();
+        if constexpr (Truncate || M == kFinest) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
+        for (int p = 0; p < M - kCoarsest; ++p) {
+          const __m256i bit = _mm256_and_si256(_mm256_srli_epi32(bits[p], quad), _mm256_set1_epi8(1));
+          low = _mm256_add_epi8(_mm256_add_epi8(low, low), bit);
+        }
+        if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
+        // In `words` quads 0 2 1 3 follow each other, then 4 6 5 7.
+        const int place = 16 * b + 2 * (quad / 4 * 4 + (quad % 4 == 1 ? 2 : quad % 4 == 2 ? 1 : quad % 4));
+        out[place] = widened(low, negative, 0), out[place + 1] = widened(low, negative, 2);
+      }
+    }
+    if (!both)
+      for (int k = kPairs / 2; k < kPairs; ++k) out[k] = _mm256_setzero_si256();
+  }
+
+  // Two of the four bytes of every word, as 16 bits each. At nine bits they are those of u - 256, as in
+  // `Avx2::Codes`.
+  static OTARO_INLINE __m256i widened(__m256i low, __m256i negative, int first) {
+    const __m256i each =
+      _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+    const int two = (first + 1) << 16 | first;
+    const __m256i below = _mm256_add_epi32(each, _mm256_set1_epi32(two | static_cast<int>(0x80008000)));
+    __m256i wide = _mm256_shuffle_epi8(low, below);
+    if constexpr (M == kFinest) {
+      const __m256i above = _mm256_add_epi32(each, _mm256_set1_epi32(two << 8));
+      wide = _mm256_or_si256(
+        wide, _mm256_shuffle_epi8(negative, _mm256_or_si256(above, _mm256_set1_epi32(0x00800080))));
+      if constexpr (Truncate)
+        wide = _mm256_add_epi16(wide, _mm256_srli_epi16(wide, 15));  // raised where negative
+    }
+    return wide;
+  }
+
+  OTARO_INLINE __m256 steps(const Steps<meaning(M, Truncate).shift>& of_scales, int64_t group) const {
+    uint64_t eight = 0;  // not stored byte by byte: what is loaded as a whole then has to wait
+    for (int r = 0; r < 8; ++r) eight |= static_cast<uint64_t>(scales[r][group]) << 8 * r;
+    return of_scales.eight(reinterpret_cast<const uint8_t*>(&eight));
+  }
+};
+
+// Sums of products of sixteen rows with the activations of up to four tokens. (Registers by name: an array
+// gcc would keep in memory.)
+template <int Tokens>
+OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* words, __m256i (&sums)[4][2]) {
+  __m256i a0 = _mm256_setzero_si256(), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, d0 = a0, d1 = a0;
+  const auto broadcast = [&](int at) __attribute__((always_inline)) {
+    int32_t two;
+    std::memcpy(&two, words + at, sizeof two);
+    return _mm256_set1_epi32(two);
+  };
+#pragma GCC unroll 8
+  for (int k = 0; k < kPairs; ++k) {
+    const __m256i low = pairs[0][k], high = pairs[1][k];
+    const auto add = [&](int t, __m256i& of_low, __m256i& of_high) __attribute__((always_inline)) {
+      const __m256i x = broadcast(t * 2 * kBlock + 2 * k);
+      of_low = _mm256_add_epi32(of_low, _mm256_madd_epi16(low, x));
+      of_high = _mm256_add_epi32(of_high, _mm256_madd_epi16(high, x));
+    };
+    add(0, a0, a1);
+    if constexpr (Tokens > 1) add(1, b0, b1);
+    if constexpr (Tokens > 2) add(2, c0, c1);
+    if constexpr (Tokens > 3) add(3, d0, d1);
+  }
+  sums[0][0] = a0, sums[0][1] = a1, sums[1][0] = b0, sums[1][1] = b1;
+  sums[2][0] = c0, sums[2][1] = c1, sums[3][0] = d0, sums[3][1] = d1;
+}
+
+template <int M, bool Truncate>
+void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
+               int64_t stride) {
+  constexpr Meaning means = meaning(M, Truncate);
+  constexpr int kHalves = kTileRows / 8;
+  const int64_t blocks = weight.blocks(), per_group = weight.units_per_group();
+  const Steps<means.shift> of_scales(weight);
+  const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
+  const EightRows<M, Truncate> halves[kHalves] = {{weight, row_of},
+                                                  {weight, [&](int r) { return row_of(8 + r); }}};
+  alignas(32) float lanes[kTileTokens][kLanes][kTileRows];
+  std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
+  __m256 steps[kHalves] = {};
+  for (int64_t unit = 0, left = 0, group = 0; unit < x.units;
+       ++unit, --left) {  // units that are left of the group
+    __m256i pairs[kHalves][kPairs];
+    for (int h = 0; h < kHalves; ++h) halves[h].unpack(unit, 2 * unit + 1 < blocks, pairs[h]);
+    if (!left) {
+      for (int h = 0; h < kHalves; ++h) steps[h] = halves[h].steps(of_scales, group);
+      left = per_group, ++group;
+    }
+    const int16_t* words = x.words + x.first_block(unit, 0) * kBlock;
+    const auto add = [&](int t, const __m256i* sums) __attribute__((always_inline)) {
+      const int64_t slot = t * x.units + unit;
+      const __m256i offset = _mm256_set1_epi32(Avx2::constant(M, Truncate) * x.sums[slot]);
+      const __m256 scale = _mm256_set1_ps(x.scales[slot]);
+      for (int h = 0; h < kHalves; ++h) {
+        const __m256i dots =
+          _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(sums[h], sums[h]) : sums[h], offset);
+        float* lane = lanes[t][unit % kLanes] + 8 * h;
+        const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
+        _mm256_store_ps(lane, _mm256_add_ps(_mm256_load_ps(lane), term));
+      }
+    };
+#pragma GCC unroll 1
+    for (int t = 0; t < x.tokens; t += 4) {
+      __m256i sums[4][2];
+      const int some = x.tokens - t < 4 ? x.tokens - t : 4;
+      const int16_t* at = words + t * 2 * kBlock;
+      if (some == 4)
+        pair_products<4>(pairs, at, sums);
+      else if (some == 3)
+        pair_products<3>(pairs, at, sums);
+      else if (some == 2)
+        pair_products<2>(pairs, at, sums);
+      else
+        pair_products<1>(pairs, at, sums);
+      for (int i = 0; i < some; ++i) add(t + i, sums[i]);
+    }
+  }
+  for (int t = 0; t < x.tokens; ++t)
+    for (int h = 0; h < kHalves; ++h) {
+      __m256 sums[kLanes];
+      for (int j = 0; j < kLanes; ++j) sums[j] = _mm256_load_ps(lanes[t][j] + 8 * h);
+      for (int half = kLanes / 2; half; half /= 2)
+        for (int j = 0; j < half; ++j) sums[j] = _mm256_add_ps(sums[j], sums[j + half]);
+      if (rows > 8 * h)
+        _mm256_maskstore_ps(out + t * stride + first_row + 8 * h, first_lanes(rows - 8 * h), sums[0]);
+    }
+}
+
+template <int M, bool Truncate>
+void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+          int64_t stride) {
+  for (int64_t row = begin; row < end; row += kTileRows)
+    for (int first = 0; first < x.tokens; first += kTileTokens) {
+      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
+      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
+    }
+}
+
+}  // namespace otaro::avx2
+
 namespace otaro {
 const Kernels kAvx2 = {"avx2",
                        avx2::digit_weight_by_block,
                        avx2::quantise<avx2::ByBlock>,
                        OTARO_INSTANCES(avx2::For<avx2::Avx2>::linear),
-                       {},
+                       OTARO_INSTANCES(avx2::many),
+                       {2, 2, 2, 2, 5, 8},
                        OTARO_INSTANCES(avx2::For<avx2::Avx2>::dots),
                        OTARO_INSTANCES(avx2::decode)};
 }

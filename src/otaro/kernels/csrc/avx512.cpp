@@ -305,6 +305,7 @@ const Kernels kAvx512 = {"avx512",
                          avx512::quantise<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
                          OTARO_INSTANCES(avx512::many),
+                         {16, 16, 16, 16, 16, 16},
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }

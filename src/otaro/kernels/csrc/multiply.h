@@ -12,7 +12,7 @@ namespace otaro {
 inline void multiply_rows(const Kernels& kernels, const Packed& weight, const Activations& x, int64_t begin,
                           int64_t end, float* out) {
   const auto many = kernels.many[weight.bits - kCoarsest][weight.truncate];
-  if (many && x.tokens >= kManyTokens && x.unit_blocks == 2)
+  if (many && x.tokens >= kernels.many_from[weight.bits - kCoarsest] && x.unit_blocks == 2)
     return many(weight, x, begin, end, out, weight.rows);
   const auto linear = kernels.linear[weight.bits - kCoarsest][weight.truncate];
   for (int first = 0; first < x.tokens; first += kMaxTokens)

@@ -136,6 +136,7 @@ const Kernels kPortable = {"portable",
                            portable::quantise,
                            OTARO_INSTANCES(portable::linear),
                            {},
+                           {},
                            OTARO_INSTANCES(portable::dots),
                            OTARO_INSTANCES(portable::decode)};
 }

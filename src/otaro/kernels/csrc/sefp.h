@@ -32,9 +32,8 @@ constexpr int kBaseBytes = 16;  // of a block
 constexpr int kPlaneBytes = 4;  // of a block
 constexpr int kCoarsest = 3, kFinest = 8;
 constexpr int kPlanes = kFinest - kCoarsest;
-constexpr int kLanes = 16;       // partial sums of a row
-constexpr int kMaxTokens = 8;    // of one call of `Kernels::linear`
-constexpr int kManyTokens = 16;  // from here on `Kernels::many` pays
+constexpr int kLanes = 16;     // partial sums of a row
+constexpr int kMaxTokens = 8;  // of one call of `Kernels::linear`
 
 // The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most
 // 127 in magnitude.
@@ -119,10 +118,10 @@ struct Kernels {
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
   void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                  float* out, int64_t stride);
-  // The same for many tokens, where an instruction set has a faster way; else null, and eight tokens are
-  // taken at a time.
+  // The same in a way that is faster from `many_from` tokens on; null where there is none.
   void (*many[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                float* out, int64_t stride);
+  int many_from[kPlanes + 1];
   // The integers I of step 3, for tests: out[(token * rows + row) * units + unit].
   void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                int32_t* out);
