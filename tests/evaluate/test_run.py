@@ -123,7 +123,7 @@ def test_what_the_decoder_does_not_serve_has_no_kv_to_measure(tiny, make_nested)
     with pytest.raises(
         otaro.OtaroError, match="--kv E5M5 needs the decoder, which does not serve this model: its architecture"
     ):
-        KvReader(otaro.load(make_nested("mixtral")), "E5M5")
+        KvReader(otaro.load(make_nested("gemma")), "E5M5")
     with pytest.raises(otaro.OtaroError, match="give another --precision than fp"):
         evaluation("builtin", "fp", kv=("E5M5",))
     assert {entry["precision"] for entry in evaluation("builtin", "all", kv=("E5M5",)).plan} == set(map(str, otaro.PRECISIONS))

@@ -137,11 +137,11 @@ def test_of_experts_those_count_that_a_token_takes(make_nested):
 
 def test_a_model_without_a_decode_path_goes_through_transformers(make_nested, small_read):
     quick = Settings(prompt_tokens=4, tokens=2, context=3, rounds=1)
-    result = bench(str(make_nested("mixtral")), quick, [otaro.Precision("E5M3")])
+    result = bench(str(make_nested("gemma")), quick, [otaro.Precision("E5M3")])
     assert result.path.startswith("transformers: ")
     assert result.precisions[0].kv_bytes == round(2 * 2 * 2 * 24 * 4 * 4.5)  # float32
     with pytest.raises(OtaroError, match="keys and values at E5M7 need the decode path, but"):
-        bench(str(make_nested("mixtral")), Settings(kv=otaro.Precision("E5M7"), prompt_tokens=4, tokens=2, context=3))
+        bench(str(make_nested("gemma")), Settings(kv=otaro.Precision("E5M7"), prompt_tokens=4, tokens=2, context=3))
 
 
 def test_more_tokens_than_positions_are_refused(tiny):
@@ -201,14 +201,14 @@ def test_a_model_outside_the_decode_path_ends_in_time_and_says_what_was_left_out
 
     monkeypatch.setattr(speed, "BUDGET", 1e-3)
     asked = Settings(prompt_tokens=8, tokens=3, context=4, rounds=2)
-    result = bench(str(make_nested("mixtral")), asked, [otaro.Precision("E5M3")])
+    result = bench(str(make_nested("gemma")), asked, [otaro.Precision("E5M3")])
     assert (result.cut_from, result.settings.rounds, result.settings.tokens) == (asked, 1, 1)
     assert json.loads(json.dumps(result.to_dict()))["cut_from"]["rounds"] == 2
     with console.out.capture() as shown:
         command.show(result)
     assert "cut to end within minutes: asked for were 8 tokens of prefill, decode of 3 after 4, 2 rounds" in shown.get()
     monkeypatch.setattr(speed, "BUDGET", 1e6)
-    assert bench(str(make_nested("mixtral")), asked, [otaro.Precision("E5M3")]).cut_from is None
+    assert bench(str(make_nested("gemma")), asked, [otaro.Precision("E5M3")]).cut_from is None
 
 
 def test_what_the_decode_path_serves_is_never_cut(tiny, small_read, monkeypatch):

@@ -70,7 +70,7 @@ def show(summary: Summary) -> None:
         )
     console.out.print(sizes)
     modules = Table(title="By kind of module", title_justify="left")
-    modules.add_column("module")
+    modules.add_column("module", overflow="fold")
     for heading in ("tensors", "weights", "scales", "zero at E5M3"):
         modules.add_column(heading, justify="right")
     for module in summary.modules:
@@ -83,7 +83,7 @@ def show(summary: Summary) -> None:
         )
     console.out.print(modules)
     left = Table(title="Not packed, the same at every precision", title_justify="left")
-    left.add_column("tensor")
+    left.add_column("tensor", overflow="fold")  # a name that is cut off is none
     for heading in ("tensors", "weights", "type", "size"):
         left.add_column(heading, justify="right")
     for group in summary.unpacked:
