@@ -85,7 +85,10 @@ class Scheduler:
     @cached_property
     def tokenizer(self) -> Any:
         """The one given, or the model's own; loaded when it is first needed."""
-        return self._given_tokenizer or load_tokenizer(self._attached.nested.path)
+        try:
+            return self._given_tokenizer or load_tokenizer(self._attached.nested.path)
+        except OtaroError as error:
+            raise OtaroError(f"{error}, or give tokens with text=False") from error
 
     @property
     def waiting(self) -> int:
