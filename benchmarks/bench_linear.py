@@ -121,7 +121,7 @@ def ggmls(weight: torch.Tensor, x: torch.Tensor, threads: int, stack: ExitStack)
     for kind in ("F16", "Q8_0", "Q5_0", "Q4_0", "Q4_K"):
         if kind == "Q4_K" and weight.shape[1] % 256:
             continue  # its blocks are 256 long
-        data = ggml.quantised(weight.numpy(), kind)
+        data = ggml.quantized(weight.numpy(), kind)
         for repacked in (False, True):
             copies = copies_of(data.nbytes)
             products = ggml.Products(data, kind, len(weight), x.numpy(), copies, threads, repacked)

@@ -163,7 +163,7 @@ def set_to(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def merging(bench: Bench) -> dict[str, Any]:
-    """Whether merged weights have the bits that a forward under autocast quantised."""
+    """Whether merged weights have the bits that a forward under autocast quantized."""
     lora = bench.lora({**LLAMA_8B, "num_hidden_layers": 2})
     for name, parameter in lora.named_parameters():
         if "lora_B" in name:

@@ -1,7 +1,7 @@
 """The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are made of.
 
     python benchmarks/bench_table2.py                         # everything, a few minutes
-    python benchmarks/bench_table2.py --only gemv,quantise    # some parts
+    python benchmarks/bench_table2.py --only gemv,quantize    # some parts
     python benchmarks/bench_table2.py --quick                 # fewer rounds
 
 Weights are random: only their shapes matter here. Parts:
@@ -11,7 +11,7 @@ Weights are random: only their shapes matter here. Parts:
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed
     switch        what it costs to change the precision between two tokens
-    quantise      the fused quantise kernel of a tuning step, beside a copy of the same bytes
+    quantize      the fused quantize kernel of a tuning step, beside a copy of the same bytes
 
 Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
 replayed in turn, and medians count. Results are checked against the reference before anything is timed.
@@ -44,13 +44,13 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "transformers": table2_decode.through_transformers,
     "decode": table2_own.decode,
     "switch": table2_own.switch,
-    "quantise": table2_products.quantise,
+    "quantize": table2_products.quantize,
 }
 E5M4 = Precision("E5M4")
 SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}
 """How many times as fast as cuBLAS in float16 the products of one token must be, all together."""
 OF_COPY = 0.7
-"""The share of a copy's speed that quantising for a tuning step must reach."""
+"""The share of a copy's speed that quantizing for a tuning step must reach."""
 AGAINST_TRANSFORMERS, AGAINST_OWN_HALF = 2.45, 2.0
 """How many times as fast as float16 a token at E5M4 must be."""
 MEMORY_GIB = 4.88  # of weights and cache, both at E5M4
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 5)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to a file too")
-    # Other ways to cut the work of the quantise kernel: for whoever changes it.
+    # Other ways to cut the work of the quantize kernel: for whoever changes it.
     parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     parts = asked.only.split(",")
@@ -116,16 +116,16 @@ def main() -> None:
 def judged(results: dict[str, Any]) -> Iterator[Bar]:
     """What was asked for, as far as the parts that ran can tell."""
     if total := results.get("gemv", {}).get("summed_seconds"):
-        for suffix in ("", " + quantise"):
+        for suffix in ("", " + quantize"):
             for precision, factor in SUMMED.items():
                 name = precision + suffix
                 yield Bar(f"products of one token at {name}, times float16", total["float16"] / total[name], factor)
         steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
         yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
     yield from judged_decode(results)
-    for title, result in results.get("quantise", {}).items():
+    for title, result in results.get("quantize", {}).items():
         if isinstance(result, dict) and result["best"]:
-            yield Bar(f"quantising, {title}: share of a copy's speed", result["of_copy"], OF_COPY)
+            yield Bar(f"quantizing, {title}: share of a copy's speed", result["of_copy"], OF_COPY)
 
 
 def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:

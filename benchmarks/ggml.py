@@ -1,6 +1,6 @@
 """ggml's matrix product, called through the shared libraries that llama-cpp-python brings along.
 
-`Products` holds copies of one quantised matrix and multiplies them in turn by the same tokens. With `repacked` the copies lie
+`Products` holds copies of one quantized matrix and multiplies them in turn by the same tokens. With `repacked` the copies lie
 as llama.cpp lays them out for this CPU when it loads a model, which ggml knows for some types; plain ones lie as in the file.
 """
 
@@ -72,7 +72,7 @@ def library() -> Any | None:
     return Ggml
 
 
-def quantised(weight: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+def quantized(weight: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     """The bytes of a float32 matrix in one of the TYPES."""
     ggml = library()
     assert ggml is not None

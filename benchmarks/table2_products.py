@@ -1,4 +1,4 @@
-"""Parts of bench_table2.py that need no model: products of one token, of many, and the quantising of a tuning step."""
+"""Parts of bench_table2.py that need no model: products of one token, of many, and the quantizing of a tuning step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECKED = 48  # rows
 TOLERANCE = 1e-3  # relative error of a product; integers of 16 bits are good for 1e-4
 BATCH_SHAPE = (28672, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-VARIANTS = ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16))  # of the quantise kernel
+VARIANTS = ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16))  # of the quantize kernel
 
 
 class Settings(NamedTuple):
@@ -70,7 +70,7 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
         launches = enough(moved(product, precision) / 3e12 + 2e-6, copies)
         digits = cuda.to_digits(x, GROUP_SIZE)
         contenders[str(precision)] = capture(partial(multiply, matrices, digits, outs), launches)
-        contenders[f"{precision} + quantise"] = capture(partial(quantise_multiply, matrices, x, digits, outs), launches)
+        contenders[f"{precision} + quantize"] = capture(partial(quantize_multiply, matrices, x, digits, outs), launches)
     contenders["float16 again"] = contenders["float16"]  # how far the same thing is from itself
     seconds = medians(alternate(contenders, asked.rounds))
     moves = {"float16": moved(product, None), **{str(precision): moved(product, precision) for precision in PRECISIONS}}
@@ -98,7 +98,7 @@ def multiply(rotated: list[list[Packed]], digits: Any, outs: list[torch.Tensor],
     cuda.products(digits, 1, rotated[number % len(rotated)], outs)
 
 
-def quantise_multiply(rotated: list[list[Packed]], x: torch.Tensor, digits: Any, outs: list[torch.Tensor], number: int) -> None:
+def quantize_multiply(rotated: list[list[Packed]], x: torch.Tensor, digits: Any, outs: list[torch.Tensor], number: int) -> None:
     """The same with a launch before it that makes integers."""
     cuda.to_digits(x, GROUP_SIZE, digits)
     cuda.products(digits, 1, rotated[number % len(rotated)], outs)
@@ -153,12 +153,12 @@ def print_product(name: str, result: dict[str, Any], copy_rate: float) -> None:
     seconds, moves = result["seconds"], result["bytes"]
     say(f"\n{name}: {rows} x {length}, one token, {result['copies']} copies in turn")
     head = f"{'':10}{'MB':>9}{'us':>9}{'TB/s':>7}{'of copy':>9}{'speed-up':>10}"
-    say(head + f"{'with quantise, us':>19}{'speed-up':>10}{'error':>9}")
+    say(head + f"{'with quantize, us':>19}{'speed-up':>10}{'error':>9}")
     for row, size in moves.items():
         rate, times = size / seconds[row], seconds["float16"] / seconds[row]
         line = f"{row:10}{size / 1e6:9.1f}{seconds[row] * 1e6:9.2f}{rate / 1e12:7.2f}{rate / copy_rate:9.0%}{times:9.2f}x"
-        if (quantised := seconds.get(f"{row} + quantise")) is not None:
-            line += f"{quantised * 1e6:19.2f}{seconds['float16'] / quantised:9.2f}x{result['checks'][row]['error']:9.1e}"
+        if (quantized := seconds.get(f"{row} + quantize")) is not None:
+            line += f"{quantized * 1e6:19.2f}{seconds['float16'] / quantized:9.2f}x{result['checks'][row]['error']:9.1e}"
         say(line)
     say(f"float16 once more: {seconds['float16 again'] * 1e6:.2f} us")
 
@@ -167,11 +167,11 @@ def print_sums(total: dict[str, float]) -> None:
     """The model's table."""
     base = total["float16"]
     say("\nall products of one token (32 layers and the head)")
-    say(f"{'':10}{'ms':>9}{'speed-up':>10}{'with quantise, ms':>19}{'speed-up':>10}")
+    say(f"{'':10}{'ms':>9}{'speed-up':>10}{'with quantize, ms':>19}{'speed-up':>10}")
     for name in ("float16", *map(str, PRECISIONS)):
         line = f"{name:10}{total[name] * 1e3:9.3f}{base / total[name]:9.2f}x"
-        if (quantised := total.get(f"{name} + quantise")) is not None:
-            line += f"{quantised * 1e3:19.3f}{base / quantised:9.2f}x"
+        if (quantized := total.get(f"{name} + quantize")) is not None:
+            line += f"{quantized * 1e3:19.3f}{base / quantized:9.2f}x"
         say(line)
 
 
@@ -245,7 +245,7 @@ def check_decoded(x: torch.Tensor, packed: Packed) -> dict[str, Any]:
 def print_batch(results: dict[str, dict[str, Any]]) -> None:
     """Microseconds by tokens, and who is fastest."""
     names = list(next(iter(results.values()))["seconds"])
-    passes = f"integers: passes of {cuda.MOST_TOKENS} tokens, quantising included"
+    passes = f"integers: passes of {cuda.MOST_TOKENS} tokens, quantizing included"
     say(f"\n{BATCH_SHAPE[0]} x {BATCH_SHAPE[1]}, us by tokens ({passes})")
     say(f"{'':18}" + "".join(f"{tokens:>9}" for tokens in results))
     for name in names:
@@ -258,33 +258,33 @@ def print_batch(results: dict[str, dict[str, Any]]) -> None:
         say(f"{precision + ' fastest':18}" + "".join(f"{road:>9}" for road in fastest))
 
 
-def quantise(asked: Settings) -> dict[str, Any]:
-    """The fused quantise kernel of tuning: share of the speed of a copy, weights read once and written once."""
+def quantize(asked: Settings) -> dict[str, Any]:
+    """The fused quantize kernel of tuning: share of the speed of a copy, weights read once and written once."""
     from otaro.tune import fused
 
     launches = [fused.BEST]
     if asked.variants:
         launches += [fused.Launch(tile, warps) for tile, warps in VARIANTS if (tile, warps) != fused.BEST]
     results: dict[str, Any] = {}
-    say(f"\nquantising for a tuning step at E5M4 (copy: {asked.copy_rate / 1e12:.2f} TB/s)")
+    say(f"\nquantizing for a tuning step at E5M4 (copy: {asked.copy_rate / 1e12:.2f} TB/s)")
     say(f"{'':56}{'MB':>9}{'us':>9}{'TB/s':>7}{'of copy':>9}{'host, us':>10}")
     for model, shapes in weight_sets(asked.quick):
         weights = [torch.randn(shape, device=gpu.DEVICE) * 0.02 for shape in shapes]
         for out in (torch.bfloat16, torch.float32):
-            results |= quantised_set(model, weights, out, launches, asked)
+            results |= quantized_set(model, weights, out, launches, asked)
         del weights
         gpu.release()
     return results
 
 
 def weight_sets(quick: bool) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Shapes of the linears that a step quantises together."""
+    """Shapes of the linears that a step quantizes together."""
     layer = [(rows, product.length) for product in PRODUCTS if product.name != "head" for rows in product.rows]
     yield "LLaMA-3-8B, 2 layers", layer * (1 if quick else 2)
     yield "SmolLM2-135M", [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)] * 30
 
 
-def quantised_set(
+def quantized_set(
     model: str, weights: list[torch.Tensor], out: torch.dtype, launches: list[Any], asked: Settings
 ) -> dict[str, Any]:
     """Time the kernel on one set of weights into one type, and torch's plain conversion of as many weights beside it."""

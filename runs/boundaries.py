@@ -5,7 +5,7 @@
 
 A weight on a border belongs to the cell above it and reads as the middle of that cell, half a step away, however fine the
 step. Any change downward, however small, takes it to the middle below. Weights that come from a coarser grid (float16, or
-another quantised file) are there by the million. With --text, each is moved by a millionth of itself, up or down at
+another quantized file) are there by the million. With --text, each is moved by a millionth of itself, up or down at
 random, and the perplexity measured before and after: what changes has nothing to do with learning.
 """
 

@@ -1,6 +1,6 @@
 """Convert the SmolLM2 GGUF file to a Hugging Face directory in float16: python convert_gguf.py GGUF OUT.
 
-The result holds the dequantised values of the GGUF file; it is not the model as it was before quantisation.
+The result holds the dequantized values of the GGUF file; it is not the model as it was before quantization.
 """
 
 import sys

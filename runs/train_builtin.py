@@ -128,7 +128,7 @@ def train_tokenizer(prose: list[str]) -> PreTrainedTokenizerFast:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Sizes are multiples of 128 so that weights divide into quantisation groups; 2.8 MB as float16."""
+    """Sizes are multiples of 128 so that weights divide into quantization groups; 2.8 MB as float16."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

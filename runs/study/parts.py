@@ -4,7 +4,7 @@
     python -m runs.study.parts join models/parts --models models --data data          # again after each part that comes
 
 A part is a zip file in a folder of its own. What is small comes first, so that work can begin before the last part is
-there. Weights that were dequantised from blocks of 32 (as SmolLM2's) are found out as such and carried as the codes they
+there. Weights that were dequantized from blocks of 32 (as SmolLM2's) are found out as such and carried as the codes they
 come from, checked to the bit; others by byte planes, compressed.
 """
 

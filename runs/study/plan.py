@@ -192,7 +192,7 @@ def candidates() -> dict[str, Options]:
 
 
 PASSES = 2.2
-"""Of a step of `best`, in plain steps: it has two passes, and quantises for one of them.
+"""Of a step of `best`, in plain steps: it has two passes, and quantizes for one of them.
 
 Measured roughly, on a busy CPU; `benchmarks/bench_tune.py` on a GPU is to say it exactly.
 """

@@ -119,7 +119,7 @@ def test_batches(modules, pretended, capsys):
     assert "E5M4 fastest" in capsys.readouterr().out
 
 
-def test_quantising(modules, pretended, monkeypatch, capsys):
+def test_quantizing(modules, pretended, monkeypatch, capsys):
     class Launch(NamedTuple):
         tile: int
         warps: int
@@ -134,7 +134,7 @@ def test_quantising(modules, pretended, monkeypatch, capsys):
     monkeypatch.setattr(pretended, "alternate", lambda contenders, rounds: {name: [1e-9] for name in contenders})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     bench, *_ = modules
-    results = {"quantise": pretended.quantise(pretended.Settings(1, 4e12, variants=True))}
+    results = {"quantize": pretended.quantize(pretended.Settings(1, 4e12, variants=True))}
     assert not list(bench.wrong(results))
     bars = list(bench.judged(results))
     assert len(bars) == 2

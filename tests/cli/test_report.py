@@ -57,14 +57,14 @@ def test_a_checkpoint_is_measured_and_packed_as_it_was_tuned(run_folder, tmp_pat
     assert packed["model"] == otaro.load(run_folder / "nested", "E5M3").sefp.nested.base.header.model
 
 
-def test_a_page_never_joins_a_model_with_itself_quantised_otherwise(run_folder, tmp_path, text):
+def test_a_page_never_joins_a_model_with_itself_quantized_otherwise(run_folder, tmp_path, text):
     run = shutil.copytree(run_folder, tmp_path / "run")
     own = perplexities(run / "nested", text)
     assert perplexities(run / "model", text) == own
     other = perplexities(run / "model", text, "--reconstruction", "midpoint", "--group-size", 64)
     done("report", run, "--no-samples")
     page = (run / "report.html").read_text()
-    apart = page.index("quantised in groups of 64, midpoint")
+    apart = page.index("quantized in groups of 64, midpoint")
     for values, together in ((own, True), (other, False)):
         assert [cell(value) in page[:apart] for value in values.values()] == [together] * 2
         assert all(cell(value) in page for value in values.values())

@@ -73,7 +73,7 @@ def test_only_the_architecture_llama_is_reordered(make_nested, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("Q8_0", 127), ("Q5_0", 16), ("Q4_0", 8)])
-def test_quantised_files_are_near_the_weights(tiny, tmp_path, kind, levels):
+def test_quantized_files_are_near_the_weights(tiny, tmp_path, kind, levels):
     model = otaro.load(tiny)
     write_gguf(model, kind, tmp_path / "model.gguf")
     tensors, reader = read(tmp_path / "model.gguf")

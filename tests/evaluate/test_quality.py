@@ -218,7 +218,7 @@ def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other
     assert (common.coding, list(task_averages(alike))) == (Coding(64, "truncate"), ["fp", "E5M3"])
 
 
-def test_entries_of_older_versions_say_how_they_were_quantised_only_where_that_is_known(tmp_path):
+def test_entries_of_older_versions_say_how_they_were_quantized_only_where_that_is_known(tmp_path):
     new = {**PERPLEXITY, "group_size": 64, "reconstruction": "truncate"}
     stored(tmp_path, entries=[PERPLEXITY, TASK])
     assert read_quality(tmp_path).entries[0] == PERPLEXITY

@@ -290,7 +290,7 @@ def test_the_analyses_of_gradients_are_in_tables(full_report):
 
 def test_divergence_is_from_what_the_command_compares_with(tmp_path, builtin_nested):
     assert "No divergence from its finest precision here." in page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
-    assert "No divergence from the unquantised model here." in page_of(make_run(tmp_path / "other", TUNED))
+    assert "No divergence from the unquantized model here." in page_of(make_run(tmp_path / "other", TUNED))
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path):

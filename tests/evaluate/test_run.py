@@ -176,7 +176,7 @@ def test_how_a_nested_model_is_packed_cannot_be_asked_for(tiny):
             Subject(str(tiny), **asked)
 
 
-def test_the_unquantised_model_is_gone_before_the_packed_one_comes(monkeypatch):
+def test_the_unquantized_model_is_gone_before_the_packed_one_comes(monkeypatch):
     subject = Subject("builtin", "fp,E5M3")
     seen = {}
 

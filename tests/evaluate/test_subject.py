@@ -20,7 +20,7 @@ IDS = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "gemma3", "gpt2"])
-def test_a_checkpoint_quantised_on_the_fly_is_what_packing_and_loading_gives(make_checkpoint, make_nested, architecture):
+def test_a_checkpoint_quantized_on_the_fly_is_what_packing_and_loading_gives(make_checkpoint, make_nested, architecture):
     subject, packed = Subject(str(make_checkpoint(architecture))), otaro.load(make_nested(architecture))
     assert subject.precisions == ["fp", *NAMES]
     for name in (*NAMES, "E5M8"):  # and back: one set of weights is decoded over the other
@@ -70,7 +70,7 @@ def test_full_precision_is_the_checkpoint_itself(checkpoint_dir):
         assert torch.equal(model.state_dict()[name], stored.float())
 
 
-def test_quantising_on_the_fly_leaves_nothing_behind(checkpoint_dir, tmp_path, monkeypatch):
+def test_quantizing_on_the_fly_leaves_nothing_behind(checkpoint_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     subject = Subject(str(checkpoint_dir), "E5M8,E5M3")
     values = [perplexity(subject.at(name), IDS, window=16) for name in ("E5M8", "E5M3", "E5M8")]
@@ -83,7 +83,7 @@ def test_quantising_on_the_fly_leaves_nothing_behind(checkpoint_dir, tmp_path, m
     ]
 
 
-def test_the_unquantised_model_can_be_let_go(checkpoint_dir):
+def test_the_unquantized_model_can_be_let_go(checkpoint_dir):
     subject = Subject(str(checkpoint_dir), "fp,E5M3")
     full = weakref.ref(subject.at("fp"))
     subject.release_full()

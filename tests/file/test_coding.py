@@ -17,7 +17,7 @@ def run_config(home, **options):
     return home / "model"
 
 
-def test_a_checkpoint_is_quantised_as_asked_for_then_as_tuned_then_by_default(tmp_path):
+def test_a_checkpoint_is_quantized_as_asked_for_then_as_tuned_then_by_default(tmp_path):
     assert read_coding(tmp_path) is None
     assert choose_coding(tmp_path) == Coding(64, "midpoint")
     write_coding(tmp_path, Coding(32, "truncate"))

@@ -401,10 +401,10 @@ def test_a_nested_model_is_not_packed_again(nested_dir, tmp_path):
         otaro.pack(nested_dir, tmp_path / "out")
 
 
-def test_a_model_quantised_otherwise_is_refused(checkpoint_dir, tmp_path):
+def test_a_model_quantized_otherwise_is_refused(checkpoint_dir, tmp_path):
     source = shutil.copytree(checkpoint_dir, tmp_path / "source")
     edit_config(source, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"is quantised \(gptq\); pack the checkpoint it was made from"):
+    with pytest.raises(CheckpointError, match=r"is quantized \(gptq\); pack the checkpoint it was made from"):
         otaro.pack(source, tmp_path / "out")
 
 

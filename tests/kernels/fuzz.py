@@ -103,7 +103,7 @@ def through_ops(seed: int, number: int) -> Ends:
         "truncate": problem.truncate,
         "scale_exponent": problem.scale_exponent,
     }
-    name = rng.choice(["linear", "linear", "linear", "decode", "embedding", "quantise"])
+    name = rng.choice(["linear", "linear", "linear", "decode", "embedding", "quantize"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflow in the conversion is meant
         x = _disguised(problem.x, rng).to(dtype)
@@ -250,8 +250,8 @@ def _judge(name: str, args: dict[str, Any]) -> Judge:
         return judge_fake
     plain = {k: [p.clone() for p in v] if isinstance(v, list) else v for k, v in args.items()}
     plain = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in plain.items()}
-    if name == "quantise":
-        expected = list(reference.quantise(plain["x"], plain["group_size"]))
+    if name == "quantize":
+        expected = list(reference.quantize(plain["x"], plain["group_size"]))
     else:
         packed = Packed(**{field: plain[field] for field in Packed._fields})
         if name == "decode":
@@ -316,7 +316,7 @@ def through_extension(seed: int, number: int) -> Ends:
     units = -(-problem.length // unit)
     packed = [getattr(problem, field) for field in Packed._fields]
     x = problem.x
-    name = rng.choice(["linear", "linear", "dots", "quantise", "decode"])
+    name = rng.choice(["linear", "linear", "dots", "quantize", "decode"])
     match name:
         case "linear":
             outputs = [Output((problem.tokens, problem.rows), np.float32)]
@@ -325,7 +325,7 @@ def through_extension(seed: int, number: int) -> Ends:
             x = x[:8]
             outputs = [Output((len(x), problem.rows, units), np.int32)]
             args = [x, *packed, outputs[0].array]
-        case "quantise":
+        case "quantize":
             outputs = [Output(x.shape, np.int16), Output((len(x), units), np.float32)]
             args = [x, problem.group_size, *(output.array for output in outputs)]
         case _:
@@ -415,15 +415,15 @@ def _tensor(value: Any) -> torch.Tensor:
 
 def _expected_of_extension(name: str, args: list[Any]) -> list[torch.Tensor]:
     """A call that was answered fits the contract of the reference; this is its answer."""
-    if name == "quantise":
-        return list(reference.quantise(_tensor(args[0]), args[1]))
+    if name == "quantize":
+        return list(reference.quantize(_tensor(args[0]), args[1]))
     first = 0 if name == "decode" else 1
     base, scales, planes, *numbers = args[first : first + len(Packed._fields)]
     packed = Packed(_tensor(base), _tensor(scales), [_tensor(plane) for plane in planes], *numbers)
     if name == "linear":
         return [reference.linear(_tensor(args[0]), packed)]
     if name == "dots":
-        codes, _ = reference.quantise(_tensor(args[0]), packed.group_size)
+        codes, _ = reference.quantize(_tensor(args[0]), packed.group_size)
         return [reference.dots(codes, packed).int()]
     values = reference.decode(packed)
     rows = args[len(Packed._fields)]

@@ -99,7 +99,7 @@ def test_products_of_one_to_eight_tokens_are_those_of_the_reference(backend, sha
 @EVERY_INSTRUCTION_SET
 def test_integer_dots_are_those_of_the_reference(instructions, shape):
     x = make_activations(3, shape[1])
-    codes, scales = reference.quantise(x, shape[2])
+    codes, scales = reference.quantize(x, shape[2])
     for bits, truncate in GRIDS:
         packed = packed_at(shape, bits, truncate)
         got = torch.empty(3, shape[0], scales.shape[1], dtype=torch.int32)
@@ -168,7 +168,7 @@ def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions,
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, 256])
-def test_quantised_activations_are_those_of_the_reference(backend, group_size):
+def test_quantized_activations_are_those_of_the_reference(backend, group_size):
     largest = torch.finfo(torch.float32).max
     edges = torch.zeros(8, 200)
     edges[1, 3], edges[1, 64] = 32639.5, 32639.498046875  # the next float below
@@ -180,7 +180,7 @@ def test_quantised_activations_are_those_of_the_reference(backend, group_size):
     for x in (edges, make_activations(9, 1000), make_activations(2, 1), make_activations(0, 64)):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for got, expected in zip(
-                ops.quantise(x.to(dtype), group_size), reference.quantise(x.to(dtype), group_size), strict=True
+                ops.quantize(x.to(dtype), group_size), reference.quantize(x.to(dtype), group_size), strict=True
             ):
                 assert same_bits(got, expected)
 
@@ -210,7 +210,7 @@ def test_nothing_overflows_or_saturates_at_the_ends_of_the_range(backend, codes,
     length = 192
     integers = torch.tensor(activations).repeat(length)[:length]
     x = torch.stack((integers, -integers, integers.flip(0))).float() * 2.0**-15
-    assert torch.equal(reference.quantise(x, 64)[0][0].int(), integers)
+    assert torch.equal(reference.quantize(x, 64)[0][0].int(), integers)
     for bits, truncate in GRIDS:
         packed = make_packed(5, length, 64, bits, truncate)
         packed.base.fill_(codes[0])
@@ -325,7 +325,7 @@ def test_where_and_how_tensors_lie_does_not_matter(backend, form, tokens):
     assert same_bits(ops.decode(*elsewhere, torch.float32), values)
     ids = torch.tensor([[5, 0, 5, 2]])
     assert same_bits(ops.embedding(views(ids)[form][0], *elsewhere, torch.float32), values[ids[0]])
-    for got, expected in zip(ops.quantise(views(x)[form], 64), ops.quantise(x, 64), strict=True):
+    for got, expected in zip(ops.quantize(views(x)[form], 64), ops.quantize(x, 64), strict=True):
         assert same_bits(got, expected)
 
 
@@ -346,7 +346,7 @@ def test_rows_that_are_stored_once_may_be_given_many_times(backend, tokens):
 def test_inputs_are_left_as_they_were(backend):
     packed, x = make_packed(6, 200, 64), make_activations(3, 200)
     before = [one.clone() for one in (x, packed.base, packed.scales, *packed.planes)]
-    ops.linear(x, *packed), ops.linear(x.repeat(4, 1), *packed), ops.decode(*packed, torch.float32), ops.quantise(x, 64)
+    ops.linear(x, *packed), ops.linear(x.repeat(4, 1), *packed), ops.decode(*packed, torch.float32), ops.quantize(x, 64)
     after = (x, packed.base, packed.scales, *packed.planes)
     assert all(same_bits(now, then) for now, then in zip(after, before, strict=True))
 
@@ -374,7 +374,7 @@ def test_the_other_operations_are_as_torch_wants_them(backend, installed):
     packed = make_packed(3, 100, 64, 5)
     torch.library.opcheck(ops.decode, (*packed, torch.float16))
     torch.library.opcheck(ops.embedding, (torch.tensor([2, 0]), *packed, torch.float32))
-    torch.library.opcheck(ops.quantise, (torch.randn(2, 100), 64))
+    torch.library.opcheck(ops.quantize, (torch.randn(2, 100), 64))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -639,13 +639,13 @@ def test_odd_ids_types_and_group_sizes_are_refused_in_words(backend):
     with pytest.raises(KernelError, match=r"weights decode to float32, float16 or bfloat16, not torch.float64"):
         ops.decode(*spoiled(), torch.float64)
     with pytest.raises(KernelError, match="group_size is 48"):
-        ops.quantise(torch.ones(1, 64), 48)
+        ops.quantize(torch.ones(1, 64), 48)
     with pytest.raises(KernelError, match=r"activations must be .* \[tokens, length\]"):
-        ops.quantise(torch.ones(1, 0), 64)
+        ops.quantize(torch.ones(1, 0), 64)
 
 
 def test_tensors_without_numbers_give_shapes(backend):
     on_meta = [p.to("meta") if isinstance(p, torch.Tensor) else p for p in make_packed(4, 100, 64, 3)]
     assert ops.linear(torch.ones(2, 100, device="meta"), *on_meta).shape == (2, 4)
     assert ops.decode(*on_meta, torch.float16).dtype == torch.float16
-    assert [tuple(one.shape) for one in ops.quantise(torch.ones(2, 100, device="meta"), 64)] == [(2, 100), (2, 2)]
+    assert [tuple(one.shape) for one in ops.quantize(torch.ones(2, 100, device="meta"), 64)] == [(2, 100), (2, 2)]

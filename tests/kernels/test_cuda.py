@@ -189,7 +189,7 @@ def test_emulated_rows_are_those_of_the_reference(emulation, shape):
         expected = reference.decode(packed, dtype)
         assert same_bits(cuda.decode(packed, dtype), expected)
         assert same_bits(cuda.embedding(ids, packed, dtype), expected[ids])
-        for got, law in zip(cuda.quantise(expected, shape[2]), reference.quantise(expected, shape[2]), strict=True):
+        for got, law in zip(cuda.quantize(expected, shape[2]), reference.quantize(expected, shape[2]), strict=True):
             assert same_bits(got, law)
 
 
@@ -262,7 +262,7 @@ def test_small_rows_that_do_not_exist_are_not_numbers():
 
 @needs_gpu
 @pytest.mark.parametrize("group_size", [32, 64, 96])
-def test_small_quantised_activations_are_those_of_the_reference(group_size):
+def test_small_quantized_activations_are_those_of_the_reference(group_size):
     edges = torch.zeros(6, 200)
     edges[1, 3], edges[1, 64] = 32639.5, 32639.498046875
     edges[2, 0], edges[2, 70] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
@@ -271,8 +271,8 @@ def test_small_quantised_activations_are_those_of_the_reference(group_size):
     edges[5] = -0.0
     for x in (edges, make_activations(9, 1000), make_activations(2, 1)):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            got = ops.quantise(x.to(dtype).cuda(), group_size)
-            for one, expected in zip(got, reference.quantise(x.to(dtype), group_size), strict=True):
+            got = ops.quantize(x.to(dtype).cuda(), group_size)
+            for one, expected in zip(got, reference.quantize(x.to(dtype), group_size), strict=True):
                 assert same_bits(one.cpu(), expected)
 
 

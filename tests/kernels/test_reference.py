@@ -23,7 +23,7 @@ def unit_of(group_size: int) -> int:
     return 64 if group_size % 64 == 0 else 32
 
 
-def quantised_unit(unit: list[float]) -> tuple[list[int], Fraction | None]:
+def quantized_unit(unit: list[float]) -> tuple[list[int], Fraction | None]:
     """Activations as integers and their power of two, sentence by sentence of the reference's step 2."""
     if not all(math.isfinite(x) for x in unit):
         return [0] * len(unit), None
@@ -38,8 +38,8 @@ def quantised_unit(unit: list[float]) -> tuple[list[int], Fraction | None]:
     return codes, Fraction(2) ** (e - 15)
 
 
-def check_quantised(x: torch.Tensor, group_size: int = 64) -> None:
-    codes, scales = reference.quantise(x, group_size)
+def check_quantized(x: torch.Tensor, group_size: int = 64) -> None:
+    codes, scales = reference.quantize(x, group_size)
     unit = unit_of(group_size)
     assert codes.dtype == torch.int16
     assert codes.shape == x.shape
@@ -47,7 +47,7 @@ def check_quantised(x: torch.Tensor, group_size: int = 64) -> None:
     for row, its_codes, its_scales in zip(x.tolist(), codes.tolist(), scales.tolist(), strict=True):
         for number, scale in enumerate(its_scales):
             some = slice(number * unit, (number + 1) * unit)
-            expected, power = quantised_unit(row[some])
+            expected, power = quantized_unit(row[some])
             assert its_codes[some] == expected
             assert math.isnan(scale) if power is None else Fraction(scale) == power
 
@@ -85,16 +85,16 @@ def scale_of(packed: Packed, row: int, group: int) -> Fraction:
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128])
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 200])
 def test_activations_of_any_length_become_the_integers_that_fractions_give(length, group_size):
-    check_quantised(make_activations(3, length), group_size)
+    check_quantized(make_activations(3, length), group_size)
 
 
 def test_ties_go_to_the_even_integer():
     """1.0 makes the grid 2^-14, so that odd multiples of 2^-15 lie in the middle."""
     halves = torch.arange(-63, 64, 2) * 2.0**-15
     x = torch.cat((torch.ones(1), halves[:63])).unsqueeze(0)
-    codes, _ = reference.quantise(x, 64)
+    codes, _ = reference.quantize(x, 64)
     assert codes[0, 1:].remainder(2).eq(0).all()
-    check_quantised(x)
+    check_quantized(x)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -105,17 +105,17 @@ def test_the_exponent_is_raised_from_32639_and_a_half_on_and_not_before(power, s
     for value, code in ((largest, 16320), (below, 32639)):  # 16319.75 rounds to 16320
         x = torch.zeros(1, 64)
         x[0, 5] = sign * value
-        codes, _ = reference.quantise(x, 64)
+        codes, _ = reference.quantize(x, 64)
         assert codes[0, 5] == sign * code
-        check_quantised(x)
+        check_quantized(x)
 
 
 @pytest.mark.parametrize("power", [-149, -127, -126, -96, -95, -94, -82, -81, -80, -79, -1, 0, 1, 64, 126, 127])
 def test_powers_of_two_are_exact_down_to_the_smallest_grid(power):
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 1] = 2.0**power, -(2.0**power)
-    check_quantised(x)
-    codes, scales = reference.quantise(x, 64)
+    check_quantized(x)
+    codes, scales = reference.quantize(x, 64)
     assert scales.item() >= 2.0**-95
     if power >= -95:
         assert codes[0, 0].item() * scales.double().item() == 2.0**power
@@ -126,14 +126,14 @@ def test_zeros_subnormals_and_the_largest_floats_are_no_exceptions():
     for values in ([0.0], [-0.0, 0.0], [1e-45, -1e-45], [1.17e-38], [largest, -largest], [largest, 1e-45, 1.0]):
         x = torch.zeros(1, 70)
         x[0, : len(values)] = torch.tensor(values)
-        check_quantised(x)
+        check_quantized(x)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 def test_what_is_not_finite_makes_its_unit_nan_and_no_other(bad):
     x = torch.ones(2, 200)
     x[1, 70] = bad
-    check_quantised(x)
+    check_quantized(x)
     packed = make_packed(3, 200, 64)
     product = reference_linear(x, packed)
     assert product[0].isfinite().all()
@@ -147,7 +147,7 @@ def test_what_is_not_finite_makes_its_unit_nan_and_no_other(bad):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_integer_dots_are_the_exact_sums_of_weights_times_activations(shape, bits, truncate):
     packed = make_packed(*shape, bits, truncate)
-    codes, _ = reference.quantise(make_activations(2, packed.length), packed.group_size)
+    codes, _ = reference.quantize(make_activations(2, packed.length), packed.group_size)
     dots = reference.dots(codes, packed)
     unit = unit_of(packed.group_size)
     halves = 2 if truncate else 1  # the integers count steps for `truncate`, half steps for `midpoint`
@@ -165,7 +165,7 @@ def test_integer_dots_are_the_exact_sums_of_weights_times_activations(shape, bit
 def test_products_are_added_in_the_order_that_the_contract_says(shape, bits, truncate):
     packed = make_packed(*shape, bits, truncate)
     x = make_activations(2, packed.length)
-    codes, scales = reference.quantise(x, packed.group_size)
+    codes, scales = reference.quantize(x, packed.group_size)
     dots = reference.dots(codes, packed).long().numpy()
     got = reference_linear(x, packed).numpy()
     per_group = packed.group_size // unit_of(packed.group_size)
@@ -218,7 +218,7 @@ def test_integer_activations_are_about_as_good_as_float16_ones(precision, recons
         return float((product.double() - exact).norm() / exact.norm())
 
     integer = error(reference_linear(x, packed))
-    steps = reference.quantise(x, 64)[1]
+    steps = reference.quantize(x, 64)[1]
     implied = float(steps.square().mean().sqrt()) / math.sqrt(12)
     assert implied <= 1.02 * 2.0**-13 / math.sqrt(12)  # a few units in a hundred reach beyond 4
     assert integer == pytest.approx(implied, rel=0.05)  # 8,192 roundings give their mean square to a percent or two

@@ -71,7 +71,7 @@ def values(activations):
 
 def same_digits(activations, x):
     """Whether activations are exactly what the contract makes of floats."""
-    codes, scales = reference.quantise(x, activations.group_size)
+    codes, scales = reference.quantize(x, activations.group_size)
     digits, terms = activations.data
     ours = (digits[:, :, 0].int() * 256 + digits[:, :, 1]).flatten(1)
     assert torch.equal(ours[:, : x.shape[1]], codes.int())
@@ -175,7 +175,7 @@ def test_small_quantize(both, device, group_size):
     x[1, 3], x[2, 170], x[3] = torch.inf, torch.nan, 0.0
     out = both[0].activations(5, 176, group_size)
     both[0].quantize(x, out)
-    codes, scales = reference.quantise(x, group_size)
+    codes, scales = reference.quantize(x, group_size)
     ours = (out.data.digits[:, :, 0].int() * 256 + out.data.digits[:, :, 1]).flatten(1)[:, :176]
     assert torch.equal(ours, codes.int())
     assert torch.equal(out.data.terms[..., 1].contiguous().view(torch.float32).nan_to_num(-1), scales.nan_to_num(-1))

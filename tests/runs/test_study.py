@@ -555,7 +555,7 @@ def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path)
 def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
     draw = torch.Generator().manual_seed(0)
 
-    def blocks(levels, low):  # as dequantised from Q4_1 and Q8_0
+    def blocks(levels, low):  # as dequantized from Q4_1 and Q8_0
         codes = torch.randint(0, levels + 1, (256, 32), generator=draw).float()
         codes[:, 0], codes[:, 1] = 0.0, levels
         scale = torch.rand(256, 1, generator=draw).mul(0.01).half()

@@ -1,4 +1,4 @@
-"""Training through quantisation: the same values as the codec, and the gradients of a model that holds them."""
+"""Training through quantization: the same values as the codec, and the gradients of a model that holds them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_values_are_those_of_the_codec_for_any_numbers(numbers, reconstruction):
     assert_as_the_codec(torch.tensor(numbers), 32, reconstruction)
 
 
-def test_a_part_is_quantised_as_in_the_whole(reconstruction):
+def test_a_part_is_quantized_as_in_the_whole(reconstruction):
     """Whose largest group leaves the small ones few scales to choose from."""
     whole = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(40).unsqueeze(-1)
     expected, exponent = encode(whole, 32, reconstruction), scale_exponent(whole, 32, reconstruction)
@@ -195,7 +195,7 @@ def test_weights_that_are_made_again_give_the_gradients_of_held_ones_bit_for_bit
 
 
 @pytest.mark.parametrize("hold", [True, False], ids=["held", "made again"])
-def test_rows_of_an_embedding_and_single_experts_are_quantised_as_in_the_whole(make_plain, hold):
+def test_rows_of_an_embedding_and_single_experts_are_quantized_as_in_the_whole(make_plain, hold):
     """Beside a row that nobody looks up, or another expert, so large that it takes scales from all others."""
 
     def uneven() -> nn.Module:
@@ -228,7 +228,7 @@ def test_a_backward_pass_after_the_precision_was_left_is_still_at_it(make_plain)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_exactly_what_will_be_packed_is_quantised_and_the_state_dict_keeps_its_keys(make_plain, architecture):
+def test_exactly_what_will_be_packed_is_quantized_and_the_state_dict_keeps_its_keys(make_plain, architecture):
     model = make_plain(architecture)
     keys = list(model.state_dict())
     modules = [model.get_submodule(name) for name in prepare(model, Precisely())]
@@ -314,7 +314,7 @@ def test_precisions_nest_and_are_restored_after_exceptions():
     assert precisely.precision is None
 
 
-# LoRA: what is quantised is the merged weight ---------------------------------------------------------------------------
+# LoRA: what is quantized is the merged weight ---------------------------------------------------------------------------
 
 
 def with_lora(model: nn.Module, **changes: object) -> nn.Module:
@@ -327,7 +327,7 @@ def with_lora(model: nn.Module, **changes: object) -> nn.Module:
 
 
 @pytest.mark.parametrize("precision", [M8, M3], ids=str)
-def test_lora_gives_the_output_of_the_merged_model_quantised(make_plain, precision):
+def test_lora_gives_the_output_of_the_merged_model_quantized(make_plain, precision):
     lora, precisely = with_lora(make_plain()), Precisely()
     full, expected = logits(lora), logits(decoded(copy.deepcopy(lora).merge_and_unload(), precision))
     prepare(lora, precisely)
@@ -338,7 +338,7 @@ def test_lora_gives_the_output_of_the_merged_model_quantised(make_plain, precisi
         assert torch.equal(logits(unloaded), expected)
 
 
-def test_merging_lora_in_place_or_turning_it_off_leaves_weights_quantised(make_plain):
+def test_merging_lora_in_place_or_turning_it_off_leaves_weights_quantized(make_plain):
     on, off = (logits(decoded(m, M3)) for m in (with_lora(make_plain()).merge_and_unload(), make_plain()))
     lora, precisely = prepared(with_lora(make_plain()))
     with precisely.at(M3):
@@ -381,12 +381,12 @@ def test_lora_dropout_is_refused(make_plain):
 @pytest.mark.parametrize(("name", "target"), [("llama", {"target_modules": ["embed_tokens"]}),
                                               ("mixtral", {"target_parameters": ["experts.gate_up_proj"]})])  # fmt: skip
 def test_lora_on_other_modules_is_refused(make_plain, name, target):
-    with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantised as merged"):
+    with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantized as merged"):
         prepare(with_lora(make_plain(name), **{"target_modules": [], **target}), Precisely())
 
 
 @pytest.mark.parametrize("kept", ["embed_tokens", "lm_head"])
-def test_an_embedding_or_head_that_peft_tunes_beside_the_adapters_is_quantised_as_it_will_be_packed(make_plain, kept):
+def test_an_embedding_or_head_that_peft_tunes_beside_the_adapters_is_quantized_as_it_will_be_packed(make_plain, kept):
     lora = with_lora(make_plain(), modules_to_save=[kept])
     tuned = next(p for name, p in lora.named_parameters() if f"{kept}.modules_to_save" in name)
     tuned.data *= 1.25  # away from the original, which is still there
@@ -440,7 +440,7 @@ def test_an_embedding_that_is_not_packed_and_a_head_tied_to_it_are_tuned_as_they
 
 
 def test_adapters_of_convolutions_are_refused(make_plain):
-    with pytest.raises(OtaroError, match="c_attn: only LoRA on linear layers can be quantised as merged"):
+    with pytest.raises(OtaroError, match="c_attn: only LoRA on linear layers can be quantized as merged"):
         prepare(with_lora(make_plain("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True), Precisely())
 
 
@@ -537,7 +537,7 @@ def test_of_frozen_weights_no_copy_is_kept_for_the_backward_pass(make_plain, arc
     assert {shape: bytes for shape, bytes in saved.items() if shape in weights} == {}
 
 
-def test_quantised_experts_are_gone_when_their_layer_is_done(make_plain):
+def test_quantized_experts_are_gone_when_their_layer_is_done(make_plain):
     """Hooks of ours hide from others what they keep, so here it is the memory itself that is looked at."""
     lora, precisely = prepared(narrow(make_plain("mixtral"), torch.bfloat16))
     made, values = [], precisely.values
@@ -565,10 +565,10 @@ def test_gradient_checkpointing_of_lora_gives_the_same_gradients(make_plain, arc
         assert_same_gradients(gradients(lora), expected)
 
 
-# Held weights: quantised once for a step --------------------------------------------------------------------------------
+# Held weights: quantized once for a step --------------------------------------------------------------------------------
 
 
-def test_weights_are_quantised_on_entry_and_let_go_on_exit(make_plain):
+def test_weights_are_quantized_on_entry_and_let_go_on_exit(make_plain):
     model, precisely = prepared(make_plain())
     linear = model.model.layers[0].mlp.up_proj
     with precisely.at(M3):

@@ -98,7 +98,7 @@ def test_values_of_all_weights_are_those_of_the_codec(dtype, precision, reconstr
 
 
 @needs_triton
-def test_small_parts_are_quantised_as_in_the_whole(reconstruction, device):
+def test_small_parts_are_quantized_as_in_the_whole(reconstruction, device):
     from otaro.tune.fused import quantize_all, scale_exponents_of
 
     given = weights(torch.float32)

@@ -77,7 +77,7 @@ def test_lora_on_8b_is_promised_in_less_than_30_gb():
     narrow_frozen(lora, torch.bfloat16)
     needs = Run(lora, BEST, "adamw", Batch(2, 512, bf16=True)).needs()
     assert 16.0e9 < needs.weights < 16.3e9
-    assert needs.quantised == 0
+    assert needs.quantized == 0
     assert needs.total < 27e9
 
 

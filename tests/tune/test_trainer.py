@@ -384,7 +384,7 @@ def test_the_default_in_trl_is_the_recipe_best(sft):
 
 
 @pytest.mark.parametrize(("share", "full"), [(0.0, 0.0), (0.5, 0.0), (0.5, 1 / 3)])
-def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sft, share, full):
+def test_trl_trains_through_the_same_quantized_head_and_teacher(train, fresh, sft, share, full):
     """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no gradients."""
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
@@ -396,7 +396,7 @@ def test_trl_trains_through_the_same_quantised_head_and_teacher(train, fresh, sf
     assert_close(weights_of(theirs.model), weights_of(ours.model), 1e-6)
 
 
-def test_a_loss_of_trl_that_passes_the_quantised_head_by_is_refused(sft, fresh):
+def test_a_loss_of_trl_that_passes_the_quantized_head_by_is_refused(sft, fresh):
     with pytest.raises(TrainingError, match="loss_type='nll'"):
         sft(fresh(), options(), loss_type="dft")
 
@@ -579,7 +579,7 @@ print(seen)
 """
 
 
-def test_weights_that_are_shared_out_are_quantised_as_they_are_and_multiplied_in_bfloat16(in_child, checkpoint_dir, tmp_path):
+def test_weights_that_are_shared_out_are_quantized_as_they_are_and_multiplied_in_bfloat16(in_child, checkpoint_dir, tmp_path):
     """FSDP would hand them out in bfloat16, whose eight bits are no longer those that are packed."""
     child = in_child(SHARDED_IN_BFLOAT16.format(directory=str(tmp_path / "run"), checkpoint=str(checkpoint_dir)))
     assert child.returncode == 0, child.stderr

@@ -43,7 +43,7 @@ def gradients(
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     no_bos: Annotated[bool, typer.Option("--no-bos", help=NO_BOS_HELP)] = False,
-    modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantised.")] = "*",
+    modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantized.")] = "*",
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
     device: DeviceOption = "cpu",

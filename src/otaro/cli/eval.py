@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from otaro.evaluate.run import Evaluation
     from otaro.evaluate.text import Text
 
-MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantised on the fly: a directory, a Hub id, or `builtin`."
+MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantized on the fly: a directory, a Hub id, or `builtin`."
 TEXT_HELP = (
     "Measure perplexity on a text file (or the `text` of .jsonl, .json and .parquet rows), on a Hub data set "
     "(owner/name or owner/name/config:split), or on `builtin`."
@@ -32,7 +32,7 @@ TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     precision: Annotated[
-        str, typer.Option("--precision", "-p", help="all, or some of fp,E5M8,...,E5M3; fp is a checkpoint unquantised.")
+        str, typer.Option("--precision", "-p", help="all, or some of fp,E5M8,...,E5M3; fp is a checkpoint unquantized.")
     ] = "all",
     text: Annotated[str | None, typer.Option(help=TEXT_HELP, show_default=False)] = None,
     window: Annotated[
@@ -68,7 +68,7 @@ def evaluate(
 ) -> None:
     """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
 
-    A checkpoint is quantised as `otaro tune` tuned it, or as --group-size and --reconstruction say. Every finished
+    A checkpoint is quantized as `otaro tune` tuned it, or as --group-size and --reconstruction say. Every finished
     measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted evaluation goes on where
     it stopped. `otaro inspect` shows the record.
     """

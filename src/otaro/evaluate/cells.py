@@ -18,7 +18,7 @@ def number(value: float) -> str:
 
 
 def perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
-    """With the difference from the finest measured; unquantised weights are the finest."""
+    """With the difference from the finest measured; unquantized weights are the finest."""
     if name not in values:
         return Cell("–")
     finest = next(one for one in NAMES if one in values)

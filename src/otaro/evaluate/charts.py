@@ -51,7 +51,7 @@ def by_precision(
 ) -> Spec:
     """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
 
-    The unquantised model stands apart, to the right. With a group size the axis tells bits per packed weight.
+    The unquantized model stands apart, to the right. With a group size the axis tells bits per packed weight.
     """
     alt = altair()
     data = [

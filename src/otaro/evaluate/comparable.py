@@ -98,7 +98,7 @@ def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, M
                 if kind == "divergence":
                     text = f"{shown(entry['reference'])} precision on {text}"
                 if apart := otherwise(run, entry):
-                    text += f", quantised in {apart}"
+                    text += f", quantized in {apart}"
                 if device:
                     text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
                 found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
@@ -119,7 +119,7 @@ def averages(runs: Sequence[Run]) -> dict[str, Measured]:
     labelled: dict[str, Measured] = {}
     for (name, limit, apart, _), measured in found.items():
         label = f"{name}, first {limit}" if limit else name
-        label += f", quantised in {apart}" if apart else ""
+        label += f", quantized in {apart}" if apart else ""
         while label in labelled:
             label += ", other tasks or data"
         labelled[label] = measured

@@ -1,9 +1,9 @@
 """Gradients at every precision: the paper's Figs. 4 to 6 and eq. 17, for every packed module instead of one layer.
 
-The straight-through gradient at a precision is the gradient at the quantised weights, passed on as it is (eqs. 1 to 3): that
+The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is (eqs. 1 to 3): that
 of a model that simply holds the decoded weights. So one float model is enough. For each batch it gets its original weights and
 then those of each precision in turn, seven backward passes in all, and yields f, the paper's gradient in full precision, and
-six gradients g. All of them concern the packed weights; norms and biases are not quantised and not looked at.
+six gradients g. All of them concern the packed weights; norms and biases are not quantized and not looked at.
 
   similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), with the gradients of all
               batches laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
@@ -64,8 +64,8 @@ def analyze_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of all precisions over `batches`, which hold input_ids and labels.
 
-    `model` is a causal language model in float32 and `packed` names its parameters to be quantised; it is left as it was.
-    Only modules whose name matches the pattern `modules` are looked at, though all are quantised. `progress` gets backward
+    `model` is a causal language model in float32 and `packed` names its parameters to be quantized; it is left as it was.
+    Only modules whose name matches the pattern `modules` are looked at, though all are quantized. `progress` gets backward
     passes done and in total.
     """
     chosen = {name: model.get_parameter(name) for name in packed if fnmatchcase(name.removesuffix(".weight"), modules)}

@@ -1,6 +1,6 @@
 """llama.cpp as an engine to compare with, on GGUF files made of the same weights.
 
-The files hold a nested model's weights at its finest precision, quantised by gguf's own functions: matrices, embedding and head
+The files hold a nested model's weights at its finest precision, quantized by gguf's own functions: matrices, embedding and head
 all in one type (what llama.cpp calls `--pure`), since ours follow the precision all the way too; norms and biases in float32.
 There is no vocabulary: tokens go in as numbers. llama.cpp runs as it comes, with mapped files, a float16 KV cache, its own
 choice of flash attention and of repacking weights for this CPU; only the number of threads is given.

@@ -39,7 +39,7 @@ from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
 SCHEMA = 1
-FULL = "fp"  # the precision that an unquantised checkpoint has
+FULL = "fp"  # the precision that an unquantized checkpoint has
 PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
 _LARGEST = 1 << 24  # bytes of a file; thousands of entries
 LONGEST = 4096  # characters of a string

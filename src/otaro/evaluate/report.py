@@ -119,7 +119,7 @@ class _Report:
                 if entry["kind"] == "task":
                     limit = f", first {entry['limit']}" if entry.get("limit") else ""
                     data = f", data {entry['data_sha256'][:8]}" if entry.get("data_sha256") else ""
-                    apart = f", quantised in {told}" if (told := otherwise(run, entry)) else ""
+                    apart = f", quantized in {told}" if (told := otherwise(run, entry)) else ""
                     measured = by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit}{data}{apart})", {})
                     measured.setdefault((run.name, entry["precision"]), entry)
         if not by_task:
@@ -155,7 +155,7 @@ class _Report:
             headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))
-        reference = "the unquantised model" if self.runs[0].nested is None else "its finest precision"
+        reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"
         return "".join(parts) or self._missing(
             f"divergence from {reference}", "otaro eval {model} --precision all --text FILE --divergence"
         )
@@ -255,7 +255,7 @@ class _Report:
                 note = "The same in every layer, between two precisions to choose."
                 figures += self.page.figure(f"Similarity by layer and projection, {run.name}", note, made, chart)
             if found.get("norm_error"):
-                note = "Relative to the gradient of the unquantised model, batch by batch."
+                note = "Relative to the gradient of the unquantized model, batch by batch."
                 figures += self.page.figure(f"Error of the gradient norm, {run.name}", note, made, charts.norm_error(found))
             if found.get("noise"):
                 note = "Dashed: a fall as 1/√N, as that of independent noise."
@@ -280,7 +280,7 @@ class _Report:
             [word(shown(name)), figure_cell(one["x"], ".4f"), figure_cell(one["y_mean"]), figure_cell(one["y_std"])]
             for name, one in fit.items()
         ]
-        note = "The gradient at a precision as X times that of the unquantised model, and the rest Y, over all entries."
+        note = "The gradient at a precision as X times that of the unquantized model, and the rest Y, over all entries."
         return self.page.table(f"Fit of the gradients, {run}", ["precision", "X", "mean of Y", "spread of Y"], rows, made, note)
 
     def _weights(self) -> str:

@@ -2,7 +2,7 @@
 
 Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an evaluation that was
 interrupted goes on where it stopped, and one that was finished measures nothing. Precision is the outer loop, full precision
-first: the unquantised model goes before the packed one comes.
+first: the unquantized model goes before the packed one comes.
 
 What is measured on a text comes from readings of it. Perplexity and divergence of a precision are one reading, where their
 windows are the same. The reference is read before all that is compared with it, once, and kept (`evaluate.logits`).
@@ -223,7 +223,7 @@ class _Readings:
 
     @property
     def need_full(self) -> bool:
-        """Whether the unquantised model is still to be read."""
+        """Whether the unquantized model is still to be read."""
         return any(reading.precision == FULL for reading in self._left)
 
     def outcome(self, entry: Entry, at: str) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
 
 
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
-    """How a model that is not nested is quantised, if anything tells."""
+    """How a model that is not nested is quantized, if anything tells."""
     checkpoint = next((model for model in models if (model / "config.json").is_file()), None)
     return choose_coding(checkpoint) if checkpoint else _first(map(coding_of, quality))
 

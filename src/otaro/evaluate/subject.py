@@ -1,12 +1,12 @@
 """The model under evaluation, ready to run at any of its precisions.
 
-A nested model is opened once and switched. An ordinary checkpoint is quantised on the fly: packed into a temporary
+A nested model is opened once and switched. An ordinary checkpoint is quantized on the fly: packed into a temporary
 directory, which is opened like any nested model and deleted at once, for the mapped shards live on without a name and not even
 a kill leaves them behind. So its numbers are those of packing and loading by construction, and there is no second way of
-quantising to keep equal to the first. The price is disk space: 9 bits per weight, in the system's temporary directory (set
+quantizing to keep equal to the first. The price is disk space: 9 bits per weight, in the system's temporary directory (set
 TMPDIR to choose another). Either way memory holds the weights decoded to one precision at a time (`evaluate.decoded`).
 
-A checkpoint is quantised as it was tuned, or as asked for (`file.coding`); a nested model is what it is.
+A checkpoint is quantized as it was tuned, or as asked for (`file.coding`); a nested model is what it is.
 
 The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go when told to. A
 nested model has none, but may be given the checkpoint it is to be compared with, of the same vocabulary: that one's then.
@@ -187,7 +187,7 @@ class Subject:
         return self._switched
 
     def release_full(self) -> None:
-        """Let go of the unquantised model."""
+        """Let go of the unquantized model."""
         self._full = None
         if self.original is not None:
             self.original.release_full()

@@ -282,7 +282,7 @@ class _TensorFile:
 
 
 def _read_config(directory: Path) -> Any:
-    """The checkpoint's configuration; refused if it is that of a quantised model."""
+    """The checkpoint's configuration; refused if it is that of a quantized model."""
     from transformers import AutoConfig
 
     if not (directory / "config.json").is_file():
@@ -296,7 +296,7 @@ def _read_config(directory: Path) -> Any:
         raise CheckpointError(
             f"{directory} is already a nested model; use it as it is"
             if method == "sefp"
-            else f"{directory} is quantised ({method}); pack the checkpoint it was made from"
+            else f"{directory} is quantized ({method}); pack the checkpoint it was made from"
         )
     return config
 

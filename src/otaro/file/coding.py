@@ -1,11 +1,11 @@
 """How weights become codes: the group size and the reconstruction, and where a tuned checkpoint says which it was tuned for.
 
-A checkpoint is an ordinary one, but it was tuned for one way of quantising, and quantised in another it is another model.
+A checkpoint is an ordinary one, but it was tuned for one way of quantizing, and quantized in another it is another model.
 So `otaro tune` leaves `otaro.json` beside the tuned weights,
 
     {"group_size": 64, "reconstruction": "truncate"}
 
-and whatever quantises a checkpoint (`otaro pack`, `eval`, `analyze`) asks `choose_coding`: what the user says counts, then
+and whatever quantizes a checkpoint (`otaro pack`, `eval`, `analyze`) asks `choose_coding`: what the user says counts, then
 this file, then the default. The file moves with the weights. A run folder of before there was such a file says the same in
 its config.json, one level up. Both may come from strangers: they are small, and checked field by field.
 """
@@ -59,7 +59,7 @@ DEFAULT_CODING = Coding()
 
 
 def choose_coding(directory: Path, group_size: int | None = None, reconstruction: Reconstruction | None = None) -> Coding:
-    """How to quantise the checkpoint in a directory: as asked for, else as it was tuned, else by default."""
+    """How to quantize the checkpoint in a directory: as asked for, else as it was tuned, else by default."""
     if group_size is not None and reconstruction is not None:
         return Coding(group_size, reconstruction)  # nobody asks a file that may be damaged
     tuned = read_coding(directory) or DEFAULT_CODING

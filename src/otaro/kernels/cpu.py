@@ -45,11 +45,11 @@ def choose(instructions: str) -> None:
     _cpu.set_threads(torch.get_num_threads())
 
 
-def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.quantise`."""
+def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.quantize`."""
     units = -(-x.shape[1] // _cpu.unit_size(group_size))
     codes, scales = torch.empty(x.shape, dtype=torch.int16), torch.empty(len(x), units)
-    _cpu.quantise(_aligned(x.float()), group_size, codes.numpy(), scales.numpy())
+    _cpu.quantize(_aligned(x.float()), group_size, codes.numpy(), scales.numpy())
     return codes, scales
 
 

@@ -73,8 +73,8 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
     return out
 
 
-def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.quantise`."""
+def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.quantize`."""
     digits, terms = to_digits(x, group_size)
     codes = digits[:, :, 0].short() * 256 + digits[:, :, 1]
     return codes.flatten(1)[:, : x.shape[1]].contiguous(), terms[..., 1].contiguous().view(torch.float32)

@@ -1,4 +1,4 @@
-"""The operations on packed planes, as torch sees them: `torch.ops.otaro.linear`, `decode`, `embedding` and `quantise`.
+"""The operations on packed planes, as torch sees them: `torch.ops.otaro.linear`, `decode`, `embedding` and `quantize`.
 
 This file is the contract. Arguments are checked here, by the same functions for real and for fake tensors; what is computed
 stands in `reference`, and every backend returns the same bits. `backend` says which one serves a device, and why; the
@@ -201,17 +201,17 @@ def _(
     return base.new_empty(ids.shape[0], length, dtype=dtype)
 
 
-@torch.library.custom_op("otaro::quantise", mutates_args=())
-def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op("otaro::quantize", mutates_args=())
+def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [tokens, length] as 16-bit integers, and the power of two of each unit [tokens, units], float32."""
-    _check_quantise(x, group_size)
-    codes, scales = _serving(x.device).quantise(x.detach().contiguous(), group_size)
+    _check_quantize(x, group_size)
+    codes, scales = _serving(x.device).quantize(x.detach().contiguous(), group_size)
     return codes, scales
 
 
-@quantise.register_fake
+@quantize.register_fake
 def _(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_quantise(x, group_size)
+    _check_quantize(x, group_size)
     units = -(-x.shape[1] // reference.unit_size(group_size))
     return x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape[0], units, dtype=torch.float32)
 
@@ -270,7 +270,7 @@ def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: t
         raise KernelError(f"the bias must be {like}, not {bias.dtype} {list(bias.shape)} on {bias.device}")
 
 
-def _check_quantise(x: torch.Tensor, group_size: int) -> None:
+def _check_quantize(x: torch.Tensor, group_size: int) -> None:
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in _FLOATS:
         raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, length], not {x.dtype} {list(x.shape)}")
     _check_strided("activations", x)

@@ -4,7 +4,7 @@ The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruct
 these values. `linear` multiplies without leaving the integers for long:
 
 1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is one or more of them.
-2. `quantise` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
+2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
    nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639,
    and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
 3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
@@ -86,7 +86,7 @@ def unit_size(group_size: int) -> int:
     return BLOCK if group_size % (2 * BLOCK) else 2 * BLOCK
 
 
-def quantise(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [tokens, length] as integers, int16 of the same shape, and a power of two for each unit, float32."""
     unit = unit_size(group_size)
     units = pad(x.float(), (0, -x.shape[1] % unit)).unflatten(1, (-1, unit))
@@ -115,7 +115,7 @@ def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Products [tokens, rows], float32, of activations [tokens, length] with packed rows."""
-    codes, scales = quantise(x, packed.group_size)
+    codes, scales = quantize(x, packed.group_size)
     shift = meaning(packed.bits, packed.reconstruction).shift
     units_per_group = packed.group_size // unit_size(packed.group_size)
     count = len(packed.base)

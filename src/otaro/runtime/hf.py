@@ -56,7 +56,7 @@ class SefpConfig(QuantizationConfigMixin):
 
     @property
     def get_apply_tensor_subclass(self) -> Any:
-        """What peft asks every quantised model for before it adds LoRA: packed weights do not take any."""
+        """What peft asks every quantized model for before it adds LoRA: packed weights do not take any."""
         raise OtaroError(
             "packed weights are for running and take no LoRA: tune the checkpoint they were packed from, with "
             "otaro tune --lora or peft, merge, and pack that"

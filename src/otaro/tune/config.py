@@ -44,7 +44,7 @@ class Options:
     weights: tuple[float, ...] | None = None
     """How often `uniform` draws each precision, in their order; None draws all alike."""
     distill: float = 0.0
-    """Share of the loss at a precision that pulls toward the same weights unquantised."""
+    """Share of the loss at a precision that pulls toward the same weights unquantized."""
     distill_at: tuple[Precision, ...] = (Precision("E5M5"), Precision("E5M4"), Precision("E5M3"))
     """The precisions that this is done at; the finer ones are too close to their teacher to learn from it."""
     full: float = 0.0
@@ -192,7 +192,7 @@ class Training:
         if self.compile and self.lora:
             raise ConfigError("--compile cannot be combined with --lora: every precision would need its own graph")
         if self.compile and self.fsdp:
-            raise ConfigError("--compile cannot be combined with --fsdp: weights are quantised where they are gathered")
+            raise ConfigError("--compile cannot be combined with --fsdp: weights are quantized where they are gathered")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: must not be negative")
 

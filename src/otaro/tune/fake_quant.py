@@ -1,24 +1,24 @@
-"""Training through quantisation: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
+"""Training through quantization: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
 
 `prepare` makes every module that will be packed (`otaro.packable` names them) and peft's LoRA layers read the weight
-quantised, by swapping the module's class: parameters, their names and the state dict stay as they are, so
+quantized, by swapping the module's class: parameters, their names and the state dict stay as they are, so
 optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
 run at a precision, outside and at None as they always did. `restore` swaps the classes back.
 
-Where the quantised weights are kept is a matter of memory, never of values:
+Where the quantized weights are kept is a matter of memory, never of values:
 
-  held       On entering `at` all tuned linears are quantised together and held until it is left: on a GPU by one kernel
+  held       On entering `at` all tuned linears are quantized together and held until it is left: on a GPU by one kernel
              (`fused.py`), in the type that the forward computes in, which saves autocast its copies. A tuned weight
              takes 16 bytes with gradient and optimizer; the copy adds two or four. `Precisely.hold = False` saves them.
-  made again A frozen weight takes two bytes, and a copy would double them. So it is quantised on the way through, layer
-             by layer, and autograd is not given the quantised weight to keep: it keeps what the weight was made of,
+  made again A frozen weight takes two bytes, and a copy would double them. So it is quantized on the way through, layer
+             by layer, and autograd is not given the quantized weight to keep: it keeps what the weight was made of,
              and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
-  rows       The embedding quantises the rows that were looked up.
+  rows       The embedding quantizes the rows that were looked up.
 
-A tensor has one scale exponent, which comes from its largest group. So whoever quantises a part of a tensor (the embedding's
+A tensor has one scale exponent, which comes from its largest group. So whoever quantizes a part of a tensor (the embedding's
 rows, one expert of a stack) needs the exponent of the whole: a tensor of its own, so that no GPU is waited for.
 
-A LoRA layer quantises the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type of W and
+A LoRA layer quantizes the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type of W and
 whatever autocast says, by the one function (`merged_weight`) that also merges for good (`merge_lora`): what was tuned is,
 bit for bit, what is saved and packed. In bfloat16 the sum would lose updates below 2^-8 of a weight, which peft's own
 merging does.
@@ -46,10 +46,10 @@ NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets it
 
 
 class Precisely:
-    """The precision that prepared modules run at, and how they quantise."""
+    """The precision that prepared modules run at, and how they quantize."""
 
     hold = True
-    """Whether the quantised weights of tuned linears are held for a step, or made again for its backward pass."""
+    """Whether the quantized weights of tuned linears are held for a step, or made again for its backward pass."""
 
     def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
@@ -73,7 +73,7 @@ class Precisely:
     def __call__(
         self, weight: torch.Tensor, dtype: torch.dtype | None = None, scale_exponent: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The weight as the forward should see it, quantised here and now; in its own type or another."""
+        """The weight as the forward should see it, quantized here and now; in its own type or another."""
         if self.precision is None:
             return weight.to(dtype or weight.dtype)
         values = self.values(weight, self.precision, dtype or weight.dtype, scale_exponent)
@@ -96,7 +96,7 @@ class Precisely:
         return quantize(weight, *settings, dtype, scale_exponent)
 
     def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """What parts of a tensor are quantised with; None at full precision."""
+        """What parts of a tensor are quantized with; None at full precision."""
         return None if self.precision is None else scale_exponent(whole, self.group_size, self.reconstruction)
 
     def values_of_all(
@@ -114,7 +114,7 @@ class Precisely:
         return [values[i] for i in range(len(weights))]
 
     def _held(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-        """The quantised weight of each linear; None where there is none, or where it must be left to the forward."""
+        """The quantized weight of each linear; None where there is none, or where it must be left to the forward."""
         held: list[torch.Tensor | None] = [None] * len(self.linears)
         if self.precision is None or not self.hold:
             return held
@@ -129,7 +129,7 @@ class Precisely:
 
 
 def is_whole(linear: nn.Linear) -> bool:
-    """Of one that is sharded there is nothing to quantise before it is gathered."""
+    """Of one that is sharded there is nothing to quantize before it is gathered."""
     return type(linear.weight.data) is torch.Tensor and linear.weight.shape == (linear.out_features, linear.in_features)
 
 
@@ -223,7 +223,7 @@ class _Recipe(NamedTuple):
 class _Product(torch.autograd.Function):
     """x times a weight that is made for this product alone, and made again for the gradient of x.
 
-    Gradients pass the quantisation straight through. Those of LoRA's factors come from products of their rank with x and
+    Gradients pass the quantization straight through. Those of LoRA's factors come from products of their rank with x and
     the gradient, and never from a gradient of the whole weight.
     """
 
@@ -266,7 +266,7 @@ def _product(
     factors: Sequence[torch.Tensor] = (),
     scales: tuple[float, ...] = (),
 ) -> torch.Tensor:
-    """As nn.Linear, with the weight quantised, merged and in the type of the computation, whichever apply."""
+    """As nn.Linear, with the weight quantized, merged and in the type of the computation, whichever apply."""
     dtype, weight = computed_in(x), linear.weight
     if precisely.precision is None and not torch.is_grad_enabled():  # a teacher; autocast would hold its copies to the end
         return nn.functional.linear(x, weight.to(dtype), linear.bias)
@@ -295,7 +295,7 @@ def merged_weight(weight: torch.Tensor, factors: Sequence[torch.Tensor], scales:
 
 
 class TuneLinear(nn.Linear):
-    """A linear that multiplies by its quantised weight."""
+    """A linear that multiplies by its quantized weight."""
 
     precisely: Precisely
     held: torch.Tensor | None = None
@@ -324,7 +324,7 @@ class BaseLinear(nn.Linear):
 class _TuneConv1D(nn.Module):
     """Mixed into GPT-2's Conv1D: multiplies by its weight as it is packed, with groups along the input.
 
-    Models that have it are small, so autograd may keep the quantised weight.
+    Models that have it are small, so autograd may keep the quantized weight.
     """
 
     precisely: Precisely
@@ -338,7 +338,7 @@ class _TuneConv1D(nn.Module):
 
 
 class TuneEmbedding(nn.Embedding):
-    """An embedding that looks up quantised rows, and scales them where the model's own does."""
+    """An embedding that looks up quantized rows, and scales them where the model's own does."""
 
     precisely: Precisely
     scale: float
@@ -346,13 +346,13 @@ class TuneEmbedding(nn.Embedding):
     """What the model computes in, where that is not the type that the rows are kept in (`narrow_frozen`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Embedding; rows are quantised after the look-up, which is the same and cheaper."""
+        """As nn.Embedding; rows are quantized after the look-up, which is the same and cheaper."""
         rows = nn.functional.embedding(input, self.weight, self.padding_idx)
         return scaled(self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight)), self.scale)
 
 
 class _TuneExperts(nn.Module):
-    """Mixed into an experts class: while its forward runs, its stacks read as quantised."""
+    """Mixed into an experts class: while its forward runs, its stacks read as quantized."""
 
     precisely: Precisely
 
@@ -383,7 +383,7 @@ def _made_again(
 ) -> AbstractContextManager[None]:
     """Has autograd remember which expert's weight it would keep, and makes that again when it asks for it.
 
-    Of the quantised stacks it knows addresses alone, as both functions live as long as the graph does.
+    Of the quantized stacks it knows addresses alone, as both functions live as long as the graph does.
     """
     precision = precisely.precision
     new = {name: values for name, values in quantized.items() if values.data_ptr() != stacks[name].data_ptr()}
@@ -407,7 +407,7 @@ def _made_again(
 
 
 class _TuneLora(nn.Module):
-    """Mixed into peft's LoRA linear: multiplies by the quantised merged weight."""
+    """Mixed into peft's LoRA linear: multiplies by the quantized merged weight."""
 
     precisely: Precisely
 
@@ -429,7 +429,7 @@ def _factors(layer: Any) -> tuple[list[torch.Tensor], tuple[float, ...]]:
 def merge_lora(model: Any) -> Any:
     """The model without its adapters, all of it in float32 and in host memory, layer by layer.
 
-    Merged where the adapters are, so that the sums have the bits that the forward quantised.
+    Merged where the adapters are, so that the sums have the bits that the forward quantized.
     """
     restore(model)
     for layer in model.modules():
@@ -465,9 +465,9 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
             inside_lora |= {f"{name}.{child}": child == "base_layer" for child, _ in module.named_modules() if child}
             swapped: type = _mixed(_TuneLora, type(module))
         elif any(hasattr(module, adapter) for adapter in ("lora_A", "lora_embedding_A")):
-            raise OtaroError(f"{name}: only LoRA on linear layers can be quantised as merged; leave it out of target_modules")
+            raise OtaroError(f"{name}: only LoRA on linear layers can be quantized as merged; leave it out of target_modules")
         elif hasattr(module, "trainable_tokens_delta"):
-            raise OtaroError(f"{name}: single tuned tokens cannot be quantised; name the embedding in modules_to_save instead")
+            raise OtaroError(f"{name}: single tuned tokens cannot be quantized; name the embedding in modules_to_save instead")
         elif name in inside_lora:
             if not inside_lora[name]:
                 continue
@@ -493,7 +493,7 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
         if swapped is not BaseLinear:
             prepared.append(name)
     if not prepared:
-        raise OtaroError(f"{type(model).__name__} has no linear layer to quantise")
+        raise OtaroError(f"{type(model).__name__} has no linear layer to quantize")
     return prepared
 
 
@@ -508,12 +508,12 @@ def _mixed(mixin: type, base: type) -> type:
 def _check_lora(name: str, layer: Any) -> None:
     """Only a plain adapter is the same as adding BA to the weight."""
     if any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()):
-        raise OtaroError(f"{name}: LoRA dropout cannot be combined with a quantised merged weight; set it to 0")
+        raise OtaroError(f"{name}: LoRA dropout cannot be combined with a quantized merged weight; set it to 0")
     if layer.lora_variant:
         kind = type(next(iter(layer.lora_variant.values()))).__name__.removesuffix("LinearVariant")
-        raise OtaroError(f"{name}: LoRA of the kind {kind} cannot be combined with a quantised merged weight; use plain LoRA")
+        raise OtaroError(f"{name}: LoRA of the kind {kind} cannot be combined with a quantized merged weight; use plain LoRA")
     if any(getattr(layer, "lora_bias", {}).values()):
-        raise OtaroError(f"{name}: a bias of the adapter cannot be combined with a quantised merged weight; leave it out")
+        raise OtaroError(f"{name}: a bias of the adapter cannot be combined with a quantized merged weight; leave it out")
 
 
 def restore(model: nn.Module) -> None:

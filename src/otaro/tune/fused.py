@@ -1,4 +1,4 @@
-"""Quantising many weights with two launches, for GPUs: Triton kernels with the values of `plain.py`.
+"""Quantizing many weights with two launches, for GPUs: Triton kernels with the values of `plain.py`.
 
 A model has hundreds of weights, most of them small, and dozens of torch operations on each cost more in launches than in
 work. Here one program takes one tile of whole groups, whichever weight they belong to: a table says where each tile is
@@ -74,7 +74,7 @@ def quantize_all(
     launch: Launch = BEST,
     scale_exponents: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The quantised values of weights of one type on one GPU, in `dtype`: views of one new buffer.
+    """The quantized values of weights of one type on one GPU, in `dtype`: views of one new buffer.
 
     Parts of tensors are given the `scale_exponents` of the whole ones.
     """

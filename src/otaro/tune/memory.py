@@ -6,7 +6,7 @@ flash attention, a gated feed-forward); the estimate is meant to be within a fif
 `benchmarks/bench_memory.py` check.
 
 From the estimate follows where things are kept (`Plan`): copies that a step touches once go to host memory where the device
-has no room for them, and the quantised weights are then made again in the backward pass instead of held. Neither changes a
+has no room for them, and the quantized weights are then made again in the backward pass instead of held. Neither changes a
 bit of the result. A run whose weights, gradients and optimizer alone are more than the device has cannot work, and is
 refused; else the numbers are told, and the user may try.
 """
@@ -67,15 +67,15 @@ class Needs:
     weights: int
     gradients: int
     optimizer: int
-    quantised: int
-    """Weights held quantised for a step."""
+    quantized: int
+    """Weights held quantized for a step."""
     l2_sp: int
     average: int
     delayed: int
     """Gradients that the method `otaro` holds back."""
     activations: int
     loss: int
-    """Logits of a slice, the head's quantised weight, and its gradient."""
+    """Logits of a slice, the head's quantized weight, and its gradient."""
 
     @property
     def certain(self) -> int:
@@ -136,7 +136,7 @@ class Run:
             weights=sum(p.nbytes for p in parameters.values()) // self.shards,
             gradients=gradients,
             optimizer=states // self.shards,
-            quantised=self.batch.width * held if options.method != "fp" and self.shards == 1 else 0,
+            quantized=self.batch.width * held if options.method != "fp" and self.shards == 1 else 0,
             l2_sp=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards if options.l2_sp else 0,
             average=4 * count // self.shards if options.average else 0,
             delayed=gradients if options.method == "otaro" and options.accumulator == "device" else 0,
@@ -172,7 +172,7 @@ def activation_bytes(model: Any, batch: Batch) -> int:
 
 
 def _loss_bytes(model: Any, batch: Batch) -> int:
-    """Half a dozen tensors of a slice's size, the head's quantised weight, and its gradient."""
+    """Half a dozen tensors of a slice's size, the head's quantized weight, and its gradient."""
     if (weight := head_weight(model)) is None:
         return 0
     slices = 6 * min(SLICE_BYTES, 4 * batch.tokens * len(weight))
@@ -195,7 +195,7 @@ class Plan:
     """Bytes that the device has in all; None where nobody knows."""
     device: torch.device
     hold: bool
-    """Whether quantised weights are held for a step."""
+    """Whether quantized weights are held for a step."""
     copies_on_host: bool
     """Whether --l2-sp and --average keep theirs in host memory."""
 
@@ -203,7 +203,7 @@ class Plan:
     def on_device(self) -> int:
         """Bytes, as planned."""
         moved = self.needs.copies if self.copies_on_host else 0
-        return self.needs.total - moved - (0 if self.hold else self.needs.quantised)
+        return self.needs.total - moved - (0 if self.hold else self.needs.quantized)
 
     @property
     def fits(self) -> bool:
@@ -217,8 +217,8 @@ class Plan:
         if self.copies_on_host:
             kept = " and ".join(flag for flag, count in self.needs.copied.items() if count)
             sentences.append(f"the copies of {kept} are kept in host memory, as the device has no room")
-        if not self.hold and self.needs.quantised:
-            sentences.append("quantised weights are made twice a step instead of held")
+        if not self.hold and self.needs.quantized:
+            sentences.append("quantized weights are made twice a step instead of held")
         if not self.fits:
             sentences.append(f"this will probably not fit; {self.advice()}")
         return ". ".join(sentences)
@@ -247,7 +247,7 @@ class Plan:
         if self.run.shards == 1 and not self.run.lora and self.room is not None and self.device.type != "cpu":
             each = ROOM * self.room - needed.activations - needed.loss
             if each > 0:
-                ways.append(f"FSDP over {max(2, math.ceil((needed.total - needed.quantised) / each))} such GPUs")
+                ways.append(f"FSDP over {max(2, math.ceil((needed.total - needed.quantized) / each))} such GPUs")
         return "what takes less: " + "; ".join(ways) if ways else "take a smaller model"
 
 

@@ -1,4 +1,4 @@
-"""Quantising many weights in torch, on any device: the codec's numbers without its integers.
+"""Quantizing many weights in torch, on any device: the codec's numbers without its integers.
 
 Truncations compose, and so do floors: a code at m bits is floor(w / step(m) + 2^(m-4)), and its value the middle of that
 cell, less 2^(m-4) steps. Where that is a whole number of steps it need not be added at all; at m = 3 it is one half, and
@@ -46,7 +46,7 @@ def quantize_all(
     dtype: torch.dtype | None = None,
     scale_exponents: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The quantised values of weights on one device, in their own types or another.
+    """The quantized values of weights on one device, in their own types or another.
 
     Parts of tensors are given the `scale_exponents` of the whole ones.
     """

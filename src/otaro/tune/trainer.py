@@ -1,6 +1,6 @@
 """The trainer: `OtaroMixin` over transformers' Trainer, and `OtaroTrainer`, the two together.
 
-Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantised to it, and reports
+Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantized to it, and reports
 the loss to the search. Where a share of the loss is taken in full precision (`full`), that is a forward and backward
 of its own before: its activations are gone when the other begins, and what it said is the teacher of
 self-distillation. With the method `otaro` the gradients of an ultra-low precision are then moved into the
@@ -85,7 +85,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         if self.args.fp16 and self.otaro.method == "otaro":
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:
-            raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantise; use version 2")
+            raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantize; use version 2")
         if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":
             raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
         if self.otaro.average and self.args.load_best_model_at_end:
@@ -93,7 +93,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
         prepare(self.model, self.precisely)
         if self.args.n_gpu > 1:
-            self.precisely.linears.clear()  # DataParallel copies modules to other devices: each quantises on its own
+            self.precisely.linears.clear()  # DataParallel copies modules to other devices: each quantizes on its own
         self._compute_dtype = torch.bfloat16 if self.args.bf16 else None
         self.search = self.otaro.search(self.args.seed)
         self.delayed = self.otaro.gradient_accumulator()
@@ -127,7 +127,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         """Trainer's, with FSDP2 as it was asked for.
 
         On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights gathered in that
-        type, while they are to be quantised as they are: autocast makes the products bfloat16 instead.
+        type, while they are to be quantized as they are: autocast makes the products bfloat16 instead.
         """
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
@@ -149,8 +149,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def compile_steps(self, backend: str = "inductor") -> None:
         """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
 
-        The quantised weights of linears are held outside the layers and come in like any weight, so the same graph serves
-        every precision; expert stacks and LoRA are quantised inside, and need a graph each. Small models are bound by the
+        The quantized weights of linears are held outside the layers and come in like any weight, so the same graph serves
+        every precision; expert stacks and LoRA are quantized inside, and need a graph each. Small models are bound by the
         launching of kernels, and this leaves fewer to launch.
         """
         model = self.accelerator.unwrap_model(self.model)
@@ -230,7 +230,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         return loss if self._share == 1 else loss * self._share
 
     def _taught(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """What the same weights unquantised say: in this step already, or in a pass of their own."""
+        """What the same weights unquantized say: in this step already, or in a pass of their own."""
         teacher: torch.Tensor | None = self._teacher
         if teacher is None:
             with torch.no_grad(), self.precisely.at(None):
@@ -258,12 +258,12 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         return loss
 
     def _keep_trl_to_the_model(self) -> None:
-        """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantised.
+        """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantized.
 
         That is what it does where a `compute_loss_func` is given, and for that of ours the outputs are kept.
         """
         if self.args.loss_type != "nll" or getattr(self, "aux_loss_enabled", False):
-            raise TrainingError("of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantised")
+            raise TrainingError("of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantized")
         given, smoother, model = self.compute_loss_func, self.label_smoother, self.accelerator.unwrap_model(self.model)
 
         def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

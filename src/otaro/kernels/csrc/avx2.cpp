@@ -233,7 +233,7 @@ void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end
 namespace otaro {
 const Kernels kAvx2 = {"avx2",
                        avx2::digit_weight_by_block,
-                       avx2::quantise<avx2::ByBlock>,
+                       avx2::quantize<avx2::ByBlock>,
                        OTARO_INSTANCES(avx2::For<avx2::Avx2>::linear),
                        OTARO_INSTANCES(avx2::many),
                        {2, 2, 2, 2, 5, 8},

@@ -302,7 +302,7 @@ void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end
 namespace otaro {
 const Kernels kAvx512 = {"avx512",
                          avx512::ByPair::digit_weight,
-                         avx512::quantise<avx512::ByPair>,
+                         avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
                          OTARO_INSTANCES(avx512::many),
                          {16, 16, 16, 16, 16, 16},

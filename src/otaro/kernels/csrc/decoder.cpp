@@ -236,7 +236,7 @@ struct Decoder::Run {
     const float* before = number ? decoder.layers[static_cast<size_t>(number) - 1].mlp_output_norm : nullptr;
     const Activations hidden = activations_for(layer.query, count);
     each(count, [&](int64_t t) {
-      kernels.quantise(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden,
+      kernels.quantize(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden,
                        static_cast<int>(t));
     });
     multiply(kernels, pool,
@@ -244,11 +244,11 @@ struct Decoder::Run {
               {layer.key, 0, hidden, spans, keys},
               {layer.value, 0, hidden, spans, values}});
     each(count, [&](int64_t t) { place(layer, number, t); });
-    quantise_queries();
+    quantize_queries();
     attend(layer, number);
     const Activations attended = activations_for(layer.output, count);
     each(count, [&](int64_t t) {
-      kernels.quantise(queries + t * of_queries, of_queries, attended, static_cast<int>(t));
+      kernels.quantize(queries + t * of_queries, of_queries, attended, static_cast<int>(t));
     });
     multiply(kernels, pool, {{layer.output, 0, attended, spans, delta}});
     if (layer.experts.count)
@@ -263,7 +263,7 @@ struct Decoder::Run {
     const Activations hidden = activations_for(layer.gate, count);
     each(count, [&](int64_t t) {
       const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
-      kernels.quantise(row, shape.hidden, hidden, static_cast<int>(t));
+      kernels.quantize(row, shape.hidden, hidden, static_cast<int>(t));
     });
     multiply(kernels, pool, {{layer.gate, 0, hidden, spans, gate}, {layer.up, 0, hidden, spans, up}});
     const Activations gated = activations_for(layer.down, count);
@@ -273,7 +273,7 @@ struct Decoder::Run {
 
   void activate(float* gate, const float* up, int64_t width, const Activations& out, int64_t slot) const {
     (shape.gelu ? floats.gelu : floats.silu)(gate, up, width);
-    kernels.quantise(gate, width, out, static_cast<int>(slot));
+    kernels.quantize(gate, width, out, static_cast<int>(slot));
   }
 
   // A token and one of its experts.
@@ -325,7 +325,7 @@ struct Decoder::Run {
     const Activations hidden = activations_for(layer.gate, some);
     each(some, [&](int64_t i) {
       const float* row = rows[static_cast<size_t>(pairs[static_cast<size_t>(i)].token)];
-      kernels.quantise(row, shape.hidden, hidden, static_cast<int>(i));
+      kernels.quantize(row, shape.hidden, hidden, static_cast<int>(i));
     });
     for (const Same& one : same) {
       products.push_back({layer.gate, one.expert, of(hidden, one), one.spans, gate + one.first * width});
@@ -417,7 +417,7 @@ struct Decoder::Run {
 
   Activations query_activations = {};  // of every token and head, for packed caches
 
-  void quantise_queries() {
+  void quantize_queries() {
     const auto packed =
       std::find_if(tokens.begin(), tokens.end(), [](const Token& token) { return token.cache->bits_ != 0; });
     if (packed == tokens.end()) return;
@@ -425,7 +425,7 @@ struct Decoder::Run {
     query_activations = decoder.query_activations_.activations(like, static_cast<int>(count * shape.heads));
     each(count, [&](int64_t t) {
       for (int64_t h = t * shape.heads; h < (t + 1) * shape.heads; ++h)
-        kernels.quantise(queries + h * shape.head, shape.head, query_activations, static_cast<int>(h));
+        kernels.quantize(queries + h * shape.head, shape.head, query_activations, static_cast<int>(h));
     });
   }
 
@@ -540,7 +540,7 @@ struct Decoder::Run {
     const auto token_of = [&](int64_t i) { return wanted[static_cast<size_t>(i)]; };
     each(some, [&](int64_t i) {
       const float* row = normalised(token_of(i), true, decoder.layers.back().mlp_output_norm, decoder.norm);
-      kernels.quantise(row, shape.hidden, last, static_cast<int>(i));
+      kernels.quantize(row, shape.hidden, last, static_cast<int>(i));
     });
     const std::vector<Span> of_wanted = spans_of(some, token_of);
     multiply(kernels, pool, {{decoder.head, 0, last, of_wanted, logits}});

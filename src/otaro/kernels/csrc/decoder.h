@@ -1,7 +1,7 @@
 // A decoder on packed planes: all layers of one step in one call. What the layers compute is transformers'
 // own (RMS norms, rotary positions, grouped attention, gated activations, experts;
 // ../../runtime/description.py has it on a page); every linear is the product of sefp.h on activations that
-// are quantised once per input. A step reads tokens of one sequence or of several, each at its own precision.
+// are quantized once per input. A step reads tokens of one sequence or of several, each at its own precision.
 // A token's arithmetic never depends on the tokens it is computed with, on the instruction set or on the
 // threads, so a prompt gives the same bits at once, in pieces, token by token and beside others.
 #pragma once

@@ -56,14 +56,14 @@ Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& 
   return weight;
 }
 
-Activations quantised(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight,
+Activations quantized(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight,
                       Scratch& scratch) {
   check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
   check(static_cast<int64_t>(x.shape(0)) <= kMostWeights, "x has too many tokens");
   check_aligned(x, "x must start at a multiple of 4 bytes");
   const Activations activations = scratch.activations(weight, static_cast<int>(x.shape(0)));
   for (int t = 0; t < activations.tokens; ++t)
-    kernels.quantise(x.data() + t * weight.length, weight.length, activations, t);
+    kernels.quantize(x.data() + t * weight.length, weight.length, activations, t);
   return activations;
 }
 
@@ -77,7 +77,7 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scal
   nb::gil_scoped_release released;
   const Kernels& chosen = kernels();  // once: another thread may choose others meanwhile
   Scratch scratch;
-  multiply(chosen, Pool::shared(), weight, quantised(chosen, x, weight, scratch), out.data());
+  multiply(chosen, Pool::shared(), weight, quantized(chosen, x, weight, scratch), out.data());
 }
 
 void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
@@ -91,11 +91,11 @@ void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales
   check_aligned(out, "out must start at a multiple of 4 bytes");
   const Kernels& chosen = kernels();
   Scratch scratch;
-  const Activations activations = quantised(chosen, x, weight, scratch);
+  const Activations activations = quantized(chosen, x, weight, scratch);
   chosen.dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
 }
 
-void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes,
+void quantize(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes,
               const Array<float, 2>& scales) {
   Packed weight;  // only its shape matters
   weight.length = static_cast<int64_t>(x.shape(1));
@@ -108,19 +108,19 @@ void quantise(const Array<const float, 2>& x, int group_size, const Array<int16_
   check_aligned(scales, "scales must start at a multiple of 4 bytes");
   const Kernels& chosen = kernels();
   Scratch scratch;
-  const Activations quantised = otaro::quantised(chosen, x, weight, scratch);
+  const Activations quantized = otaro::quantized(chosen, x, weight, scratch);
   // From the bytes, so that a test of these codes is one of the order that kernels read.
-  const int64_t size = quantised.unit_weights();
-  for (int64_t t = 0; t < quantised.tokens; ++t)
-    for (int64_t unit = 0; unit < quantised.units; ++unit) {
-      const int8_t* digits = quantised.digits + quantised.first_block(unit, t) * 2 * kBlock;
+  const int64_t size = quantized.unit_weights();
+  for (int64_t t = 0; t < quantized.tokens; ++t)
+    for (int64_t unit = 0; unit < quantized.units; ++unit) {
+      const int8_t* digits = quantized.digits + quantized.first_block(unit, t) * 2 * kBlock;
       for (int i = 0; i < size; ++i) {
-        const int64_t k = unit * size + chosen.digit_weight(i, quantised.unit_blocks);
+        const int64_t k = unit * size + chosen.digit_weight(i, quantized.unit_blocks);
         if (k < weight.length)
           codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
       }
     }
-  std::copy_n(quantised.scales, quantised.tokens * quantised.units, scales.data());
+  std::copy_n(quantized.scales, quantized.tokens * quantized.units, scales.data());
 }
 
 // The values of the rows with the given numbers, or of all rows.
@@ -159,7 +159,7 @@ NB_MODULE(_cpu, m) {
         "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
   m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
         "truncate"_a, "scale_exponent"_a, plain("out"));
-  m.def("quantise", quantise, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
+  m.def("quantize", quantize, plain("x"), "group_size"_a, plain("codes"), plain("scales"));
   m.def("decode", decode, plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
         "truncate"_a, "scale_exponent"_a, plain("rows").none(), plain("out"));
   m.def(

@@ -1,4 +1,4 @@
-// A product of a packed matrix with quantised activations of any number of tokens, on all threads.
+// A product of a packed matrix with quantized activations of any number of tokens, on all threads.
 #pragma once
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 
 namespace otaro::portable {
 
-inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
+inline void quantize(const float* x, int64_t length, const Activations& out, int token) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
   constexpr uint32_t kMagnitude = 0x7fffffff;
   const int64_t unit_weights = out.unit_weights();
@@ -133,7 +133,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
 namespace otaro {
 const Kernels kPortable = {"portable",
                            portable::digit_weight_by_block,
-                           portable::quantise,
+                           portable::quantize,
                            OTARO_INSTANCES(portable::linear),
                            {},
                            {},

@@ -1,4 +1,4 @@
-// Aligned memory for quantised activations.
+// Aligned memory for quantized activations.
 #pragma once
 
 #include <cstdint>

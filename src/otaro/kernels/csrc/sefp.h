@@ -114,7 +114,7 @@ struct Kernels {
   // Which weight of a unit digit byte i stands for.
   int (*digit_weight)(int i, int unit_blocks);
   // One token's activations x [length] into slot `token`.
-  void (*quantise)(const float* x, int64_t length, const Activations& out, int token);
+  void (*quantize)(const float* x, int64_t length, const Activations& out, int token);
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
   void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                  float* out, int64_t stride);

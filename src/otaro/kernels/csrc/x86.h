@@ -56,7 +56,7 @@ struct ByBlock {
 };
 
 template <class Layout>
-inline void quantise(const float* x, int64_t length, const Activations& out, int token) {
+inline void quantize(const float* x, int64_t length, const Activations& out, int token) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   const int unit_weights = static_cast<int>(out.unit_weights());
   for (int64_t unit = 0; unit < out.units; ++unit) {
