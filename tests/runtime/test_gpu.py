@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import otaro
 from otaro.errors import OtaroError
@@ -57,6 +59,8 @@ def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, r
 
 @pytest.mark.parametrize(("name", "kv"), list(zip(MORE, cycle(KV), strict=False)), ids=lambda one: str(one or "float16"))
 def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, decoded_model, name, kv, monkeypatch):
+    if name == "gemma2" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip(f"transformers {transformers.__version__} leaves out the soft-capping of Gemma 2's attention")
     monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 19)  # several chunks, and a few tokens left over
     model = otaro.load(make_nested(name), "E5M8")
     assert GpuDecoder.why_not(model) is None
