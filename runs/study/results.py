@@ -29,8 +29,8 @@ def append(results: Path, line: Result) -> None:
 
 
 def finished(lines: Sequence[Result]) -> dict[str, Result]:
-    """Lines by key, the last where there are several."""
-    return {line["key"]: line for line in lines}
+    """Lines of the present format by key, the last where there are several: others decide nothing."""
+    return {line["key"]: line for line in lines if format_of(line) == FORMAT}
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
