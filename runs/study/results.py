@@ -34,8 +34,13 @@ def finished(lines: Sequence[Result]) -> dict[str, Result]:
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
-    """Whether the results hold it, made with the settings that the plan now has; more may have been measured than it asks."""
+    """Whether the results hold it, made with the settings that the plan now has, and at the rate that is now chosen.
+
+    More may have been measured than it asks.
+    """
     if job.key not in done:
+        return False
+    if isinstance(job, Row) and job.lr is None and job.options and done[job.key].get("lr") != chosen_rate(job, done):
         return False
     made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
     return all(
