@@ -5,7 +5,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
 
-.PHONY: help setup demo test check sanitize portability format clean
+.PHONY: help setup demo test slow check sanitize portability format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -28,8 +28,13 @@ $(READY): $(RUNS)
 demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
 	@$(BIN)/otaro demo
 
-test: setup ## run the tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test: setup ## run the tests, but for the slow ones
+	@$(PYTEST) -m 'not slow'
+
+slow: setup ## run the slow tests: the README's commands one after the other, tuning end to end, the study
+	@$(PYTEST) -m slow
 
 check: setup ## lint, formatting, types
 	@$(BIN)/ruff check .

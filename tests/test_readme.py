@@ -31,6 +31,7 @@ def run(command: str, workplace: Path, timeout: int = 120) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run_one_after_the_other(workplace):
     assert len(COMMANDS) >= 6
     # A demo measures three models at six precisions; on all of its text that would take as long as everything else.

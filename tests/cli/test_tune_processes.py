@@ -137,7 +137,7 @@ def log_of(run):
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("case", ["whole", "resumed", "sharded"])
+@pytest.mark.parametrize("case", ["whole", *(pytest.param(one, marks=pytest.mark.slow) for one in ("resumed", "sharded"))])
 def test_two_processes_leave_one_run_equal_to_one_process_with_twice_the_batch(request, case, alone):
     (run, report), (alone_run, alone_report) = request.getfixturevalue(case), alone
     assert {path.name for path in run.iterdir()} == {path.name for path in alone_run.iterdir()}

@@ -490,6 +490,7 @@ def test_prose_outside_the_marks_stays():
         report.fill(page.replace("one", "two"), {"one": lambda: ""})
 
 
+@pytest.mark.slow
 def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch, capsys):
     results = tmp_path / "study.jsonl"
     rows = [
@@ -550,6 +551,7 @@ def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeyp
     assert "--no-bos" in commands[-1]
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path):
     # In bfloat16, as on a GPU: Trainer then wraps the model in autocast, which must neither stay nor be left out next time.
     monkeypatch.setattr(work, "TrainingArguments", lambda *a, **k: TrainingArguments(*a, **{**k, "bf16": True}))

@@ -15,6 +15,8 @@ from otaro.tune.data import collate, load_data, padding_id
 from otaro.tune.trainer import OtaroTrainer, losses_by_precision
 
 METHODS = {"fp": recipe("best", "fp"), "otaro": recipe("best", "otaro"), "best": recipe("best")}  # as `otaro tune` has them
+pytestmark = pytest.mark.slow
+
 DELAY = 4  # a hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten
 
 
