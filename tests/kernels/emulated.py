@@ -68,7 +68,7 @@ def _run(*command):
 
 @cache
 def _library(file, name, constants):
-    header, source = (_without_assembler((nvrtc.SOURCES / one).read_text()) for one in ("sefp.cuh", file))
+    header, source = (_without_assembler(one.read_text()) for one in (nvrtc.HEADERS[0], nvrtc.SOURCES / file))
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
     text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::dynamic_shared;")
     text += _LAUNCH.format(name=name, struct=re.search(rf"\b{name}\(const __grid_constant__ (\w+) p\)", source)[1])
@@ -76,7 +76,7 @@ def _library(file, name, constants):
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
     code.write_text(text)
-    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{nvrtc.SOURCES}", *flags, "-o", path, code)
+    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{nvrtc.HEADERS[1].parent}", *flags, "-o", path, code)
     return ctypes.CDLL(str(path))
 
 

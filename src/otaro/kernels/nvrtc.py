@@ -29,7 +29,7 @@ from otaro.errors import KernelError
 SOURCES = Path(__file__).parent / "cuda_src"
 OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
-_HEADER = "sefp.cuh"
+HEADERS = (SOURCES / "sefp.cuh", SOURCES.parent / "shared" / "sefp_format.h")
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
 _STATIC_SHARED = 40 << 10  # left to what kernels declare themselves
 _OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
@@ -126,12 +126,12 @@ def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int],
 
 def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     """Machine code from the disk if it was compiled before."""
-    sources = [(SOURCES / one).read_bytes() for one in (file, _HEADER)]
+    sources = [one.read_bytes() for one in (SOURCES / file, *HEADERS)]
     key = hashlib.sha256(b"\0".join([compiler().encode(), *sources, *(flag.encode() for flag in flags)])).hexdigest()
     path = _cache() / f"{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
-    image = compile_source(file, sources[0], sources[1], flags)
+    image = compile_source(file, sources[0], flags)
     with suppress(OSError):  # a cache that cannot be written costs time, nothing else
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
@@ -140,12 +140,13 @@ def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     return image
 
 
-def compile_source(file: str, source: bytes, header: bytes, flags: tuple[str, ...]) -> bytes:
+def compile_source(file: str, source: bytes, flags: tuple[str, ...]) -> bytes:
     """Machine code for the architecture that the flags name; needs no GPU."""
     library = _nvrtc()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(_HEADER.encode())
-    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 1, headers, names)
+    strings = ctypes.c_char_p * len(HEADERS)
+    headers, names = strings(*(one.read_bytes() for one in HEADERS)), strings(*(one.name.encode() for one in HEADERS))
+    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), len(HEADERS), headers, names)
     try:
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = status or library.nvrtcCompileProgram(program, len(flags), options)
