@@ -264,11 +264,11 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 
 // Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
 struct RopeAndCache {
-  const void* from[3];    // queries, keys, values [tokens, heads, HEAD]
-  int64_t strides[3];     // from token to token
-  const float* norms[2];  // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
-  const float* offsets;   // what packed keys are kept less [kv heads, HEAD], or null
-  const float* cosines;   // [positions, ROPE_PAIRS]
+  const void* vectors[3];  // queries, keys, values [tokens, heads, HEAD]
+  int64_t strides[3];      // from token to token
+  const float* norms[2];   // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
+  const float* offsets;    // what packed keys are kept less [kv heads, HEAD], or null
+  const float* cosines;    // [positions, ROPE_PAIRS]
   const float* sines;
   const int* positions;  // [tokens]
   const int* sequences;
@@ -336,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   if (kind == 2 && head >= p.kv_heads) return;
   const int position = p.positions[token], sequence = p.sequences[token];
   const typename In::Stored* all =
-    static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind];
+    static_cast<const typename In::Stored*>(p.vectors[kind]) + token * p.strides[kind];
   const typename In::Stored* from = all + head * HEAD;
   float first[kMine] = {}, second[kMine] = {};
 #pragma unroll

@@ -48,11 +48,9 @@ struct Linear {
   int first_block[kMatrices + 1];  // blocks of threads are shared out among the matrices
   Activations x;
   int tokens, blocks, units, groups;
-#if EXPERTS
-  const int* experts;              // [pairs]
+  const int* experts;              // [pairs]; this and what follows: of EXPERTS
   int64_t expert_rows[kMatrices];  // from one expert's to the next one's
   int each;                        // pairs that share a row of x
-#endif
 };
 
 // What a thread holds of a step, for its two rows.

@@ -19,13 +19,13 @@ struct Of<2> {
 using Float = Of<DTYPE>::Type;
 using Stored = Float::Stored;
 
-#ifdef UNIT
 struct Quantize {
   const Stored* x;  // [tokens, length]
   Activations out;
   int64_t tokens, length, units;
 };
 
+#ifdef UNIT
 extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
   wait_for_predecessor();
   let_successor_start();  // not earlier: `linear` loads weights at once, and whoever wrote those must be done
@@ -39,7 +39,6 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 }
 #endif
 
-#ifdef BITS
 struct Decode {
   Packed packed;
   const int64_t* ids;  // rows to decode, or null for all
@@ -48,6 +47,7 @@ struct Decode {
   int blocks, groups, group_size;
 };
 
+#ifdef BITS
 // A thread decodes the eight weights of one base word.
 extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   constexpr Meaning means = meaning(BITS, TRUNCATE);

@@ -11,7 +11,9 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
+#define offsetof(type, member) __INTADDR__(&static_cast<type*>(nullptr)->member)
 #else
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #endif
