@@ -19,6 +19,7 @@ from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
 from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues, key_offset
 from otaro.kernels.ops import FEW_TOKENS
+from otaro.runtime import decode
 from otaro.runtime.decode import Decoder
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.serving import decoder_of
@@ -287,6 +288,33 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
     with pytest.raises(OtaroError, match="serves the decoder alone"):
         cache.update(None, None, 0)
     assert torch.equal(decoder.forward(IDS[5:6], cache), expected)
+
+
+def test_the_extension_takes_all_that_a_description_says_and_nothing_else(make_nested, monkeypatch):
+    native, given = decode._cpu, []
+
+    class Recorded:
+        Matrix = native.Matrix
+
+        @staticmethod
+        def Decoder(model, layers):
+            given.append((model, layers))
+            return native.Decoder(model, layers)
+
+    monkeypatch.setattr(decode, "_cpu", Recorded)
+    Decoder.of(otaro.load(make_nested("qwen2"), "E5M3"))
+    model, layers = given[0]
+    for changed in ((model, [layers[0], layers[1] | {"more": 1}]), (model | {"more": 1}, layers)):
+        with pytest.raises(ValueError, match="the decoder knows no more"):
+            native.Decoder(*changed)
+    with pytest.raises(ValueError, match="the decoder knows no more"):
+        native.Decoder(model | {"lm_head": model["lm_head"] | {"more": 1}}, layers)
+    for name in model:
+        with pytest.raises(ValueError, match=f"the description lacks {name}"):
+            native.Decoder({key: value for key, value in model.items() if key != name}, layers)
+    for name in layers[0]:
+        with pytest.raises(ValueError, match=f"the description lacks {name}"):
+            native.Decoder(model, [{key: value for key, value in layers[0].items() if key != name}])
 
 
 @pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
