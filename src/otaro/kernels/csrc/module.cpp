@@ -105,8 +105,8 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
         "out must be [rows, length]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
-  std::vector<int64_t>
-    wanted;  // a copy: what was checked stays what is used, whoever writes to the array meanwhile
+  // A copy: what was checked stays what is used, whoever writes to the array meanwhile.
+  std::vector<int64_t> wanted;
   if (rows) {
     check_aligned(*rows, "rows must start at a multiple of 8 bytes");
     wanted.assign(rows->data(), rows->data() + count);
@@ -125,9 +125,8 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
 
 NB_MODULE(_cpu, m) {
   using namespace otaro;
-  const auto plain = [](const char* name) {
-    return nb::arg(name).noconvert();
-  };  // a copy would swallow what is written to it
+  // A copy would swallow what is written to it.
+  const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
         "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
   m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
