@@ -191,6 +191,7 @@ struct Avx512 {
 
 // Several tokens. Sixteen rows are transposed as they are unpacked, so that a lane has a row's weights to the
 // end, and products with activations, broadcast, need no sum across.
+//
 // A register has four weights of each of sixteen rows, a quad. Bytes are multiplied with the activations'
 // `digits`, high and low; at nine bits, pairs of 16 bits with their `words`.
 template <int M, bool Truncate>
