@@ -76,6 +76,16 @@ class Engine:
         return self.scheduler.context
 
     @property
+    def max_sequences(self) -> int:
+        """Requests that can be answered at once."""
+        return self.scheduler.max_sequences
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered; False once it was closed, or broke."""
+        return self._thread.is_alive() and not self._closed.is_set()
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
         return self.scheduler.waiting

@@ -64,7 +64,7 @@ class Scheduler:
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
         self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
         self.decoder = cast(Decoder, decoder_of(model))
-        self._most, most = max_sequences, self.decoder.max_sequences
+        self.max_sequences, most = max_sequences, self.decoder.max_sequences
         if not 0 < max_sequences <= most:
             raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
         self._chunk = chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"])
@@ -202,7 +202,7 @@ class Scheduler:
                 self._running.append(self._waiting.pop(place))
                 for earlier in self._waiting[:place]:
                     earlier.passed += 1
-            elif request.passed >= _PASSED or len(self._running) == self._most:
+            elif request.passed >= _PASSED or len(self._running) == self.max_sequences:
                 return
             else:
                 place += 1
