@@ -61,6 +61,8 @@ class Engine:
           text; `ignore_eos` goes on past that.
         - `deadline`: seconds from now after which the answer ends as it is.
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
+        - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
+          any text: `token.watched` of the first one, with `max_new_tokens=1`.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:

@@ -118,6 +118,7 @@ class Scheduler:
         ignore_eos: bool = False,
         deadline: float | None = None,
         logprobs: int | None = None,
+        watched: Sequence[int] = (),
         text: bool = True,
         by_thread: bool = False,
     ) -> Stream:
@@ -129,6 +130,9 @@ class Scheduler:
             raise OtaroError("stop: texts are looked for in text; give tokens, or leave out text=False")
         if logprobs is not None and not 0 <= logprobs <= self.decoder.vocabulary:
             raise OtaroError(f"logprobs={logprobs}: give a number from 0 to {self.decoder.vocabulary}")
+        for token in watched:
+            if not 0 <= token < self.decoder.vocabulary:
+                raise OtaroError(f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}")
         if deadline is not None and not deadline > 0:
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         precisions = Precisions(self._attached, self._modules, _steps(precision, prefill, decode), self._bits_set)
@@ -144,6 +148,7 @@ class Scheduler:
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
             ends=frozenset(ends if ignore_eos else ends | self._end_of_text),
             logprobs=logprobs,
+            watched=list(watched),
             deadline=float("inf") if deadline is None else now + deadline,
             arrived=now,
         )
