@@ -43,6 +43,9 @@ def serve(
     auto_finest: Annotated[str | None, typer.Option(help="Of precision auto; by default the finest there.")] = None,
     auto_coarsest: Annotated[str, typer.Option(help="Of precision auto.")] = "E5M3",
     auto_interval: Annotated[float, typer.Option(help="Seconds between two steps of precision auto.")] = 1.0,
+    auto_margin: Annotated[
+        float, typer.Option(help="Decisions by a smaller margin are asked again at the finest.", min=0.0, max=1.0)
+    ] = 0.2,
     release_after: Annotated[float, typer.Option(help="Seconds until unused planes give their memory back.")] = 300.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
     device: DeviceOption = "cpu",
@@ -76,6 +79,7 @@ def serve(
         auto_finest=auto_finest,
         auto_coarsest=auto_coarsest,
         auto_interval=auto_interval,
+        auto_margin=auto_margin,
         release_after=release_after,
     )
     listening = server.listen(host, port)  # before minutes are spent on a model

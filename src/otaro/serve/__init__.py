@@ -2,6 +2,7 @@
 
     app         routes, and what every request passes first
     protocol    what may be asked, checked field by field (`fields`)
+    decisions   the same for typed decisions, /v1/systemone
     service     requests become streams of the engine, within `settings`
     precision   which precision a request is answered at
     shapes      answers as OpenAI's clients read them

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import otaro
 from otaro.errors import OtaroError
 from otaro.serve import shapes
+from otaro.serve.decisions import answered, decisions_ask
 from otaro.serve.errors import ApiError
 from otaro.serve.fields import Fields, parsed
 from otaro.serve.http import Gone, impatient, read_body, unless_gone
@@ -91,6 +92,7 @@ class Endpoints:
             Route("/v1/chat/completions", self._writing(chat_ask, shapes.Chat), methods=["POST"]),
             Route("/v1/completions", self._writing(completion_ask, shapes.Completion), methods=["POST"]),
             Route("/v1/responses", self._writing(response_ask, shapes.Response), methods=["POST"]),
+            Route("/v1/systemone", self.decide, methods=["POST"]),
             Route("/v1/answers/{id}/precision", self.switch, methods=["POST"]),
         ]
 
@@ -135,6 +137,17 @@ class Endpoints:
         fields.end()
         name = request.path_params["id"].rpartition("-")[2].rpartition("_")[2]
         return JSONResponse({"precision": str(self.service.switch(name, value))})
+
+    async def decide(self, request: Request) -> Response:
+        """Probabilities of allowed answers."""
+        asked = decisions_ask(await self._body(request))
+        made = await unless_gone(request.receive, self.service.decide(asked))
+        told, tokens = ", ".join(map(str, sorted({one.precision for one in made}))), sum(one.tokens for one in made)
+        request.scope["note"] |= {"model": asked.model, "questions": len(made), "precision": told, "prompt_tokens": tokens}
+        answers = {one.name: answered(one, decision) for one, decision in zip(asked.questions, made, strict=True)}
+        usage = {"input_tokens": tokens, "output_tokens": 0}
+        body = {"model": asked.model or self.service.precisions.name, "answers": answers, "usage": usage}
+        return JSONResponse({**body, "precision": told}, headers={PRECISION_HEADER: told})
 
     def _writing(self, understood: Callable[[dict[str, Any]], Ask], shape: type[shapes.Shape]) -> Callable[..., Any]:
         """An endpoint that writes text."""

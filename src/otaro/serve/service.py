@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from otaro.runtime.precision import attachment
 from otaro.runtime.request import Prompt, tokens_of
 from otaro.runtime.stream import Stream, Token
 from otaro.sefp.precision import Precision
+from otaro.serve.decisions import Decision, Decisions, label_tokens, margin, prompt_of
 from otaro.serve.errors import ApiError, wrong
 from otaro.serve.log import event
 from otaro.serve.metrics import Metrics
@@ -246,6 +248,56 @@ class Service:
         if isinstance(error, OtaroError) and not isinstance(error, FormatError):
             return ApiError(400, str(error))
         return error
+
+    # Decisions
+
+    async def decide(self, asked: Decisions) -> list[Decision]:
+        """What the model makes of every question.
+
+        One question after the other, so that each finds the state that they share in the cache.
+        """
+        plan = self.precisions.plan(asked.model, asked.precision)
+        coarsest, finest = self._auto_bounds()
+        first = coarsest if plan.auto else plan.steps[0]
+        self._admit(1)
+        try:
+            prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._questions, asked)
+            made = [Decision(len(ids), first, await self._probabilities(ids, labels, first)) for ids, labels in prompts]
+            for number, (ids, labels) in enumerate(prompts):
+                if plan.auto and first < finest and margin(made[number].probabilities) < self.settings.auto_margin:
+                    made[number] = Decision(len(ids), finest, await self._probabilities(ids, labels, finest))
+                    self.metrics.escalated.inc()
+        finally:
+            self._taken -= 1
+        for one in made:
+            self.metrics.decisions.labels(str(one.precision)).inc()
+        return made
+
+    def _questions(self, asked: Decisions) -> list[tuple[list[int], list[int]]]:
+        """By the tokenizer's thread: the tokens of each prompt, and those of its answers' labels."""
+        return [
+            (self.tokens(prompt_of(asked.state, one, self.tokenizer), one.path), label_tokens(one, self.tokenizer))
+            for one in asked.questions
+        ]
+
+    async def _probabilities(self, ids: list[int], labels: list[int], precision: Precision) -> list[float]:
+        """Of each label to be the next token, if one of them is."""
+        self.planes.use(precision)
+        stream = self.engine.submit(
+            ids, precision=precision, watched=labels, max_new_tokens=1, text=False, deadline=self.settings.timeout
+        )
+        try:
+            async for token in stream:
+                self.metrics.prompt_tokens.labels(str(precision)).inc(len(ids))
+                self.metrics.reused_tokens.labels(str(precision)).inc(stream.figures.reused_tokens)
+                shares = [math.exp(value - max(token.watched)) for value in token.watched]
+                return [share / sum(shares) for share in shares]
+        finally:
+            if stream.finish_reason is None:
+                stream.cancel()
+        if stream.finish_reason == "deadline":
+            raise ApiError(504, f"there was no answer within {self.settings.timeout:g} seconds")
+        raise ApiError(503, "the server ended before the answer did; ask again")
 
     # What goes on beside
 
