@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     deadline: float | None
     logprobs: int | None
+    watched: Sequence[int]
     text: bool
 
 
@@ -80,6 +81,7 @@ class Request:
     """None where nobody wants text."""
     ends: frozenset[int]
     logprobs: int | None
+    watched: list[int]
     deadline: float
     arrived: float
     began: float = 0.0
@@ -133,7 +135,7 @@ class Request:
             piece += self.pieces.end()
         if self.pieces and self.pieces.stopped_by is not None:
             reason, self.stream.stopped_by = "stop", self.pieces.stopped_by
-        self.stream.put(Token(token, piece, *_logprobs(token, logits[0], self.logprobs)))
+        self.stream.put(Token(token, piece, *_logprobs(token, logits[0], self.logprobs, self.watched)))
         return reason
 
     def end(self, reason: str, error: BaseException | None, cache_bytes: int) -> None:
@@ -149,12 +151,15 @@ class Request:
         self.stream.finish(reason, error)
 
 
-def _logprobs(token: int, logits: torch.Tensor, wanted: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    if wanted is None:
-        return None, ()
+def _logprobs(
+    token: int, logits: torch.Tensor, wanted: int | None, watched: list[int]
+) -> tuple[float | None, tuple[tuple[int, float], ...], tuple[float, ...]]:
+    if wanted is None and not watched:
+        return None, (), ()
     every = logits.log_softmax(0)
-    values, tokens = every.topk(wanted)
-    return float(every[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    values, tokens = every.topk(wanted or 0)
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return None if wanted is None else float(every[token]), top, tuple(every[watched].tolist()) if watched else ()
 
 
 def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:
