@@ -17,7 +17,7 @@ import otaro
 from otaro.errors import OtaroError
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues, key_offset
+from otaro.kernels.kv_cache import OFFSET_POSITIONS, KvCache, key_offset
 from otaro.kernels.ops import FEW_TOKENS
 from otaro.runtime import decode
 from otaro.runtime.decode import Decoder
@@ -52,9 +52,9 @@ class RoundingCache(DynamicCache):
         if self.kv is None:
             return tensor.half().to(tensor.dtype)
         _, heads, positions, head = tensor.shape
-        room = KeyValues(1, 1, heads, positions, head, self.kv.mantissa_bits, "cpu")
-        room.write(0, 0, 0, 0, tensor[0].transpose(0, 1))
-        return room.read(0, 0, 0, slice(None), tensor.dtype).unsqueeze(0)
+        cache = KvCache(1, 1, heads, positions, head, self.kv.mantissa_bits, "cpu")
+        cache.write(0, 0, 0, 0, tensor[0].transpose(0, 1))
+        return cache.read(0, 0, 0, slice(None), tensor.dtype).unsqueeze(0)
 
 
 def key_offsets(model):
@@ -559,7 +559,7 @@ def test_rows_of_a_packed_cache_are_those_that_a_gpu_would_keep(instructions, le
     x[0], x[1, 0], x[2, 5], x[3, 0] = 0.0, -1e-30, 65535.9, -65535.9
     x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))  # scaled, the second underflows; its floor is still below zero
     for bits in range(3, 9):
-        theirs = KeyValues(1, 1, 1, len(x), length, bits, "cpu")
+        theirs = KvCache(1, 1, 1, len(x), length, bits, "cpu")
         theirs.write(0, 0, 0, 0, x.unsqueeze(1))
         assert not theirs.refused.item()
         base, exponents, *planes = (one[0, 0].numpy() for one in theirs.of_layer(0, 0))

@@ -13,7 +13,7 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.kernels import cuda, nvrtc, reference
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, Delta, Rope, Routing, State, Tokens
 
@@ -120,7 +120,7 @@ class CudaSteps:
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
         """One warp for each head of each token."""
@@ -144,7 +144,7 @@ class CudaSteps:
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
@@ -261,6 +261,6 @@ def _out(out: Activations) -> dict[str, Any]:
     return {"out": out.data._asdict(), "halves": None}
 
 
-def _rows(cache: KeyValues, kind: int, layer: int) -> dict[str, Any]:
+def _rows(cache: KvCache, kind: int, layer: int) -> dict[str, Any]:
     base, exponents, *planes = cache.of_layer(kind, layer)
     return {"base": base, "planes": planes, "exponents": exponents}

@@ -29,7 +29,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from otaro.kernels import reference
 from otaro.kernels.cuda import MOST_TOKENS
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 
 MAX_TOKENS = MOST_TOKENS  # a step's products are one launch
@@ -152,7 +152,7 @@ class Steps(Protocol):
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
         """Vectors are queries, keys and values, [tokens, heads * head] each; the first two may have norms.
@@ -164,7 +164,7 @@ class Steps(Protocol):
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
@@ -265,7 +265,7 @@ class ReferenceSteps:
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
         """All tokens at once, until they are written."""
@@ -280,7 +280,7 @@ class ReferenceSteps:
 
     def write(
         self,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         sequences: torch.Tensor,
         positions: torch.Tensor,
@@ -296,7 +296,7 @@ class ReferenceSteps:
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
