@@ -118,7 +118,7 @@ def bad_body(draw, good):
     if draw.random() < 0.3:
         damaged = bytearray(text)
         for _ in range(draw.randrange(1, 4)):
-            at = draw.randrange(len(damaged))
+            at = draw.randrange(len(damaged) + 1)
             damaged[at : at + draw.randrange(2)] = draw.randbytes(draw.randrange(3))
         return bytes(damaged)
     return text
