@@ -1,9 +1,9 @@
-"""`generate` of a nested model: transformers' own, with the decoder in place of its innermost loop.
+"""`generate` of a nested model: transformers' own, with the loop of `rows.Batch` in place of its innermost one.
 
 transformers prepares inputs, generation options, logits processors, stopping criteria and streamers, then calls `_sample`
-once. `Generates`, mixed into the class of a nested model, answers that call with `decode_loop` where the decoder can serve,
-and passes it on where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what
-keeps the decoder from serving is warned, once for each model and reason.
+once. `Generates`, mixed into the class of a nested model, answers that call by a decoder where one can serve, and passes it on
+where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what keeps the decoder
+from serving is warned, once for each model and reason.
 
 On both ways the precision may change while tokens are produced:
 
@@ -18,10 +18,7 @@ begins; reading the prompt is one step. From its first phase on a generation min
 on the model: threads that generate at different precisions with one model each get what one thread alone would get. (What a
 mapping leaves out stays as it was when the phase began.)
 
-On a GPU the likeliest token is chosen there. While no streamer, processor or stopping criterion of the caller's looks on, the
-next step begins before the last one's token is known to the host: phases begin where they should all the same, but what
-another thread sets takes effect one token later. Through transformers every module asks when it is called, so that a switch
-by another thread takes effect in the midst of a step.
+Through transformers every module asks when it is called: a switch by another thread takes effect in the midst of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,60 +38,16 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionError, SlowWarning
 from otaro.kernels.ops import OVERRIDE
-from otaro.runtime.architectures import packed_modules, rope_limit
+from otaro.runtime.architectures import packed_modules, positions_of, rope_limit
 from otaro.runtime.decode import DecoderCache
 from otaro.runtime.modules import SefpEmbedding, own_bits
 from otaro.runtime.phases import Phases, described, steps_and_rows
 from otaro.runtime.precision import PrecisionLike, attachment
-from otaro.runtime.rows import Rows, Stop
+from otaro.runtime.report import Generation
+from otaro.runtime.rows import Batch, Rows, Stop, memory_for, padded_on_the_left, unpadded
 from otaro.runtime.sample import Sampler
-from otaro.runtime.serving import (
-    Reader,
-    decoder_of,
-    forget,
-    padded_on_the_left,
-    room_for,
-    rows_at_once,
-    unpadded,
-    why_not,
-)
+from otaro.runtime.serving import decoder_of, forget, rows_at_once, why_not
 from otaro.sefp.precision import Precision
-
-
-@dataclass
-class Generation:
-    """How a `generate` went. `model.generation` is that of the last one to begin, in any thread.
-
-    Who shares a model with other threads passes one of his own, to be filled in: `generate(..., report=Generation())`.
-    """
-
-    served_by: str = "transformers"
-    reason: str = ""
-    """Why it was not the decoder."""
-    prompt_tokens: int = 0
-    """In a row, padding included."""
-    reused_tokens: int = 0
-    """Tokens of the prompt that a cache already held."""
-    new_tokens: int = 0
-    """In a row."""
-    queue_seconds: float = 0.0
-    """Until the engine had a place for it."""
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    precisions: list[str] = field(default_factory=list)
-    """Those that steps ran at, in order; rows that differ are set apart by slashes."""
-    cache_bytes: int | None = None
-    """Memory of keys and values; unknown where transformers keeps them."""
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens read per second, of one row."""
-        return (self.prompt_tokens - self.reused_tokens) / max(self.prefill_seconds, 1e-9)
-
-    @property
-    def decode_rate(self) -> float:
-        """New tokens of a row per second after the first, which comes with the prompt."""
-        return max(self.new_tokens - 1, 0) / max(self.decode_seconds, 1e-9)
 
 
 class Obstacle(NamedTuple):
@@ -228,7 +181,7 @@ class Generates:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # what a decoder keeps must stay writable when the caller's mode ends
-            return decode_loop(
+            return generate_rows(
                 self,
                 input_ids,
                 logits_processor,
@@ -334,12 +287,6 @@ def _compiled(module: Any) -> bool:
     return module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
-def positions_of(model: Any) -> int | None:
-    """How many positions a model was made for, if it says so."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return known if isinstance(known, int) and known > 0 else None
-
-
 def _tokens_at_most(model: Any) -> int | None:
     """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not read."""
     known = positions_of(model)
@@ -412,7 +359,7 @@ def _obstacle(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -
     return Obstacle(f"{unknown[0]} was given", f"leave {unknown[0]} out") if unknown else None
 
 
-def decode_loop(
+def generate_rows(
     model: Any,
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
@@ -423,93 +370,62 @@ def decode_loop(
     mask: torch.Tensor | None,
     request: _Request,
 ) -> Any:
-    """What `_sample` does, by a decoder: rows of tokens, continued until a criterion holds."""
-    wants_scores = config.return_dict_in_generate and config.output_scores
-    wants_logits = config.return_dict_in_generate and config.output_logits
-    sampler = Sampler(processors, bool(config.do_sample), exact_scores=wants_scores)
-    stop = Stop(criteria, len(input_ids), config._pad_token_tensor)
-    reader = _reader(model, input_ids, mask, given, request, stop.limit - input_ids.shape[1])
-    report = model.generation = request.report
-    report.served_by, report.prompt_tokens = "decoder", input_ids.shape[1]
-    report.reused_tokens = 0 if given is None else given.length
-    ahead = reader if reader.ahead and _device_chooses(sampler, stop, config) else None
-    scores: list[torch.Tensor] = []
-    raw: list[torch.Tensor] = []
-    tokens = Rows(input_ids)
-    positions = positions_of(model) or 0
-    chosen: list[int] | None = None
-    bits: Sequence[bytes] = ()
-    clock = time.perf_counter()
-    # Nobody but us looks on while the GPU runs ahead, so nobody waits for the decoder in vain.
-    with ahead.refusing() if ahead and streamer is None else nullcontext():
-        while True:
-            if ahead and chosen is not None:
-                steps = ahead.ahead * int(streamer is None and tokens.length + 1 < stop.limit)
-                chosen = ahead.likeliest(chosen, tokens.new, steps)
-            else:
-                logits = reader.read(chosen, tokens.new)
-                if tokens.new == 0:
-                    now = time.perf_counter()
-                    report.prefill_seconds, clock = now - clock, now
-                chosen = sampler.choose(tokens.ids, logits)
-                if wants_scores:
-                    scores.append(sampler.scores)
-                if wants_logits:
-                    raw.append(logits)
-            if reader.ran_at != bits:  # a phase, or somebody else, has switched
-                bits = reader.ran_at
-                report.precisions.append(" / ".join(described(row) for row in bits))
-            if tokens.length > positions > 0:
-                _warn_of_positions(model, positions)
-                positions = 0
-            tokens.append(stop.padded(chosen))
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens.last))
-            if stop(tokens, tuple(scores) if wants_scores else None):
-                break
-    report.decode_seconds = time.perf_counter() - clock
-    reader.finish(stop.lasted(tokens.new))
-    report.new_tokens, report.cache_bytes = tokens.new, reader.cache.nbytes
-    if streamer is not None:
-        streamer.end()
-    if not config.return_dict_in_generate:
-        return tokens.ids.clone()
-    return GenerateDecoderOnlyOutput(
-        sequences=tokens.ids.clone(),
-        scores=tuple(scores) if wants_scores else None,
-        logits=tuple(raw) if wants_logits else None,
-        past_key_values=reader.cache,
-    )
-
-
-def _reader(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: DecoderCache | None, request: _Request, most: float
-) -> Reader:
-    """What reads these rows, which go on for `most` tokens at most."""
-    decoder, prompts, phases, modules = decoder_of(model), unpadded(ids, mask), request.phases, packed_modules(model)
+    """What `_sample` does, by a decoder."""
+    decoder, prompts, phases, modules = decoder_of(model), unpadded(input_ids, mask), request.phases, packed_modules(model)
+    for prompt, length in zip(prompts, given.lengths if given else (), strict=False):
+        if length >= len(prompt):
+            raise OtaroError(
+                f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
+                "included, and one more at least"
+            )
+    row_bits = None
+    if request.rows is not None:
+        if len(request.rows) != len(prompts):
+            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
+        each = [Phases(attachment(model), {0: precision}) for precision in request.rows]
+        row_bits = [one.bits(modules) for one in each if one.enter(0)]
 
     def bits(step: int) -> bytes:
         phases.enter(step)
         return phases.bits(modules)
 
-    if given is not None:
-        for prompt, length in zip(prompts, given.lengths, strict=False):
-            if length >= len(prompt):
-                raise OtaroError(
-                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
-                    "included, and one more at least"
-                )
-    rows = None
-    if request.rows is not None:
-        if len(request.rows) != len(prompts):
-            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
-        each = [Phases(attachment(model), {0: precision}) for precision in request.rows]
-        rows = [one.bits(modules) for one in each if one.enter(0)]
-    cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
-    return Reader(decoder, cache, prompts, bits, rows, most)
+    def told(tokens: Rows) -> None:
+        if known is not None and tokens.length - 1 > known:  # the last was not read
+            _warn_of_positions(model, known)
+        if streamer is not None:
+            streamer.put(torch.tensor(tokens.last))
 
-
-def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:
-    """Whether nobody asks for more than the likeliest tokens."""
-    wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    return sampler.known and not sampler.do_sample and not stop.others and not sampler.processors and not wants
+    known, whole = positions_of(model), bool(config.return_dict_in_generate)
+    keep_scores, keep_logits = whole and bool(config.output_scores), whole and bool(config.output_logits)
+    sampler = Sampler(processors, bool(config.do_sample), exact_scores=keep_scores)
+    stop, tokens = Stop(criteria, len(prompts), config._pad_token_tensor), Rows(input_ids)
+    cache = given or decoder.new_cache(request.kv, len(prompts), memory_for(prompts, stop.limit - tokens.length))
+    report = request.report
+    batch = Batch(
+        decoder,
+        cache,
+        prompts,
+        bits,
+        row_bits,
+        sampler,
+        stop,
+        tokens,
+        report,
+        keep_scores=keep_scores,
+        keep_logits=keep_logits,
+        told=told,
+    )
+    model.generation = report
+    report.served_by, report.prompt_tokens = "decoder", input_ids.shape[1]
+    report.reused_tokens = cache.length
+    batch.run()
+    if streamer is not None:
+        streamer.end()
+    if not whole:
+        return tokens.ids.clone()
+    return GenerateDecoderOnlyOutput(
+        sequences=tokens.ids.clone(),
+        scores=None if batch.scores is None else tuple(batch.scores),
+        logits=None if batch.logits is None else tuple(batch.logits),
+        past_key_values=cache,
+    )

@@ -73,6 +73,7 @@ class GpuDecoder:
     max_sequences = MAX_TOKENS
     ahead = 1
     """Steps that it pays to have begun before the last one's token is looked at."""
+    pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
 
     def __init__(self, weights: Description, steps: Steps | None = None) -> None:
@@ -93,7 +94,7 @@ class GpuDecoder:
         self._stream: Any = None
         self._step = 0
         self._going: _Going | None = None
-        self._places: list[int] = []
+        self._under_way: list[_Going | None] = [None] * RING
         self._spare: list[KeyValues] = []
         self._enter_stream()
 
@@ -216,28 +217,33 @@ class GpuDecoder:
         """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
-        self._going, self._places = going, going.places
+        self._going = going
         return going
 
     def goes_on(self, begun: object) -> bool:
         """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
         return begun is not None and begun is self._going
 
+    def knows(self, number: int) -> bool:
+        """Whether `chosen` can still tell of this step: others may have made many since."""
+        return max(0, self._step - RING) <= number < self._step
+
     @_alone
-    def advance(self, bits: bytes | None = None) -> int:
+    def advance(self) -> int:
         """Start a step; the number it returns is for `chosen`. At most `steps.RING` may be under way.
 
-        `bits` are the mantissa bits of this step, where tokens were not given theirs; by default those that are set now.
+        Where tokens were not given mantissa bits it runs at those that are set now.
         """
         going = self._going
         if going is None:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights, bits), cache, "argmax")
+        self._run(len(going.ids), going.spans(self.weights), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
+        self._under_way[number % RING] = going
         if self._on_gpu:
             self._events[number % RING].record(self._stream)
         return number
@@ -245,12 +251,13 @@ class GpuDecoder:
     @_alone
     def chosen(self, number: int) -> list[int]:
         """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
-        if not max(0, self._step - RING) <= number < self._step:
+        going = self._under_way[number % RING]
+        if going is None or not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
             self._events[number % RING].synchronize()
         row = self.state.ring[number % RING].tolist()
-        return [row[place] for place in self._places]
+        return [row[place] for place in going.places]
 
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
@@ -408,10 +415,10 @@ class _Going:
     bits: list[bytes] | None
     cache: GpuCache
 
-    def spans(self, weights: Description, bits: bytes | None = None) -> list[Span]:
-        """Neighbours of one precision: their own, or else `bits`, or else as the weights are set."""
+    def spans(self, weights: Description) -> list[Span]:
+        """Neighbours of one precision: their own, or else as the weights are set."""
         if self.bits is None:
-            return [Span(slice(0, len(self.ids)), bits or weights.precisions())]
+            return [Span(slice(0, len(self.ids)), weights.precisions())]
         spans, start = [], 0
         for bits, same in groupby(self.bits):
             count = len(list(same))
