@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -15,7 +14,7 @@ from otaro.errors import OtaroError
 from otaro.runtime.loop import Row, Slot
 from otaro.runtime.phases import Phases, described
 from otaro.runtime.pieces import Pieces
-from otaro.runtime.precision import Attachment, PrecisionLike
+from otaro.runtime.precision import PrecisionLike
 from otaro.runtime.sample import Sampler, Sampling
 from otaro.runtime.session import chat_tokens
 from otaro.runtime.stream import Stream, Token
@@ -40,37 +39,12 @@ class Options(TypedDict, total=False):
     priority: int
 
 
-class Precisions:
-    """Which steps of a request run at which mantissa bits: its own, or else those that are set."""
-
-    def __init__(
-        self, attached: Attachment, modules: Sequence[Any], steps: Mapping[int, PrecisionLike], now: Callable[[], bytes]
-    ) -> None:
-        """`now` gives the bits that are set, `modules` are those of a decoder, in its order."""
-        self._attached, self._modules, self._now = attached, modules, now
-        self._phases, self._own = Phases(attached, steps), b""
-        self._switches: deque[Phases] = deque()  # by other threads
-
-    def switch(self, precision: PrecisionLike) -> None:
-        """From the next step on; refused here and now if it cannot be."""
-        self._switches.append(Phases(self._attached, {0: precision}))
-
-    def bits(self, step: int) -> bytes:
-        """Mantissa bits of a step that begins after so many new tokens."""
-        while self._switches:
-            before, self._phases, step = self._phases.own, self._switches.popleft(), 0
-            self._phases.own = before
-        if self._phases.enter(step):
-            self._own = self._phases.bits(self._modules)
-        return self._own or self._now()
-
-
 @dataclass(eq=False, kw_only=True)
 class Request(Row):
     """From its arrival to its end."""
 
     stream: Stream
-    precisions: Precisions
+    phases: Phases
     sampler: Sampler
     pieces: Pieces | None
     """None where nobody wants text."""

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, PrecisionError
+from otaro.runtime.architectures import packed_modules, positions_of
+from otaro.runtime.decode import DecoderCache
+from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.loop import Chunks, Loop, Row, Slot
-from otaro.runtime.phases import described
+from otaro.runtime.modules import bits_of
+from otaro.runtime.obstacles import Obstacle, warn_of_positions
+from otaro.runtime.phases import Phases, described
+from otaro.runtime.precision import PrecisionLike, attachment
 from otaro.runtime.report import Generation
 from otaro.runtime.sample import Sampler, argmax
+from otaro.runtime.serving import decoder_of
+from otaro.sefp.precision import Precision
 
 _NEW = 1024  # tokens that there is memory for from the start: a cache that grows has its graphs captured again
 
@@ -102,96 +111,133 @@ class Stop:
         return [new if self.pad is None or end is None else end for end in self._ended_at]
 
 
+@dataclass
+class Call:
+    """What was asked of `generate` besides what transformers knows."""
+
+    phases: Phases
+    kv: Precision | None
+    rows: Sequence[PrecisionLike] | None
+    """A precision for each row."""
+    report: Generation
+    obstacle: Obstacle | None = None
+    """In the arguments."""
+
+
 class Batch(Loop):
-    """Continues rows until a criterion holds."""
+    """Continues rows until a criterion holds, as `_sample` of transformers does, whose arguments it takes."""
 
     def __init__(
         self,
-        decoder: Any,
-        cache: Any,
-        prompts: list[list[int]],
-        bits: Callable[[int], bytes],
-        row_bits: list[bytes] | None,
-        sampler: Sampler,
-        stop: Stop,
-        tokens: Rows,
-        report: Generation,
-        *,
-        keep_scores: bool,
-        keep_logits: bool,
-        told: Callable[[Rows], None],
+        model: Any,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        streamer: Any,
+        given: DecoderCache | None,
+        call: Call,
     ) -> None:
-        """`bits(step)` are the mantissa bits of all rows, `row_bits` those of each; `told` is called with every token."""
+        decoder, prompts, attached = decoder_of(model), _unpadded(ids, mask), attachment(model)
+        self._stop, self._tokens = Stop(criteria, len(ids), config._pad_token_tensor), Rows(ids)
+        new = self._stop.limit - self._tokens.length  # at most
+        capacity = max(map(len, prompts)) + int(min(new, _NEW))
+        cache: Any = given or decoder.new_cache(call.kv, len(prompts), capacity)
         if cache.pooled != decoder.pooled or len(cache.lengths) != len(prompts):
             raise OtaroError("this cache was made by the decoder of another model, or for another number of rows")
         super().__init__(decoder, cache, Chunks(sys.maxsize, exact=True))
-        self._bits_of, self._row_bits = bits, row_bits
-        self._sampler, self._stop, self.tokens, self._report, self._told = sampler, stop, tokens, report, told
-        self.scores: list[torch.Tensor] | None = [] if keep_scores else None
-        self.logits: list[torch.Tensor] | None = [] if keep_logits else None
-        alone = sampler.argmax and not keep_scores and not keep_logits
+        self._phases, self._nested, self._modules = call.phases, attached.nested, packed_modules(model)
+        self._phases.modules = self._modules
+        self._row_bits: list[bytes] | None = None
+        if call.rows is not None:
+            if len(call.rows) != len(prompts):
+                raise PrecisionError(f"{len(call.rows)} precisions were given for {len(prompts)} rows")
+            self._row_bits = [Phases(attached, {0: precision}, self._modules).bits(0) for precision in call.rows]
+        self._whole = bool(config.return_dict_in_generate)
+        self._scores: list[torch.Tensor] | None = [] if self._whole and config.output_scores else None
+        self._logits: list[torch.Tensor] | None = [] if self._whole and config.output_logits else None
+        self._sampler = Sampler(processors, bool(config.do_sample), exact_scores=self._scores is not None)
+        device_chooses = self._sampler.argmax and self._logits is None
         # Where nobody sees what follows the end of a row, it leaves; not on a GPU, which has a graph for each number of rows.
-        self._may_leave = alone and stop.pad is not None and not decoder.ahead
+        self._may_leave = device_chooses and self._stop.pad is not None and not decoder.ahead
+        for number, (prompt, length) in enumerate(zip(prompts, cache.lengths, strict=True)):
+            if length >= len(prompt):
+                raise OtaroError(
+                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
+                    "included, and one more at least"
+                )
+            slot = Slot(number, prompt[:length])
+            self._running.append(Row(ids=prompt, prompt=len(prompt), limit=new, argmax=device_chooses, slot=slot))
+        if isinstance(decoder, GpuDecoder):
+            decoder.reserve(cache, capacity)
+        self._rows: list[Any] = self._running
+        self._model, self._streamer, self._positions = model, streamer, positions_of(model) or sys.maxsize
         self._ran_at: list[bytes] = []
         self._spoke = 0.0
-        most = stop.limit - tokens.length
-        for number, (prompt, length) in enumerate(zip(prompts, cache.lengths, strict=True)):
-            slot = Slot(number, prompt[:length])
-            self._running.append(Row(ids=list(prompt), prompt=len(prompt), limit=most, argmax=alone, slot=slot))
-        self._rows: list[Any] = self._running
-        if not cache.pooled:
-            decoder.reserve(cache, memory_for(prompts, most))
+        self._report = model.generation = call.report
+        self._report.served_by, self._report.prompt_tokens = "decoder", ids.shape[1]
+        self._report.reused_tokens = cache.length
 
-    def run(self) -> None:
+    def run(self) -> Any:
         """Until all rows have ended. If that is refused, or interrupted, the cache is as it was before."""
-        before, started = list(self.cache.lengths), time.perf_counter()
+        report, before, started = self._report, list(self.cache.lengths), time.perf_counter()
         try:
             while self.step():
                 pass
-            self.cache.check()
         except BaseException:
             self._drop()
             for number, length in enumerate(before):
                 self.cache.crop(length, number)
             raise
-        self._report.prefill_seconds, self._report.decode_seconds = self._spoke - started, time.perf_counter() - self._spoke
-        self._report.new_tokens, self._report.cache_bytes = self.tokens.new, self.cache.nbytes
+        report.prefill_seconds, report.decode_seconds = self._spoke - started, time.perf_counter() - self._spoke
+        report.new_tokens, report.cache_bytes = self._tokens.new, self.cache.nbytes
         # Of the new tokens all but the last were read; what else was read is forgotten.
-        for row, new in zip(self._rows, self._stop.lasted(self.tokens.new), strict=True):
+        for row, new in zip(self._rows, self._stop.lasted(self._tokens.new), strict=True):
             self.cache.crop(row.prompt + new - 1, row.slot.number)
+        if self._streamer is not None:
+            self._streamer.end()
+        ids = self._tokens.ids.clone()
+        if not self._whole:
+            return ids
+        scores, logits = (None if some is None else tuple(some) for some in (self._scores, self._logits))
+        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=self.cache)
 
     def bits(self, some: list[Any], later: int = 0) -> list[bytes]:
         """All rows' alike, or each row's own."""
-        if self._row_bits is None:
-            return [self._bits_of(self.tokens.new + later)] * len(some)
-        return [self._row_bits[row.slot.number] for row in some]
+        if self._row_bits is not None:
+            return [self._row_bits[row.slot.number] for row in some]
+        return [self._phases.bits(self._tokens.new + later) or bits_of(self._modules, self._nested)] * len(some)
 
     def choose(self, some: list[Any], logits: torch.Tensor) -> None:
         """All rows at once."""
-        tokens = argmax(logits) if self._sampler.argmax else self._sampler.choose(self.tokens.ids, logits)
-        if self.scores is not None:
-            self.scores.append(self._sampler.scores)
-        if self.logits is not None:
-            self.logits.append(logits)
+        tokens = argmax(logits) if self._sampler.argmax else self._sampler.choose(self._tokens.ids, logits)
+        if self._scores is not None:
+            self._scores.append(self._sampler.scores)
+        if self._logits is not None:
+            self._logits.append(logits)
         self.take(some, tokens)
 
     def take(self, some: list[Any], tokens: list[int]) -> None:
         """One more token of each row."""
         self._spoke = self._spoke or time.perf_counter()
-        ran_at = [some[0].ran_at] if self._row_bits is None else self._row_bits
+        ran_at = self._row_bits or [some[0].ran_at]
         if ran_at != self._ran_at:  # a phase, or somebody else, has switched
             self._ran_at = ran_at
             self._report.precisions.append(" / ".join(described(bits) for bits in ran_at))
+        if self._tokens.length > self._positions:
+            warn_of_positions(self._model, self._positions)
         if self._may_leave:
-            every = [self._stop.pad or 0] * len(self._rows)
+            every = [0] * len(self._rows)
             for row, token in zip(some, tokens, strict=True):
                 every[row.slot.number] = token
             tokens = every
-        self.tokens.append(self._stop.padded(tokens))
+        self._tokens.append(self._stop.padded(tokens))
         for row in some:
-            row.ids.append(self.tokens.last[row.slot.number])
-        self._told(self.tokens)
-        if self._stop(self.tokens, None if self.scores is None else tuple(self.scores)):
+            row.ids.append(self._tokens.last[row.slot.number])
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(self._tokens.last))
+        if self._stop(self._tokens, None if self._scores is None else tuple(self._scores)):
             self._running = []
             self._drop()
         elif self._may_leave:
@@ -202,20 +248,9 @@ class Batch(Loop):
         raise error
 
 
-def memory_for(prompts: list[list[int]], most: float) -> int:
-    """Tokens of a row to have memory for at first, where rows go on for `most` at most."""
-    return max(map(len, prompts)) + int(min(most, _NEW))
-
-
-def unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
     """Rows of tokens without the padding on their left."""
     rows: list[list[int]] = ids.tolist()
     if mask is None:
         return rows
     return [row[len(row) - count :] for row, count in zip(rows, mask.sum(1).tolist(), strict=True)]
-
-
-def padded_on_the_left(mask: torch.Tensor) -> bool:
-    """Whether what a mask [rows, tokens] hides is at the beginning of each row, and not all of it."""
-    seen = mask == 1
-    return bool((seen | (mask == 0)).all() and (seen[:, 1:] | ~seen[:, :-1]).all() and seen[:, -1].all())

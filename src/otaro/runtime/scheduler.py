@@ -22,10 +22,10 @@ from otaro.runtime.architectures import packed_modules, positions_of, rope_limit
 from otaro.runtime.load import load_tokenizer
 from otaro.runtime.loop import Chunks, Loop
 from otaro.runtime.modules import bits_of
-from otaro.runtime.phases import steps_and_rows
+from otaro.runtime.phases import Phases, steps_and_rows
 from otaro.runtime.pieces import Pieces
 from otaro.runtime.precision import PrecisionLike, attachment
-from otaro.runtime.request import Precisions, Prompt, Request, stops_of, tokens_of
+from otaro.runtime.request import Prompt, Request, stops_of, tokens_of
 from otaro.runtime.sample import Sampling, argmax
 from otaro.runtime.serving import decoder_of, why_not
 from otaro.runtime.slots import Slots
@@ -73,7 +73,6 @@ class Scheduler(Loop):
         self._given_tokenizer = tokenizer
         self._arrived: deque[Request] = deque()  # by other threads
         self._waiting: list[Request] = []
-        self._set = b""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -127,8 +126,8 @@ class Scheduler(Loop):
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         if not isinstance(priority, int):
             raise OtaroError(f"priority={priority!r}: give a whole number, larger for who goes first")
-        precisions = Precisions(self._attached, self._modules, _steps(precision, prefill, decode), self._bits_set)
-        stream, now = Stream(precisions.switch, self.wake, None if by_thread else self.step), time.perf_counter()
+        phases = Phases(self._attached, _steps(precision, prefill, decode), self._modules)
+        stream, now = Stream(phases.switch, self.wake, None if by_thread else self.step), time.perf_counter()
         stream.figures.prompt_tokens = len(ids)
         sampler = (sampling or Sampling()).sampler()
         request = Request(
@@ -136,7 +135,7 @@ class Scheduler(Loop):
             ids=ids,
             prompt=len(ids),
             limit=limit,
-            precisions=precisions,
+            phases=phases,
             argmax=logprobs is None and sampler.argmax,
             sampler=sampler,
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
@@ -195,7 +194,7 @@ class Scheduler(Loop):
         while place < len(self._waiting):
             request, reserved = self._waiting[place], [one.needed for one in self._running]
             if self._slots.has_room(request.needed, reserved):
-                bits = request.precisions.bits(0)
+                (bits,) = self.bits([request])
                 request.began_in(self._slots.take(request.ids, bits, request.needed, reserved))
                 self._running.append(self._waiting.pop(place))
                 for earlier in self._waiting[:place]:
@@ -238,14 +237,14 @@ class Scheduler(Loop):
 
     def bits(self, some: list[Request], later: int = 0) -> list[bytes]:
         """Those of each request, or those that are set."""
-        self._set = b""
-        return [request.precisions.bits(request.new + later) for request in some]
+        now, found = b"", []
+        for request in some:
+            if not (bits := request.phases.bits(request.new + later)):
+                bits = now = now or bits_of(self._modules, self._attached.nested)
+            found.append(bits)
+        return found
 
     # What is asked for
-
-    def _bits_set(self) -> bytes:
-        self._set = self._set or bits_of(self._modules, self._attached.nested)
-        return self._set
 
     @cached_property
     def _end_of_text(self) -> set[int]:
