@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
 
@@ -40,6 +41,7 @@ class Cache(Protocol):
 class Decoder(Protocol):
     """Runs a described model; its methods may be called by any thread."""
 
+    description: Description
     vocabulary: int
     max_sequences: int
     """In one step, and in one cache."""

@@ -234,7 +234,7 @@ class Batch(Loop):
             tokens = every
         self._tokens.append(self._stop.padded(tokens))
         for row in some:
-            row.ids.append(self._tokens.last[row.slot.number])
+            row.ids.append(tokens[row.slot.number])
         if self._streamer is not None:
             self._streamer.put(torch.tensor(self._tokens.last))
         if self._stop(self._tokens, None if self._scores is None else tuple(self._scores)):
