@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any
 
@@ -85,7 +85,7 @@ class DecoderCache:
             for native in self.natives if sequence is None else [self.natives[sequence]]:
                 native.crop(max(0, native.length + length) if length < 0 else length)
 
-    def check(self) -> None:
+    def check(self, wait: bool = True) -> None:
         """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -102,10 +102,9 @@ class Decoder:
 
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
+    pooled = True
     ahead = 0
     """Steps that it pays to have begun before the last one's token is looked at."""
-    lock: AbstractContextManager[Any] = nullcontext()
-    """What a generation holds while it reads: here every step takes its turn by itself."""
 
     def __init__(self, description: Description) -> None:
         self.description = description

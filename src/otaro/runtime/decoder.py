@@ -9,11 +9,11 @@ sequence alone, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
 
@@ -32,15 +32,21 @@ class Cache(Protocol):
         """Bytes of memory."""
 
     def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all."""
+        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+
+    def check(self, wait: bool = True) -> None:
+        """Refuse, if it was given a number that it cannot hold; of steps under way it need not know."""
 
 
 class Decoder(Protocol):
     """Runs a described model; its methods may be called by any thread."""
 
+    description: Description
     vocabulary: int
     max_sequences: int
     """In one step, and in one cache."""
+    pooled: bool
+    """As in its caches."""
     exact_prompts: bool
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
@@ -48,9 +54,7 @@ class Decoder(Protocol):
     ahead: int
     """Steps that it pays to have begun before the last one's token is looked at.
 
-    Where there are some, `gpu.GpuDecoder.begin` tells how: the likeliest tokens are chosen on the device."""
-    lock: AbstractContextManager[Any]
-    """For one who goes ahead: nobody else reads meanwhile."""
+    Where there are some, `gpu.GpuDecoder.begin` tells how: tokens are chosen on the device."""
 
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> Any:
         """An empty `Cache`, in float16 or packed, with room for `capacity` tokens of each sequence from the start."""

@@ -45,7 +45,7 @@ class Engine:
         )
         wake, closed, self._lock = Event(), Event(), Lock()
         self.scheduler.wake, self._closed = wake.set, closed
-        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed), name="otaro engine", daemon=True)
+        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True)
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
@@ -119,7 +119,7 @@ class Engine:
         self.close(wait=kind is None)
 
 
-def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
+def _run(scheduler: Scheduler, wake: Event, closed: Event, submitting: Lock) -> None:
     try:
         while True:
             last = closed.is_set()  # before the steps: what came in time is answered
@@ -130,8 +130,9 @@ def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
             wake.wait()
             wake.clear()
     except BaseException as error:
-        closed.set()
-        scheduler.abandon(error)
+        with submitting:  # a request that came in before this is abandoned too, and none comes after it
+            closed.set()
+            scheduler.abandon(error)
         raise
 
 

@@ -73,27 +73,28 @@ class GpuDecoder:
     max_sequences = MAX_TOKENS
     ahead = 1
     """Steps that it pays to have begun before the last one's token is looked at."""
+    pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
 
-    def __init__(self, weights: Description, steps: Steps | None = None) -> None:
-        self.weights = weights
-        self.steps: Steps = steps or steps_for(weights.device)
-        self.vocabulary = weights.lm_head.rows
+    def __init__(self, description: Description, steps: Steps | None = None) -> None:
+        self.description = description
+        self.steps: Steps = steps or steps_for(description.device)
+        self.vocabulary = description.lm_head.rows
         self.precisions = b""
         """Mantissa bits of every matrix at the last step, whoever made it, of its first token."""
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
-        self.state = State(weights.device)
-        self._layers, self._head = Layers(weights, self.steps), Head(weights, self.steps)
-        self._ropes = RopeTables(weights, 1)
+        self.state = State(description.device)
+        self._layers, self._head = Layers(description, self.steps), Head(description, self.steps)
+        self._ropes = RopeTables(description, 1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
-        self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
+        self._on_gpu = description.device.type == "cuda" and isinstance(self.steps, CudaSteps)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
         self._step = 0
         self._going: _Going | None = None
-        self._places: list[int] = []
+        self._under_way: list[_Going | None] = [None] * RING
         self._spare: list[KeyValues] = []
         self._enter_stream()
 
@@ -123,7 +124,7 @@ class GpuDecoder:
 
     def serves(self, model: Any) -> bool:
         """Whether this decoder still has what the model consists of."""
-        return still_describes(self.weights, model)
+        return still_describes(self.description, model)
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
@@ -139,7 +140,7 @@ class GpuDecoder:
                 found = spare
             else:
                 self._forget(spare)
-        cache = GpuCache(self.weights, kv, sequences, capacity, found)
+        cache = GpuCache(self.description, kv, sequences, capacity, found)
         finalize(cache, self._spare.extend, cache.holder)
         return cache
 
@@ -158,10 +159,10 @@ class GpuDecoder:
         refused the cache is as before.
         """
         tokens = self._checked(ids, cache, [sequence], bits)
-        now = self.weights.precisions() if bits is None else bits
+        now = self.description.precisions() if bits is None else bits
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.weights.device)
+        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.description.device)
         try:
             start = 0
             while start < len(tokens):
@@ -199,7 +200,7 @@ class GpuDecoder:
         going = self._arranged(ids, cache, sequences, bits)
         positions = [cache.lengths[sequence] for sequence in going.sequences]
         self._set(going.ids, positions, going.sequences)
-        logits = self._run(len(going.ids), going.spans(self.weights), cache, "all")
+        logits = self._run(len(going.ids), going.spans(self.description), cache, "all")
         cache.check()
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
@@ -216,28 +217,33 @@ class GpuDecoder:
         """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
-        self._going, self._places = going, going.places
+        self._going = going
         return going
 
     def goes_on(self, begun: object) -> bool:
         """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
         return begun is not None and begun is self._going
 
+    def knows(self, number: int) -> bool:
+        """Whether `chosen` can still tell of this step: others may have made many since."""
+        return max(0, self._step - RING) <= number < self._step
+
     @_alone
-    def advance(self, bits: bytes | None = None) -> int:
+    def advance(self) -> int:
         """Start a step; the number it returns is for `chosen`. At most `steps.RING` may be under way.
 
-        `bits` are the mantissa bits of this step, where tokens were not given theirs; by default those that are set now.
+        Where tokens were not given mantissa bits it runs at those that are set now.
         """
         going = self._going
         if going is None:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights, bits), cache, "argmax")
+        self._run(len(going.ids), going.spans(self.description), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
+        self._under_way[number % RING] = going
         if self._on_gpu:
             self._events[number % RING].record(self._stream)
         return number
@@ -245,12 +251,13 @@ class GpuDecoder:
     @_alone
     def chosen(self, number: int) -> list[int]:
         """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
-        if not max(0, self._step - RING) <= number < self._step:
+        going = self._under_way[number % RING]
+        if going is None or not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
             self._events[number % RING].synchronize()
         row = self.state.ring[number % RING].tolist()
-        return [row[place] for place in self._places]
+        return [row[place] for place in going.places]
 
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
@@ -277,13 +284,13 @@ class GpuDecoder:
         for token in tokens:
             if not 0 <= token < self.vocabulary:
                 raise OtaroError(f"token {token} is not in the vocabulary of {self.vocabulary}")
-        if not isinstance(cache, GpuCache) or not cache.fits(self.weights):
+        if not isinstance(cache, GpuCache) or not cache.fits(self.description):
             raise OtaroError("this cache was made by the decoder of another model")
         for sequence in sequences:
             if not 0 <= sequence < len(cache.lengths):
                 raise OtaroError(f"sequence {sequence} is none of the {len(cache.lengths)} of this cache, counted from 0")
         for one in bits:
-            if one is not None and len(one) != (matrices := len(self.weights.precisions())):
+            if one is not None and len(one) != (matrices := len(self.description.precisions())):
                 raise OtaroError(
                     f"precisions of {len(one)} matrices were given for {matrices}; `Description.all_at` makes them"
                 )
@@ -292,7 +299,7 @@ class GpuDecoder:
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
         """Have memory and angles for so many positions; refused where the ropes do not hold so far."""
-        self.weights.check_positions(length)
+        self.description.check_positions(length)
         self._enter_stream()
         old = cache.kv_cache
         if cache.reserve(length):
@@ -300,14 +307,14 @@ class GpuDecoder:
         known = self._ropes.positions
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._ropes = RopeTables(self.weights, min(end, self.weights.positions or end))
+            self._ropes = RopeTables(self.description, min(end, self.description.positions or end))
             self._forget(None)
 
     def _forget(self, kv_cache: KeyValues | None) -> None:
         """Drop the graphs that point into this memory, or all."""
         gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:
-            torch.cuda.synchronize(self.weights.device)
+            torch.cuda.synchronize(self.description.device)
         for key in gone:
             del self._graphs[key]
 
@@ -322,7 +329,7 @@ class GpuDecoder:
     def _enter_stream(self) -> None:
         """Whatever stream the caller is on, it follows what we did on another one before."""
         if self._on_gpu:
-            now = torch.cuda.current_stream(self.weights.device)
+            now = torch.cuda.current_stream(self.description.device)
             if self._stream is not None and self._stream != now:
                 now.wait_stream(self._stream)
             self._stream = now
@@ -330,11 +337,11 @@ class GpuDecoder:
     def _read(self, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, wanted: str) -> torch.Tensor:
         """A chunk of a prompt; logits come from the step's own product."""
         self._enter_stream()
-        device, past, count = self.weights.device, cache.lengths[sequence], len(ids)
+        device, past, count = self.description.device, cache.lengths[sequence], len(ids)
         positions = torch.arange(past, past + count, device=device)
         tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
-        steps = PromptSteps(device, self.weights.dtype, sequence, past)
-        layers = Layers(self.weights, steps, count)
+        steps = PromptSteps(device, self.description.dtype, sequence, past)
+        layers = Layers(self.description, steps, count)
         layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":
             return layers.x
@@ -368,7 +375,7 @@ class GpuDecoder:
         return logits[-1:] if wanted == "last" else logits
 
     def _capture(self, key: Any, launch: Callable[[], None], cache: GpuCache) -> _Graph:
-        device = self.weights.device
+        device = self.description.device
         torch.cuda.synchronize(device)
         before = torch.cuda.mem_get_info(device)[0]
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -408,10 +415,10 @@ class _Going:
     bits: list[bytes] | None
     cache: GpuCache
 
-    def spans(self, weights: Description, bits: bytes | None = None) -> list[Span]:
-        """Neighbours of one precision: their own, or else `bits`, or else as the weights are set."""
+    def spans(self, weights: Description) -> list[Span]:
+        """Neighbours of one precision: their own, or else as the weights are set."""
         if self.bits is None:
-            return [Span(slice(0, len(self.ids)), bits or weights.precisions())]
+            return [Span(slice(0, len(self.ids)), weights.precisions())]
         spans, start = [], 0
         for bits, same in groupby(self.bits):
             count = len(list(same))
