@@ -270,12 +270,13 @@ class Decoder:
         described, natives = self.description, {}
         offsets = described.key_offsets
 
-        def matrix(one: Matrix) -> tuple[Any, ...]:
+        def matrix(one: Matrix) -> dict[str, Any]:
             packed = one.module.packed
             if packed not in natives:  # tied ones share one
                 base, scales, _, *numbers = packed._packed(BASE)
                 natives[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
-            return natives[packed], one.first, one.rows, one.stride, floats(one.bias)
+            whole, bias = natives[packed], floats(one.bias)
+            return {"matrix": whole, "first": one.first, "rows": one.rows, "stride": one.stride, "bias": bias}
 
         def floats(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.numpy()

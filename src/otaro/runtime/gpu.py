@@ -34,7 +34,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
 from otaro.runtime.description import Description
@@ -94,8 +94,13 @@ class GpuDecoder:
         self._stream: Any = None
         self._step = 0
         self._going: _Going | None = None
+<<<<<<< HEAD
         self._under_way: list[_Going | None] = [None] * RING
         self._spare: list[KeyValues] = []
+=======
+        self._places: list[int] = []
+        self._spare: list[KvCache] = []
+>>>>>>> hdr
         self._enter_stream()
 
     @staticmethod
@@ -310,7 +315,7 @@ class GpuDecoder:
             self._ropes = RopeTables(self.description, min(end, self.description.positions or end))
             self._forget(None)
 
-    def _forget(self, kv_cache: KeyValues | None) -> None:
+    def _forget(self, kv_cache: KvCache | None) -> None:
         """Drop the graphs that point into this memory, or all."""
         gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:
