@@ -429,6 +429,7 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ({"deadline": 0}, "deadline=0"),
         ({"logprobs": 121}, "logprobs=121"),
         ({"priority": 0.5}, "priority=0.5"),
+        ({"watched": [3, 120]}, "token 120"),
         ({"stop": [""]}, "an empty text"),
     ]:
         with pytest.raises(OtaroError, match=what):
@@ -472,6 +473,16 @@ def test_log_probabilities_are_the_models_own(model, logits_seen):
         every = logits[0].log_softmax(0)
         assert token.logprob == float(every[token.id])
         assert [one for one, _ in token.top] == every.topk(2).indices.tolist()
+        assert token.watched == ()
+
+
+def test_watched_tokens_are_told_whatever_is_chosen(model, logits_seen):
+    stream = Scheduler(model).submit([1, 2], max_new_tokens=2, watched=[7, 3, 7], precision="E5M4", **TOKENS)
+    stream.text()
+    for token, logits in zip(stream, logits_seen[stream], strict=True):
+        every = logits[0].log_softmax(0)
+        assert token.watched == tuple(every[[7, 3, 7]].tolist())
+        assert token.logprob is None
 
 
 def test_figures(model):

@@ -61,6 +61,8 @@ class Engine:
           text; `ignore_eos` goes on past that.
         - `deadline`: seconds from now after which the answer ends as it is.
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
+        - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
+          any text: `token.watched` of the first one, with `max_new_tokens=1`.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:
@@ -74,6 +76,16 @@ class Engine:
     def context(self) -> int:
         """Tokens that a prompt and its answer can have together."""
         return self.scheduler.context
+
+    @property
+    def max_sequences(self) -> int:
+        """Requests that can be answered at once."""
+        return self.scheduler.max_sequences
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered; False once it was closed, or broke."""
+        return self._thread.is_alive() and not self._closed.is_set()
 
     @property
     def waiting(self) -> int:

@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     deadline: float | None
     logprobs: int | None
+    watched: Sequence[int]
     text: bool
     priority: int
 
@@ -50,6 +51,7 @@ class Request(Row):
     """None where nobody wants text."""
     ends: frozenset[int]
     logprobs: int | None
+    watched: list[int]
     deadline: float
     priority: int
     arrived: float
@@ -79,7 +81,7 @@ class Request(Row):
         token = argmax
         if not self.sampler.argmax:
             token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits)[0]
-        return self.take(token, *_logprobs(token, logits[0], self.logprobs))
+        return self.take(token, *_logprobs(token, logits[0], self.logprobs, self.watched))
 
     def take(self, token: int, *logprobs: Any) -> str | None:
         """Go on with this token; says why it is the last, if so."""
@@ -119,12 +121,15 @@ class Request(Row):
         self.stream.finish(reason, error)
 
 
-def _logprobs(token: int, logits: torch.Tensor, wanted: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    if wanted is None:
-        return None, ()
+def _logprobs(
+    token: int, logits: torch.Tensor, wanted: int | None, watched: list[int]
+) -> tuple[float | None, tuple[tuple[int, float], ...], tuple[float, ...]]:
+    if wanted is None and not watched:
+        return None, (), ()
     every = logits.log_softmax(0)
-    values, tokens = every.topk(wanted)
-    return float(every[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    values, tokens = every.topk(wanted or 0)
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return None if wanted is None else float(every[token]), top, tuple(every[watched].tolist()) if watched else ()
 
 
 def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:

@@ -57,7 +57,7 @@ class Scheduler(Loop):
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
         self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
         decoder = decoder_of(model)
-        self._most, most = max_sequences, decoder.max_sequences
+        self.max_sequences, most = max_sequences, decoder.max_sequences
         if not 0 < max_sequences <= most:
             raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
         chunks = Chunks(chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"]), decoder.exact_prompts)
@@ -110,6 +110,7 @@ class Scheduler(Loop):
         ignore_eos: bool = False,
         deadline: float | None = None,
         logprobs: int | None = None,
+        watched: Sequence[int] = (),
         text: bool = True,
         priority: int = 0,
         by_thread: bool = False,
@@ -122,6 +123,9 @@ class Scheduler(Loop):
             raise OtaroError("stop: texts are looked for in text; give tokens, or leave out text=False")
         if logprobs is not None and not 0 <= logprobs <= self.decoder.vocabulary:
             raise OtaroError(f"logprobs={logprobs}: give a number from 0 to {self.decoder.vocabulary}")
+        for token in watched:
+            if not 0 <= token < self.decoder.vocabulary:
+                raise OtaroError(f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}")
         if deadline is not None and not deadline > 0:
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         if not isinstance(priority, int):
@@ -136,11 +140,12 @@ class Scheduler(Loop):
             prompt=len(ids),
             limit=limit,
             phases=phases,
-            argmax=logprobs is None and sampler.argmax,
+            argmax=logprobs is None and not watched and sampler.argmax,
             sampler=sampler,
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
             ends=frozenset(ends if ignore_eos else ends | self._end_of_text),
             logprobs=logprobs,
+            watched=list(watched),
             deadline=float("inf") if deadline is None else now + deadline,
             priority=priority,
             arrived=now,
@@ -199,7 +204,7 @@ class Scheduler(Loop):
                 self._running.append(self._waiting.pop(place))
                 for earlier in self._waiting[:place]:
                     earlier.passed += 1
-            elif request.passed >= _PASSED or len(self._running) == self._most:
+            elif request.passed >= _PASSED or len(self._running) == self.max_sequences:
                 return
             else:
                 place += 1

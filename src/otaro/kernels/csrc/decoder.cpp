@@ -122,7 +122,7 @@ Packed Cache::packed(std::byte* part) const {
   Packed rows;
   rows.rows = kSegment;
   rows.length = head_;
-  rows.group_size = kCacheGroup;
+  rows.group_size = kBlock;
   rows.bits = bits_;
   rows.of_cache = true;
   if (part) {

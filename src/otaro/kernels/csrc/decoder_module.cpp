@@ -335,8 +335,7 @@ void encode(const Array<const float, 2>& x, const Array<uint8_t, 2>& base,
   const size_t blocks = static_cast<size_t>((length + kBlock - 1) / kBlock), rows = x.shape(0);
   check(planes.size() <= kPlanes, "there are at most five planes");
   check(base.shape(0) == rows && base.shape(1) == blocks * kBaseBytes, "base must be [rows, 16 * blocks]");
-  check(exponents.shape(0) == rows && exponents.shape(1) == (x.shape(1) + kCacheGroup - 1) / kCacheGroup,
-        "exponents must be [rows, groups]");
+  check(exponents.shape(0) == rows && exponents.shape(1) == blocks, "exponents must be [rows, groups]");
   for (const auto& plane : planes)
     check(plane.shape(0) == rows && plane.shape(1) == blocks * kPlaneBytes,
           "a plane must be [rows, 4 * blocks]");

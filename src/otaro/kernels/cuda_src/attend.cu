@@ -33,7 +33,7 @@
 constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
 constexpr int kPitch = kChunks * kBlock;
-constexpr int kPlanes = KV_BITS ? KV_BITS - kCoarsest : 0;
+constexpr int kPlanesUsed = KV_BITS ? KV_BITS - kCoarsest : 0;
 constexpr int kMostSplits = 64;
 #define kNever __int_as_float(0xff800000)
 
@@ -118,16 +118,17 @@ __device__ __forceinline__ uint32_t quad_of(uint32_t nibbles, const uint32_t* pl
                                             uint32_t& last) {
   uint32_t u = nibbles & 0x0f0f0f0fu;
 #pragma unroll
-  for (int k = 0; k < (kPlanes < 4 ? kPlanes : 4); ++k) u = 2 * u | (planes[k] >> shift & 0x01010101u);
+  for (int k = 0; k < (kPlanesUsed < 4 ? kPlanesUsed : 4); ++k)
+    u = 2 * u | (planes[k] >> shift & 0x01010101u);
   last = 0;
-  if constexpr (kPlanes == 5) last = planes[4] >> shift & 0x01010101u;
+  if constexpr (kPlanesUsed == 5) last = planes[4] >> shift & 0x01010101u;
   return u;
 }
 
 // One token's row of a chunk: what a thread loads of it.
 struct Words {
   uint32_t base[kChunks * (KV_BITS ? 1 : 4)];  // of a value in float16, two to a chunk
-  uint32_t planes[kChunks][kPlanes ? kPlanes : 1];
+  uint32_t planes[kChunks][kPlanesUsed ? kPlanesUsed : 1];
   int exponents[kChunks];
 };
 
@@ -153,7 +154,7 @@ __device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words
     for (int c = 0; c < kChunks; ++c) {
       words.base[c] = rows.base[(row * kChunks + c) * kBaseWords + (Key ? t : g / 2)];
 #pragma unroll
-      for (int k = 0; k < kPlanes; ++k) words.planes[c][k] = rows.planes[k][row * kChunks + c];
+      for (int k = 0; k < kPlanesUsed; ++k) words.planes[c][k] = rows.planes[k][row * kChunks + c];
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) words.exponents[c] = rows.exponents[row * kChunks + c];

@@ -264,11 +264,11 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 
 // Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
 struct RopeAndCache {
-  const void* from[3];    // queries, keys, values [tokens, heads, HEAD]
-  int64_t strides[3];     // from token to token
-  const float* norms[2];  // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
-  const float* offsets;   // what packed keys are kept less [kv heads, HEAD], or null
-  const float* cosines;   // [positions, ROPE_PAIRS]
+  const void* vectors[3];  // queries, keys, values [tokens, heads, HEAD]
+  int64_t strides[3];      // from token to token
+  const float* norms[2];   // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
+  const float* offsets;    // what packed keys are kept less [kv heads, HEAD], or null
+  const float* cosines;    // [positions, ROPE_PAIRS]
   const float* sines;
   const int* positions;  // [tokens]
   const int* sequences;
@@ -293,33 +293,30 @@ constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock;
 // A row into the cache; a block is a group. Lane l holds the weight of a block whose bit of a plane is bit l:
 // FORMAT.md, "Blocks".
 __device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t row, int* refused) {
-  const int lane = threadIdx.x % kWarp, weight = 4 * (lane % 8) + lane / 8;
+  const int lane = threadIdx.x % kWarp, weight = plane_weight(lane);
 #pragma unroll
   for (int block = 0; block < kHeadBlocks; ++block) {
     const bool there = block * kBlock + weight < HEAD;
     const float value = there ? x[block * kBlock + weight] : 0.0f;
-    const uint32_t largest = __reduce_max_sync(kAll, __float_as_uint(value) & 0x7fffffffu);
-    int exponent = static_cast<int>(largest >> 23) - 126;
-    if (exponent > 16) {
+    const uint32_t largest = __reduce_max_sync(kAll, __float_as_uint(value) & kMagnitude);
+    int exponent = exponent_of(largest);
+    if (exponent > kMaxCacheExponent) {
       if (lane == 0) *refused = 1;
-      exponent = 16;
+      exponent = kMaxCacheExponent;
     }
-    exponent = max(exponent, -15);
+    exponent = max(exponent, kMinCacheExponent);
     const int64_t at = row * kHeadBlocks + block;
     if (lane == 0) rows.exponents[at] = static_cast<int8_t>(exponent);
-    const float scaled = value * power_of_two(8 - exponent);
+    const float scaled = value * power_of_two(kFinest - exponent);
     const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
-    int code =
-      static_cast<int>(floor) - (value < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
-    code = min(code + 16, 255);
-    const int u = there ? code + 256 : 0;  // padding is zero
-    const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
+    const int u = there ? cache_code(value, scaled, static_cast<int>(floor)) : 0;  // padding is zero
+    const uint32_t nibble = u >> kPlanes, other = __shfl_down_sync(kAll, nibble, 1);
     if (lane % 2 == 0)
       reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] =
         static_cast<uint8_t>(nibble | other << 4);
 #pragma unroll
     for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
-      const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
+      const uint32_t plane = __ballot_sync(kAll, u >> (kPlanes - 1 - k) & 1);
       if (lane == 0) rows.planes[k][at] = plane;
     }
   }
@@ -339,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   if (kind == 2 && head >= p.kv_heads) return;
   const int position = p.positions[token], sequence = p.sequences[token];
   const typename In::Stored* all =
-    static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind];
+    static_cast<const typename In::Stored*>(p.vectors[kind]) + token * p.strides[kind];
   const typename In::Stored* from = all + head * HEAD;
   float first[kMine] = {}, second[kMine] = {};
 #pragma unroll
