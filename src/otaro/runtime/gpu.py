@@ -36,7 +36,8 @@ from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
-from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
+from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
@@ -67,19 +68,17 @@ class _Graph:
     """Which must live as long."""
 
 
-class GpuDecoder:
+class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
     ahead = 1
-    """Steps that it pays to have begun before the last one's token is looked at."""
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
 
     def __init__(self, description: Description, steps: Steps | None = None) -> None:
-        self.description = description
+        super().__init__(description)
         self.steps: Steps = steps or steps_for(description.device)
-        self.vocabulary = description.lm_head.rows
         self.precisions = b""
         """Mantissa bits of every matrix at the last step, whoever made it, of its first token."""
         self.lock = RLock()
@@ -93,22 +92,10 @@ class GpuDecoder:
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
         self._step = 0
-        self._going: _Going | None = None
-<<<<<<< HEAD
-        self._under_way: list[_Going | None] = [None] * RING
-        self._spare: list[KeyValues] = []
-=======
-        self._places: list[int] = []
+        self._going: Arranged | None = None
+        self._under_way: list[Arranged | None] = [None] * RING
         self._spare: list[KvCache] = []
->>>>>>> hdr
         self._enter_stream()
-
-    @staticmethod
-    def of(model: Any, steps: Steps | None = None) -> GpuDecoder:
-        """The decoder of a nested model."""
-        if reason := GpuDecoder.why_not(model):
-            raise OtaroError(f"the decoder does not serve this model: {reason}")
-        return GpuDecoder(describe(model), steps)
 
     @staticmethod
     def why_not(model: Any) -> str | None:
@@ -126,10 +113,6 @@ class GpuDecoder:
             name, reason = ops.backend(device)
             return reason if name == "reference" else None
         return None if device.type == "cpu" else f"it is on {device.type}"
-
-    def serves(self, model: Any) -> bool:
-        """Whether this decoder still has what the model consists of."""
-        return still_describes(self.description, model)
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
@@ -158,13 +141,9 @@ class GpuDecoder:
     def forward(
         self, ids: Sequence[int], cache: GpuCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
     ) -> torch.Tensor:
-        """Read `ids` after what a sequence of the cache holds; float32 logits [vocabulary], or [ids, vocabulary] after each.
-
-        They are on the device. `bits` are the mantissa bits of its matrices, by default those that are set now. If anything is
-        refused the cache is as before.
-        """
-        tokens = self._checked(ids, cache, [sequence], bits)
+        """Up to 16 tokens as one step, more in chunks by the library's products."""
         now = self.description.precisions() if bits is None else bits
+        tokens = self._checked(ids, cache, [sequence], [now])
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.description.device)
@@ -198,18 +177,15 @@ class GpuDecoder:
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """Read one token of each of some sequences, by default of all; float32 logits [tokens, vocabulary] on the device.
-
-        `bits` are the mantissa bits of each token's matrices, as `Description.all_at` gives them.
-        """
+        """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
         positions = [cache.lengths[sequence] for sequence in going.sequences]
         self._set(going.ids, positions, going.sequences)
-        logits = self._run(len(going.ids), going.spans(self.description), cache, "all")
+        logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
         cache.check()
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
-        return logits[going.places]
+        return logits[going.at]
 
     @_alone
     def begin(
@@ -244,7 +220,7 @@ class GpuDecoder:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.description), cache, "argmax")
+        self._run(len(going.ids), _spans(going, self.description), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
@@ -262,44 +238,19 @@ class GpuDecoder:
         if self._on_gpu:
             self._events[number % RING].synchronize()
         row = self.state.ring[number % RING].tolist()
-        return [row[place] for place in going.places]
+        return [row[place] for place in going.at]
 
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
-    ) -> _Going:
-        those = list(range(len(cache.lengths))) if sequences is None else list(sequences)
-        tokens = self._checked(ids, cache, those, *(bits or ()))
-        if len(those) != len(tokens) or len(set(those)) != len(those) or len(tokens) > MAX_TOKENS:
-            raise OtaroError(
-                f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each, and {MAX_TOKENS} at most"
-            )
-        if bits is not None and len(bits) != len(tokens):
-            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
-        # Tokens of one precision are multiplied together, so they must be neighbours.
-        order = sorted(range(len(tokens)), key=lambda i: bits[i] if bits else b"")
-        places = [order.index(i) for i in range(len(tokens))]
-        chosen = None if bits is None else [bits[i] for i in order]
-        self.reserve(cache, max(cache.lengths[sequence] for sequence in those) + 1)
-        return _Going([tokens[i] for i in order], [those[i] for i in order], places, chosen, cache)
+    ) -> Arranged:
+        some = super()._arranged(ids, cache, sequences, bits)
+        self.reserve(cache, max(cache.lengths[sequence] for sequence in some.sequences) + 1)
+        return some
 
-    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], *bits: bytes | None) -> list[int]:
-        tokens = [int(one) for one in ids] if all(not isinstance(one, list | tuple) for one in ids) else []
-        if not tokens:
-            raise OtaroError("the decoder reads one token or more, as a flat sequence")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise OtaroError(f"token {token} is not in the vocabulary of {self.vocabulary}")
+    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
         if not isinstance(cache, GpuCache) or not cache.fits(self.description):
             raise OtaroError("this cache was made by the decoder of another model")
-        for sequence in sequences:
-            if not 0 <= sequence < len(cache.lengths):
-                raise OtaroError(f"sequence {sequence} is none of the {len(cache.lengths)} of this cache, counted from 0")
-        for one in bits:
-            if one is not None and len(one) != (matrices := len(self.description.precisions())):
-                raise OtaroError(
-                    f"precisions of {len(one)} matrices were given for {matrices}; `Description.all_at` makes them"
-                )
-        return tokens
+        return super()._checked(ids, cache, sequences, bits)
 
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
@@ -409,27 +360,16 @@ class GpuDecoder:
             self.steps.argmax(self._head.logits[:tokens], self.state)
 
 
-@dataclass
-class _Going:
-    """Tokens in the order in which they are computed."""
-
-    ids: list[int]
-    sequences: list[int]
-    places: list[int]
-    """Where the caller's tokens are."""
-    bits: list[bytes] | None
-    cache: GpuCache
-
-    def spans(self, weights: Description) -> list[Span]:
-        """Neighbours of one precision: their own, or else as the weights are set."""
-        if self.bits is None:
-            return [Span(slice(0, len(self.ids)), weights.precisions())]
-        spans, start = [], 0
-        for bits, same in groupby(self.bits):
-            count = len(list(same))
-            spans.append(Span(slice(start, start + count), bits))
-            start += count
-        return spans
+def _spans(some: Arranged, description: Description) -> list[Span]:
+    """Neighbours of one precision: their own, or else as the model is set."""
+    if some.bits is None:
+        return [Span(slice(0, len(some.ids)), description.precisions())]
+    spans, start = [], 0
+    for bits, same in groupby(some.bits):
+        count = len(list(same))
+        spans.append(Span(slice(start, start + count), bits))
+        start += count
+    return spans
 
 
 def steps_for(device: torch.device) -> Steps:

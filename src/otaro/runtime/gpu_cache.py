@@ -23,7 +23,7 @@ class GpuCache(DecoderCache):
     def __init__(
         self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KvCache | None = None
     ) -> None:
-        super().__init__(precision)
+        super().__init__(precision, sequences)
         self._lengths = [0] * sequences
         self._beside: Any = None  # a stream, to look at what others write
         bits = precision.mantissa_bits if precision else 0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS
-from otaro.runtime.decoder import Cache, Decoder
+from otaro.runtime.decoder import BaseDecoder, Cache
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -83,7 +83,7 @@ class Chunks:
 class Loop:
     """Goes on with what is in `_running`, step by step; one thread at a time."""
 
-    def __init__(self, decoder: Decoder, cache: Any, chunks: Chunks) -> None:
+    def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks) -> None:
         self.decoder, self.cache, self._chunks = decoder, cache, chunks
         self._running: list[Any] = []
         self._turns = 0

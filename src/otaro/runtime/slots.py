@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from otaro.errors import OtaroError
-from otaro.runtime.decoder import Cache, Decoder
+from otaro.runtime.decoder import BaseDecoder, Cache
 from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 
@@ -21,7 +21,7 @@ _SEGMENT, _ROOM = 64, 256  # tokens by which a pooled cache grows, and one that 
 class Slots:
     """All slots of one cache."""
 
-    def __init__(self, decoder: Decoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
+    def __init__(self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
         """The cache takes `nbytes` at most."""
         probe: Cache = decoder.new_cache(kv, 1, _ROOM)
         decoder.forward([0], probe)
