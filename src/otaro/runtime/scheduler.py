@@ -105,6 +105,11 @@ class Scheduler:
         """Memory of keys and values now."""
         return self._slots.cache.nbytes
 
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self._slots.token_bytes
+
     def submit(
         self,
         prompt: Prompt,
