@@ -102,6 +102,11 @@ class Engine:
         """Memory of keys and values now."""
         return self.scheduler.cache_bytes
 
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self.scheduler.cache_token_bytes
+
     def close(self, wait: bool = True) -> None:
         """Take no more requests; those under way are finished, or else cancelled."""
         with self._lock:

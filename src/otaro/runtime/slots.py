@@ -27,6 +27,7 @@ class Slots:
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
         self._grain, grain_bytes = _SEGMENT if self._pooled else _ROOM, probe.nbytes
+        self.token_bytes = grain_bytes / self._grain
         self.nbytes = count * self._grains(_CONTEXT) * grain_bytes if nbytes is None else nbytes
         self._all = self.nbytes // grain_bytes if self._pooled else self.nbytes // grain_bytes // count
         if not self._all:
