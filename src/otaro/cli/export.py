@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a file for gguf, else a directory.")],
     precision: Annotated[str, typer.Option("--precision", "-p", help="E5M8 to E5M3.")],
     to: Annotated[
-        Literal["hf"],
-        typer.Option(help="As an ordinary checkpoint (hf)."),
+        Literal["gguf", "hf"],
+        typer.Option(help="For llama.cpp and Ollama (gguf), or as an ordinary checkpoint (hf)."),
     ],
     type: Annotated[
         str | None,
