@@ -197,7 +197,9 @@ def test_a_silent_client_is_cut_off(start, sent):
     hasty = start(read_timeout=0.3)
     client, started = raw(hasty, sent), time.monotonic()
     if b"\r\n\r\n" in sent:
-        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += client.recv(65536)
         client.sendall(b"GET /hea")  # and no more of it
     assert closed(client)
     assert time.monotonic() - started < 10  # and not after the 30 s of an idle connection
@@ -206,7 +208,7 @@ def test_a_silent_client_is_cut_off(start, sent):
 def test_a_body_that_does_not_arrive_is_not_waited_for(start):
     hasty = start(read_timeout=0.3)
     client = raw(hasty, request(SHORT)[:-3])
-    answer = client.recv(65536)
+    answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in answer
 

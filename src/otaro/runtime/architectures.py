@@ -265,6 +265,12 @@ def _rope_types(model: Any) -> list[str]:
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
 
 
+def positions_of(model: Any) -> int | None:
+    """How many positions a model was made for, if it says so."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else None
+
+
 def rope_limit(model: Any) -> int | None:
     """How many positions a model's angles hold for, until others would have to turn all of them; None: any."""
     if not set(_rope_types(model)) & set(_GROWING_ROPES):
