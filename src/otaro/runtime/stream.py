@@ -15,8 +15,8 @@ from contextlib import suppress
 from threading import Condition
 from typing import NamedTuple
 
-from otaro.runtime.generate import Generation
 from otaro.runtime.precision import PrecisionLike
+from otaro.runtime.report import Generation
 
 
 class Token(NamedTuple):
