@@ -39,9 +39,9 @@ from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, 
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
-from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
+from otaro.runtime.kv_cache import GROWTH, GpuCache
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -171,11 +171,7 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def step(
-        self,
-        ids: Sequence[int],
-        cache: GpuCache,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
+        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
     ) -> torch.Tensor:
         """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
@@ -189,11 +185,7 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def begin(
-        self,
-        ids: Sequence[int],
-        cache: GpuCache,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
+        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
     ) -> object:
         """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS
-from otaro.runtime.decoder import BaseDecoder, Cache
+from otaro.runtime.decoder import BaseDecoder
+from otaro.runtime.kv_cache import DecoderCache
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -178,7 +179,7 @@ class Loop:
 class Ahead:
     """Steps that a device has begun before their turn."""
 
-    def __init__(self, decoder: Any, cache: Cache) -> None:
+    def __init__(self, decoder: Any, cache: DecoderCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._some: list[Any] = []
         self._bits: list[bytes] = []

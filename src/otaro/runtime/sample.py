@@ -88,11 +88,7 @@ class Sampler:
     """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
     def __init__(
-        self,
-        processors: Any,
-        do_sample: bool,
-        exact_scores: bool = False,
-        generator: torch.Generator | None = None,
+        self, processors: Any, do_sample: bool, exact_scores: bool = False, generator: torch.Generator | None = None
     ) -> None:
         """Without a `generator` of its own it draws from torch's."""
         self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores

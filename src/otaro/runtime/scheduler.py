@@ -130,7 +130,10 @@ class Scheduler(Loop):
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         if not isinstance(priority, int):
             raise OtaroError(f"priority={priority!r}: give a whole number, larger for who goes first")
-        phases = Phases(self._attached, _steps(precision, prefill, decode), self._modules)
+        steps, rows = steps_and_rows(prefill, decode, None, precision)
+        if rows is not None:
+            raise PrecisionError("a request has one precision, or a schedule of them; make others for others")
+        phases = Phases(self._attached, steps, self._modules)
         stream, now = Stream(phases.switch, self.wake, None if by_thread else self.step), time.perf_counter()
         stream.figures.prompt_tokens = len(ids)
         sampler = (sampling or Sampling()).sampler()
@@ -271,16 +274,3 @@ class Scheduler(Loop):
             f"{told}: cache_bytes={self._slots.nbytes} holds {self.context} of a sequence; "
             "give the engine more, or fewer max_sequences"
         )
-
-
-def _steps(
-    precision: PrecisionLike | Mapping[int, PrecisionLike] | None,
-    prefill: PrecisionLike | None,
-    decode: PrecisionLike | None,
-) -> dict[int, PrecisionLike]:
-    schedule: Any = precision if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision) else None
-    rest: Any = None if schedule is not None else precision
-    steps, rows = steps_and_rows(prefill, decode, schedule, rest)
-    if rows is not None:
-        raise PrecisionError("a request has one precision, or a schedule of them; make others for others")
-    return steps

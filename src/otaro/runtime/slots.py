@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from otaro.errors import OtaroError
-from otaro.runtime.decoder import BaseDecoder, Cache
+from otaro.runtime.decoder import BaseDecoder
+from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 
@@ -23,7 +24,7 @@ class Slots:
 
     def __init__(self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
         """The cache takes `nbytes` at most."""
-        probe: Cache = decoder.new_cache(kv, 1, _ROOM)
+        probe: DecoderCache = decoder.new_cache(kv, 1, _ROOM)
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
         self._grain, grain_bytes = _SEGMENT if self._pooled else _ROOM, probe.nbytes
@@ -34,7 +35,7 @@ class Slots:
             raise OtaroError(f"cache_bytes={nbytes}: keys and values of {count} sequences take {least} at least")
         self.most = self._all * self._grain
         """Tokens that one sequence can have."""
-        self.cache: Cache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
+        self.cache: DecoderCache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
         self._idle = [Slot(number) for number in range(count)]  # the oldest first
 
     def has_room(self, needed: int, reserved: Sequence[int]) -> bool:
