@@ -84,7 +84,7 @@ class Scheduler(Loop):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that have not begun."""
         return len(self._waiting) + len(self._arrived)
 
     @property
@@ -198,19 +198,19 @@ class Scheduler(Loop):
         request.end(reason, error, self.cache_bytes)
 
     def _admit(self) -> None:
-        place = 0
-        while place < len(self._waiting):
-            request, reserved = self._waiting[place], [one.needed for one in self._running]
-            if self._slots.has_room(request.needed, reserved):
+        index = 0
+        while index < len(self._waiting):
+            request, reserved = self._waiting[index], [one.needed for one in self._running]
+            if self._slots.has_memory(request.needed, reserved):
                 (bits,) = self.bits([request])
                 request.began_in(self._slots.take(request.ids, bits, request.needed, reserved))
-                self._running.append(self._waiting.pop(place))
-                for earlier in self._waiting[:place]:
+                self._running.append(self._waiting.pop(index))
+                for earlier in self._waiting[:index]:
                     earlier.passed += 1
             elif request.passed >= _PASSED or len(self._running) == self.max_sequences:
                 return
             else:
-                place += 1
+                index += 1
 
     # What they say
 
