@@ -37,7 +37,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from otaro.errors import OtaroError, PositionsWarning
 from otaro.runtime import obstacles
 from otaro.runtime.architectures import positions_of
-from otaro.runtime.decode import DecoderCache
+from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.modules import bits_of, own_bits
 from otaro.runtime.obstacles import Obstacle, tokens_at_most, warn_of_positions, warn_slow
 from otaro.runtime.phases import Phases, described, steps_and_rows
@@ -174,13 +174,7 @@ class Generates:
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
     def _by_transformers(
-        self,
-        method: str,
-        obstacle: Obstacle,
-        input_ids: torch.Tensor,
-        processors: Any,
-        criteria: Any,
-        options: dict[str, Any],
+        self, method: str, obstacle: Obstacle, input_ids: torch.Tensor, processors: Any, criteria: Any, options: dict[str, Any]
     ) -> Any:
         """Pass the call on, watching it from a logits processor: that is called once after every step."""
         call, reason = _call.get() or self._no_call(), obstacle.reason
