@@ -428,8 +428,8 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"deadline": 0}, "deadline=0"),
         ({"logprobs": 121}, "logprobs=121"),
-        ({"priority": 0.5}, "priority=0.5"),
         ({"watched": [3, 120]}, "token 120"),
+        ({"priority": 0.5}, "priority=0.5"),
         ({"stop": [""]}, "an empty text"),
     ]:
         with pytest.raises(OtaroError, match=what):

@@ -1,6 +1,8 @@
 """The official client gets what the engine says, at the precision it asked for."""
 
 import asyncio
+import sys
+from itertools import pairwise
 
 import openai
 import pytest
@@ -71,6 +73,11 @@ def test_a_stream_is_the_whole_answer_in_pieces(tiny, said):
     assert len({chunk.id for chunk in chunks}) == 1
     with tiny.client.chat.completions.create(**options) as stream:
         assert all(chunk.usage is None for chunk in stream)
+    with tiny.client.chat.completions.create(**options, stream_options={"continuous_usage_stats": True}) as stream:
+        usages = [chunk.usage for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages]
+    assert (counts, counts[-1]) == (sorted(counts), 12)
+    assert usages[-1] == chunks[-1].usage
 
 
 def test_a_stop_ends_the_answer_and_is_not_in_it(tiny, said):
@@ -195,6 +202,22 @@ def test_an_answer_changes_its_precision_on_the_way(tiny):
     assert [chunk.precision for chunk in chunks][-1] == "E5M8, then E5M3"
     gone = tiny.post(f"/v1/answers/{first.id}/precision", {"precision": "E5M3"})
     assert gone.status_code == 404
+
+
+def test_it_tells_what_is_in_memory_and_what_a_token_reads(tiny):
+    tiny.client.completions.create(model="tiny:E5M8", prompt="A", max_tokens=2)
+    told = tiny.http.get("/v1/resident").json()
+    assert (told["model"], told["chat"], told["max_model_len"], told["precision"]) == ("tiny", True, 512, "E5M8")
+    assert told["cache_bytes_per_token"] == 6 * 2 * 64 * 2  # layers, keys and values, two heads of 32, float16
+    assert told["cache_bytes"] >= 2 * told["cache_bytes_per_token"]
+    rows = told["precisions"]
+    assert [row["precision"] for row in rows] == ["E5M3", "E5M4", "E5M5", "E5M6", "E5M7", "E5M8"]
+    reads = [row["weight_bytes_per_token"] for row in rows]
+    plane = (6 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128) + 1536 * 128) // 8  # a bit of every weight
+    assert [later - earlier for earlier, later in pairwise(reads)] == [plane] * 5
+    assert [row["plane_bytes"] for row in rows[1:]] == [plane] * 5
+    if sys.platform == "linux":
+        assert all(row["resident_bytes"] >= row["plane_bytes"] // 2 for row in rows)
 
 
 def test_many_clients_at_once_each_get_what_they_would_get_alone(tiny):

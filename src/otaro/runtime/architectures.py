@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, key_offset
+from otaro.kernels.kv_cache import OFFSET_POSITIONS, key_offset
 from otaro.runtime.description import Angles, Description, Experts, Layer, Matrix, Taken
 from otaro.runtime.modules import SefpModule
 

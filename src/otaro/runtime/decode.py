@@ -27,9 +27,9 @@ from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import DecoderCache, cannot_hold
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
-from otaro.runtime.kv_cache import DecoderCache, cannot_hold
 from otaro.sefp.precision import Precision
 
 _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
@@ -165,12 +165,13 @@ class Decoder(BaseDecoder):
         described, natives = self.description, {}
         offsets = described.key_offsets
 
-        def matrix(one: Matrix) -> tuple[Any, ...]:
+        def matrix(one: Matrix) -> dict[str, Any]:
             packed = one.module.packed
             if packed not in natives:  # tied ones share one
                 base, scales, _, *numbers = packed._packed(BASE)
                 natives[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
-            return natives[packed], one.first, one.rows, one.stride, floats(one.bias)
+            whole, bias = natives[packed], floats(one.bias)
+            return {"matrix": whole, "first": one.first, "rows": one.rows, "stride": one.stride, "bias": bias}
 
         def floats(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.numpy()

@@ -45,7 +45,7 @@ class Engine:
         )
         wake, closed, self._lock = Event(), Event(), Lock()
         self.scheduler.wake, self._closed = wake.set, closed
-        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed), name="otaro engine", daemon=True)
+        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True)
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
@@ -103,6 +103,11 @@ class Engine:
         """Memory of keys and values now."""
         return self.scheduler.cache_bytes
 
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self.scheduler.cache_token_bytes
+
     def close(self, wait: bool = True) -> None:
         """Take no more requests; those under way are finished, or else cancelled."""
         with self._lock:
@@ -120,7 +125,7 @@ class Engine:
         self.close(wait=kind is None)
 
 
-def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
+def _run(scheduler: Scheduler, wake: Event, closed: Event, submitting: Lock) -> None:
     try:
         while True:
             last = closed.is_set()  # before the steps: what came in time is answered
@@ -131,8 +136,9 @@ def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
             wake.wait()
             wake.clear()
     except BaseException as error:
-        closed.set()
-        scheduler.abandon(error)
+        with submitting:  # a request that came in before this is abandoned too, and none comes after it
+            closed.set()
+            scheduler.abandon(error)
         raise
 
 

@@ -37,7 +37,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from otaro.errors import OtaroError, PositionsWarning
 from otaro.runtime import obstacles
 from otaro.runtime.architectures import positions_of
-from otaro.runtime.kv_cache import DecoderCache
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.modules import bits_of, own_bits
 from otaro.runtime.obstacles import Obstacle, tokens_at_most, warn_of_positions, warn_slow
 from otaro.runtime.phases import Phases, described, steps_and_rows

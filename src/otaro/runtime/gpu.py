@@ -33,14 +33,14 @@ import torch
 from otaro.errors import OtaroError
 from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import GROWTH, GpuCache
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
-from otaro.runtime.kv_cache import GROWTH, GpuCache
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -93,7 +93,7 @@ class GpuDecoder(BaseDecoder):
         self._step = 0
         self._going: Arranged | None = None
         self._order: list[list[int]] = [[]] * RING  # of the tokens of the last steps, as callers gave them
-        self._spare: list[KeyValues] = []
+        self._spare: list[KvCache] = []
         self._enter_stream()
 
     @staticmethod
@@ -262,7 +262,7 @@ class GpuDecoder(BaseDecoder):
             self._ropes = RopeTables(self.description, min(end, self.description.positions or end))
             self._forget(None)
 
-    def _forget(self, kv_cache: KeyValues | None) -> None:
+    def _forget(self, kv_cache: KvCache | None) -> None:
         """Drop the graphs that point into this memory, or all."""
         gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
@@ -81,7 +81,7 @@ class GpuCache(DecoderCache):
     pooled = False
 
     def __init__(
-        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
+        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KvCache | None = None
     ) -> None:
         super().__init__(precision, sequences)
         self._lengths = [0] * sequences
@@ -94,12 +94,12 @@ class GpuCache(DecoderCache):
         self.holder = [spare]
         """The memory, in a list that may outlive this object: graphs point into it, the next cache can have it."""
 
-    def _new(self, capacity: int) -> KeyValues:
+    def _new(self, capacity: int) -> KvCache:
         layers, sequences, kv_heads, head, bits, device = self._make
-        return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
+        return KvCache(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
 
     @property
-    def kv_cache(self) -> KeyValues:
+    def kv_cache(self) -> KvCache:
         """Where keys and values are."""
         return self.holder[0]
 

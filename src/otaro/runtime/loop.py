@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
-from otaro.runtime.kv_cache import DecoderCache
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 

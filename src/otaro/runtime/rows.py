@@ -17,8 +17,8 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.architectures import packed_modules, positions_of
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.loop import Chunks, Loop, Row, Slot
 from otaro.runtime.modules import bits_of
 from otaro.runtime.obstacles import Obstacle, warn_of_positions

@@ -97,6 +97,11 @@ class Scheduler(Loop):
         """Memory of keys and values now."""
         return int(self.cache.nbytes)
 
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self._slots.token_bytes
+
     def submit(
         self,
         prompt: Prompt,

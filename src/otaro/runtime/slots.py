@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from otaro.errors import OtaroError
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
-from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 
@@ -28,6 +28,7 @@ class Slots:
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
         self._block, block_bytes = _POOLED if self._pooled else _FIXED, probe.nbytes
+        self.token_bytes = block_bytes / self._block
         self.nbytes = count * self._blocks(_CONTEXT) * block_bytes if nbytes is None else nbytes
         self._all = self.nbytes // block_bytes if self._pooled else self.nbytes // block_bytes // count
         if not self._all:

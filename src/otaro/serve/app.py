@@ -7,6 +7,7 @@ Guard       who may come in, and how many at once
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
@@ -94,6 +95,7 @@ class Endpoints:
             Route("/v1/responses", self._writing(response_ask, shapes.Response), methods=["POST"]),
             Route("/v1/systemone", self.decide, methods=["POST"]),
             Route("/v1/answers/{id}/precision", self.switch, methods=["POST"]),
+            Route("/v1/resident", self.resident),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -137,6 +139,19 @@ class Endpoints:
         fields.end()
         name = request.path_params["id"].rpartition("-")[2].rpartition("_")[2]
         return JSONResponse({"precision": str(self.service.switch(name, value))})
+
+    async def resident(self, request: Request) -> Response:
+        """What is in memory, and what a token reads of it."""
+        service = self.service
+        told = {
+            "model": service.precisions.name,
+            "chat": bool(service.tokenizer.chat_template),
+            "max_model_len": service.engine.context,
+            "precision": service.precisions.plan(None, None).told,
+            "cache_bytes": service.engine.cache_bytes,
+            "cache_bytes_per_token": service.engine.cache_token_bytes,
+        }
+        return JSONResponse({**told, "precisions": await asyncio.to_thread(service.planes.tell)})
 
     async def decide(self, request: Request) -> Response:
         """Probabilities of allowed answers."""
@@ -366,4 +381,6 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _broken(request: Request, error: Exception) -> Response:
-    return _refused(request, _told(error))
+    response = _refused(request, _told(error))
+    response.headers["connection"] = "close"  # as uvicorn does after an exception: a client must not ask on it again
+    return response

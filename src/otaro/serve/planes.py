@@ -14,6 +14,7 @@ from typing import Any
 from otaro.errors import FormatError
 from otaro.file.header import shard_name
 from otaro.file.io import Shard
+from otaro.runtime.footprint import resident_planes, weight_bytes_per_token
 from otaro.runtime.precision import attachment, set_precision, trim
 from otaro.sefp.precision import COARSEST, FINEST, Precision, of_mantissa_bits
 from otaro.serve.log import event
@@ -31,12 +32,28 @@ class Planes:
         self._used = {self.finest: clock()}
         self._kept = self.finest
         self._complaint = ""
+        self._reads: dict[Precision, int] = {}
 
     def use(self, precision: Precision) -> None:
         """It is wanted now."""
         self._used[precision] = self._clock()
         if precision > self._kept:
             self._kept = precision
+
+    def tell(self) -> list[dict[str, Any]]:
+        """Of every precision that is offered: what its plane takes, how much is in memory, and what a token reads.
+
+        Bytes all of them; in memory is None where the system does not tell. The coarsest has the base shard.
+        """
+        resident, told = resident_planes(self._model), []
+        for bits in range(COARSEST, self.finest.mantissa_bits + 1):
+            precision = of_mantissa_bits(bits)
+            if precision not in self._reads:
+                self._reads[precision] = weight_bytes_per_token(self._model, precision)
+            shard = self._nested.base if bits == COARSEST else self._nested.plane(bits)
+            sizes = {"plane_bytes": shard.size, "resident_bytes": None if resident is None else resident[bits]}
+            told.append({"precision": str(precision), **sizes, "weight_bytes_per_token": self._reads[precision]})
+        return told
 
     def look(self) -> None:
         """Take up planes that have arrived."""

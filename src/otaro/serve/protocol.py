@@ -42,6 +42,8 @@ class Ask:
     ignore_eos: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """In every event, not in the last alone."""
     instructions: str | None = None
     """Of a response, which repeats them."""
 
@@ -167,12 +169,13 @@ def _ask(fields: Fields, **known: Any) -> Ask:
     )
     stream = fields.flag("stream")
     options = fields.take("stream_options")
-    include_usage = False
+    include_usage = continuous_usage = False
     if options is not None:
         if not stream:
             raise wrong("stream_options", "it needs stream: true")
         inner = Fields(options, "stream_options")
         include_usage = inner.flag("include_usage")
+        continuous_usage = inner.flag("continuous_usage_stats")  # as vLLM calls it
         inner.only("include_obfuscation", False)
         inner.end()
     for name in ("presence_penalty", "frequency_penalty"):
@@ -191,6 +194,7 @@ def _ask(fields: Fields, **known: Any) -> Ask:
         sampling=sampling,
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous_usage,
         precision=fields.take("precision"),
         ignore_eos=fields.flag("ignore_eos"),
         **known,

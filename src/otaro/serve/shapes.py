@@ -92,7 +92,8 @@ class Shape:
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What an event holds."""
-        return {**self.head(self.chunk_object), "choices": choices}
+        usage = {"usage": self.usage()} if self.answers.ask.continuous_usage else {}
+        return {**self.head(self.chunk_object), "choices": choices, **usage}
 
     def usage(self) -> dict[str, Any]:
         """Tokens read and written."""
