@@ -16,6 +16,7 @@ from typing import Any
 import table2_decode
 import torch
 from llama3 import GIB
+from otaro.runtime.caches import GpuCache
 from table2_decode import PAPER, Contender, accounted, roofline, rounds_of
 from table2_model import ALL_PLANES, PackedModel, fill, half_weights
 from table2_products import Settings, say
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from otaro.errors import OtaroError
 from otaro.kernels import nvrtc
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.kv_cache import GpuCache
 from otaro.sefp.precision import PRECISIONS, Precision
 
 CACHES = {"float16": None, "E5M4": Precision("E5M4")}
