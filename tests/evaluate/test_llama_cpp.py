@@ -13,6 +13,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import llama_cpp
 from otaro.evaluate.engines import plain_model
 from otaro.evaluate.llama_cpp import LlamaBatch, LlamaCpp, gguf_path, write_gguf
+from otaro.runtime.load import load_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
@@ -29,6 +30,16 @@ def read(path):
 def decoded(model, name):
     module = model.get_submodule(name)
     return module.packed.decode(8, torch.float32).numpy()
+
+
+def test_a_file_may_hold_the_tokenizer_too(tiny, tmp_path):
+    tokenizer = load_tokenizer(tiny)
+    write_gguf(otaro.load(tiny), "F16", tmp_path / "model.gguf", tokenizer)
+    fields = read(tmp_path / "model.gguf")[1].fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert tokens == tokenizer.convert_ids_to_tokens(range(1536))
+    assert fields["tokenizer.ggml.merges"].contents()[0].replace(" ", "") in tokens
+    assert [number for number, kind in enumerate(fields["tokenizer.ggml.token_type"].contents()) if kind == 3] == [0, 1, 2]
 
 
 def test_a_file_of_float16_holds_the_weights_at_the_finest_precision(tiny, tmp_path):

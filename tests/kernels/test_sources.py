@@ -10,7 +10,7 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, PLANES
-from otaro.kernels import cuda_structs, keyvalues, reference
+from otaro.kernels import cuda_structs, kv_cache, reference
 from otaro.sefp import codec
 from otaro.sefp.precision import COARSEST, FINEST
 
@@ -28,8 +28,8 @@ PYTHON = {
     "kMinActivationExponent": reference.MIN_ACTIVATION_EXPONENT,
     "kMinScaleExponent": codec.MIN_SCALE_EXPONENT,
     "kMaxScaleExponent": codec.MAX_SCALE_EXPONENT,
-    "kMinCacheExponent": keyvalues.MIN_EXPONENT,
-    "kMaxCacheExponent": keyvalues.MAX_EXPONENT,
+    "kMinCacheExponent": kv_cache.MIN_EXPONENT,
+    "kMaxCacheExponent": kv_cache.MAX_EXPONENT,
 }
 
 

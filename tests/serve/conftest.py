@@ -77,6 +77,13 @@ def start(model) -> Iterator[Callable[..., Running]]:
         yield lambda **options: stack.enter_context(_in_thread(model, **options))
 
 
+@pytest.fixture
+def start_on() -> Iterator[Callable[..., Running]]:
+    """start_on(directory, max_queue=0) is the same with a model of its own, until the test ends."""
+    with ExitStack() as stack:
+        yield lambda directory, **options: stack.enter_context(_in_thread(otaro.load(directory), **options))
+
+
 @contextmanager
 def _in_thread(model, engine=None, name="tiny", **settings):
     service = Service(model, otaro.Engine(model, **(engine or {})), name, Settings(**settings))

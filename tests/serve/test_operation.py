@@ -197,7 +197,9 @@ def test_a_silent_client_is_cut_off(start, sent):
     hasty = start(read_timeout=0.3)
     client, started = raw(hasty, sent), time.monotonic()
     if b"\r\n\r\n" in sent:
-        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += client.recv(65536)
         client.sendall(b"GET /hea")  # and no more of it
     assert closed(client)
     assert time.monotonic() - started < 10  # and not after the 30 s of an idle connection
@@ -206,7 +208,7 @@ def test_a_silent_client_is_cut_off(start, sent):
 def test_a_body_that_does_not_arrive_is_not_waited_for(start):
     hasty = start(read_timeout=0.3)
     client = raw(hasty, request(SHORT)[:-3])
-    answer = client.recv(65536)
+    answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in answer
 
@@ -307,18 +309,23 @@ def lines():
 
 def test_the_log_has_a_line_a_request_without_what_was_asked(tiny, start, lines):
     secret = "the secret of the statement"
-    tiny.post("/v1/completions", {"prompt": secret, "max_tokens": 3, "precision": "E5M4", "ignore_eos": True})
-    tiny.post("/v1/completions", {"prompt": [secret] * 33})
-    tiny.http.get(f"/v1/{secret}?q={secret}")
-    tiny.eventually(lambda: len(lines) == 3)
-    first, second, third = (json.loads(line) for line in lines)
+    wanted = {"prompt": secret, "max_tokens": 3, "precision": "E5M4", "ignore_eos": True}
+    answers = [tiny.post("/v1/completions", wanted), tiny.post("/v1/completions", {"prompt": [secret] * 33})]
+    answers.append(tiny.http.get(f"/v1/{secret}?q={secret}"))
+
+    def logged():  # other servers of these tests log too
+        by_id = {line["id"]: line for line in map(json.loads, lines) if "id" in line}
+        return [by_id[answer.headers["x-request-id"]] for answer in answers if answer.headers["x-request-id"] in by_id]
+
+    tiny.eventually(lambda: len(logged()) == 3)
+    first, second, third = logged()
     assert (first["status"], first["path"], first["precision"]) == (200, "/v1/completions", "E5M4")
     assert (first["new_tokens"], first["finish"], first["stream"]) == (3, ["length"], False)
     assert (second["status"], third["status"]) == (400, 404)
     assert secret not in "".join(lines)
     telling = start(log_prompts=True)
     telling.post("/v1/completions", {"prompt": secret, "max_tokens": 1})
-    telling.eventually(lambda: secret in lines[-1])
+    telling.eventually(lambda: any(secret in line for line in lines))
 
 
 def test_an_error_is_logged_by_where_it_happened_and_not_by_what_it_says():

@@ -1,14 +1,16 @@
 """llama.cpp as an engine to compare with, on GGUF files made of the same weights.
 
-The files hold a nested model's weights at its finest precision, quantized by gguf's own functions: matrices, embedding and head
-all in one type (what llama.cpp calls `--pure`), since ours follow the precision all the way too; norms and biases in float32.
-There is no vocabulary: tokens go in as numbers. llama.cpp runs as it comes, with mapped files, a float16 KV cache, its own
-choice of flash attention and of repacking weights for this CPU; only the number of threads is given.
+The files hold a nested model's weights at its finest precision, quantized by gguf's own functions: matrices,
+embedding and head all in one type (what llama.cpp calls `--pure`), since ours follow the precision all the way too;
+norms and biases in float32. Without a tokenizer there is no vocabulary: tokens go in as numbers. llama.cpp runs as
+it comes, with mapped files, a float16 KV cache, its own choice of flash attention and of repacking weights for this
+CPU; only the number of threads is given.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -31,8 +33,8 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 _REORDERED = ("llama",)
 
 
-def write_gguf(model: Any, kind: str, path: Path) -> None:
-    """Write the weights of a nested model as a GGUF file of type F16, Q8_0, Q5_0 or Q4_0."""
+def write_gguf(model: Any, kind: str, path: Path, tokenizer: Any = None) -> None:
+    """Write the weights of a nested model as a GGUF file of type F16, Q8_0, Q5_0 or Q4_0, with a tokenizer of SmolLM's kind."""
     gguf = _needed("gguf", "gguf")
     config = model.config
     architecture = _ARCHITECTURES.get(config.model_type)
@@ -42,6 +44,9 @@ def write_gguf(model: Any, kind: str, path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     writer = gguf.GGUFWriter(partial, architecture)
     for key, value in _metadata(config).items():
+        getattr(writer, f"add_{key}")(value)
+    vocabulary = {"tokenizer_model": "none"} if tokenizer is None else _vocabulary(tokenizer)
+    for key, value in vocabulary.items():
         getattr(writer, f"add_{key}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     wanted = gguf.GGMLQuantizationType[kind]
@@ -88,7 +93,23 @@ def _metadata(config: Any) -> dict[str, Any]:
         "rope_freq_base": config.rope_parameters["rope_theta"],
         "layer_norm_rms_eps": config.rms_norm_eps,
         "vocab_size": config.vocab_size,
-        "tokenizer_model": "none",
+    }
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, Any]:
+    """A byte-level BPE as llama.cpp reads it, split into words as SmolLM's is."""
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
+    if merges is None:
+        raise OtaroError("only byte-level BPE vocabularies can be written for llama.cpp here")
+    special = set(tokenizer.all_special_ids)
+    return {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
+        "token_types": [3 if token in special else 1 for token in range(len(tokenizer))],  # control, normal
+        "token_merges": [one if isinstance(one, str) else " ".join(one) for one in merges],
+        "eos_token_id": tokenizer.eos_token_id,
+        "add_bos_token": False,
     }
 
 

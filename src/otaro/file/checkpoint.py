@@ -78,7 +78,7 @@ class Checkpoint:
         self.directory = directory
         self.config = _read_config(directory)
         files = _open_all(directory)
-        self._model = _build(self.config)
+        self._model = build_on_meta(self.config)
         self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
         """{tied tensor: the one that is stored}"""
         self.shapes = {name: tuple(t.shape) for name, t in self._model.state_dict().items() if name not in self.tied}
@@ -360,7 +360,7 @@ def _joins_experts(converter: Any) -> bool:
     return parts in _EXPERT_PARTS.get(converter.target_patterns[0].rpartition(".")[2], ())
 
 
-def _build(config: Any) -> Any:
+def build_on_meta(config: Any) -> Any:
     """The model on the meta device; refused if load could not open it, or nothing could be generated with it."""
     from transformers import AutoModelForCausalLM
 

@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
 
 
 def new_digits(tokens: int, length: int, group_size: int, device: torch.device) -> Digits:
-    """Room for the activations of some tokens."""
+    """A buffer for the activations of some tokens."""
     unit = unit_size(group_size)
     units = -(-length // unit)
     digits = torch.empty(tokens, units, 2, unit, dtype=torch.int8, device=device)
@@ -112,7 +112,7 @@ def products(
     if not 0 < tokens <= (MOST_TOKENS if experts is None else pairs) or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
-        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
+        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # offsets into it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     columns = tokens if experts is None else 1
     units, most_columns = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= columns)
@@ -130,9 +130,9 @@ def products(
     kernel(
         (ends[-1],) if experts is None else (ends[-1], pairs), threads, shared,
         matrix=[packed_fields(one) for one in matrices], bias=biases,
-        out=[out[first:] for out in outs], stride=[out.stride(0) for out in outs],
+        out=[out[first:] for out in outs] if first else outs, stride=[out.stride(0) for out in outs],
         first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
-        x=Digits(*(part[first:] for part in digits))._asdict(),
+        x=(Digits(*(part[first:] for part in digits)) if first else digits)._asdict(),
         tokens=columns, blocks=count, units=units, groups=-(-like.length // like.group_size),
         experts=None if experts is None else experts.numbers, expert_rows=() if experts is None else experts.strides,
         each=pairs // tokens,

@@ -13,7 +13,7 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.kernels import cuda, nvrtc, reference
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, Delta, Rope, Routing, State, Tokens
 
@@ -22,7 +22,7 @@ _HEADS = 8  # of a block of `attend`: what the tensor cores take at a time
 _SPLITS = 64  # at most; in attend.cu kMostSplits
 _BLOCKS = 256  # of `attend` that keep a large GPU busy
 _CACHED_HEADS = 4  # of a block of `rope_and_cache`
-_ARGMAX_BLOCKS = 64  # that look for the likeliest token
+_ARGMAX_BLOCKS = 64  # for each token
 _ROUTED = 8  # experts of a block of `route`
 _MOST_EXPERTS = 1024  # in decode.cu kMostExperts
 _FLOATS = 2  # attend's OUT
@@ -45,7 +45,7 @@ class CudaSteps:
         return Activations(length, group_size, cuda.new_digits(tokens, length, group_size, self.device))
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
-        """Rows of an embedding."""
+        """Our own kernel for packed rows, torch for others."""
         if isinstance(weight, torch.Tensor):
             x.copy_(weight.index_select(0, ids))
             if scale != 1:
@@ -71,7 +71,7 @@ class CudaSteps:
         out: Activations,
         floats: torch.Tensor | None = None,
     ) -> None:
-        """Norm."""
+        """One block for each token."""
         length = x.shape[1]
         unit, units = _units(out)
         quads = -(-length // 4) if out.group_size is None else units * unit // 4
@@ -120,10 +120,10 @@ class CudaSteps:
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
-        """Keys and values into the cache."""
+        """One warp for each head of each token."""
         heads = queries.shape[1] // cache.head
         constants = {"HEAD": cache.head, "KV_BITS": cache.bits, "HALF_IN": vectors[0].dtype == torch.float16}
         pairs = 0 if rope.cosines is None else rope.cosines.shape[1]
@@ -144,7 +144,7 @@ class CudaSteps:
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
@@ -212,7 +212,7 @@ class CudaSteps:
             cuda.products(x.data, len(x.data.terms), matrices, theirs, [None] * len(same), experts=chosen)
 
     def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
-        """One launch."""
+        """Four numbers to a thread."""
         tokens, count = routing.experts.shape
         length = out.shape[1]
         nvrtc.kernel("decode.cu", "add_experts", self._gpu)(
@@ -226,14 +226,14 @@ class CudaSteps:
         )
 
     def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
-        """One launch."""
+        """One number to a thread."""
         grid = (-(-logits.numel() // _THREADS),)
         nvrtc.kernel("decode.cu", "cap_logits", self._gpu)(
             grid, _THREADS, logits=logits, count=logits.numel(), scale=scale, cap=cap
         )
 
     def argmax(self, logits: torch.Tensor, state: State) -> None:
-        """One launch."""
+        """By many blocks; the one that finishes last writes the token down."""
         nvrtc.kernel("decode.cu", "argmax", self._gpu)(
             (_ARGMAX_BLOCKS, len(logits)), _THREADS, logits=logits, best=self._buffer("best", (MAX_TOKENS,), torch.int64),
             tickets=self._buffer("argmax tickets", (MAX_TOKENS,), torch.int32), ids=state.ids, positions=state.positions,
@@ -261,6 +261,6 @@ def _out(out: Activations) -> dict[str, Any]:
     return {"out": out.data._asdict(), "halves": None}
 
 
-def _rows(cache: KeyValues, kind: int, layer: int) -> dict[str, Any]:
+def _rows(cache: KvCache, kind: int, layer: int) -> dict[str, Any]:
     base, exponents, *planes = cache.of_layer(kind, layer)
     return {"base": base, "planes": planes, "exponents": exponents}

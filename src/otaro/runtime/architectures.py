@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, key_offset
+from otaro.kernels.kv_cache import OFFSET_POSITIONS, key_offset
 from otaro.runtime.description import Angles, Description, Experts, Layer, Matrix, Taken
 from otaro.runtime.modules import SefpModule
 
@@ -265,6 +265,12 @@ def _rope_types(model: Any) -> list[str]:
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
 
 
+def positions_of(model: Any) -> int | None:
+    """How many positions a model was made for, if it says so."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else None
+
+
 def rope_limit(model: Any) -> int | None:
     """How many positions a model's angles hold for, until others would have to turn all of them; None: any."""
     if not set(_rope_types(model)) & set(_GROWING_ROPES):
@@ -309,8 +315,8 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
     for layer in described.layers:
         if layer.key is None or layer.key.bias is None or layer.key_norm is not None:
             return None
-        turned = () if layer.rope is None else tables[layer.rope]
-        offsets.append(key_offset(layer.key.bias, described.head_dim, *turned))
+        angles = () if layer.rope is None else tables[layer.rope]
+        offsets.append(key_offset(layer.key.bias, described.head_dim, *angles))
     return torch.stack(offsets)
 
 

@@ -174,7 +174,7 @@ class Description:
     lm_head: Matrix
     ropes: Sequence[Angles]
     """Each gives cosines and sines, float32 [positions, at most head_dim / 2], of positions from one number up to another.
-    The first 2n dimensions of a head are turned by n angles, dimension i with i + n."""
+    The first 2n dimensions of a head are rotated by n angles, dimension i with i + n."""
     device: torch.device
     dtype: torch.dtype = torch.float16
     """In which prompts are read."""
@@ -192,7 +192,7 @@ class Description:
     modules: Sequence[Any] = ()
     """They say how precise each matrix is, in decoder order. Without any, all are at E5M8."""
     key_offsets: torch.Tensor | None = None
-    """What a packed cache keeps keys less, float32 [layers, kv_heads * head_dim]; see `keyvalues`."""
+    """What a packed cache keeps keys less, float32 [layers, kv_heads * head_dim]; see `kv_cache`."""
     taken: Sequence[Taken] = ()
 
     def check_positions(self, count: int) -> None:

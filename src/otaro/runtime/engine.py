@@ -45,12 +45,12 @@ class Engine:
         )
         wake, closed, self._lock = Event(), Event(), Lock()
         self.scheduler.wake, self._closed = wake.set, closed
-        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed), name="otaro engine", daemon=True)
+        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True)
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
     def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """A request, answered as soon as there is a place; refused at once where it can never be.
+        """A request, answered as soon as there is memory; refused at once where it can never be.
 
         - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of new
           tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1. Without any
@@ -63,6 +63,7 @@ class Engine:
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
         - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
           any text: `token.watched` of the first one, with `max_new_tokens=1`.
+        - `priority`: who has a higher one begins first, then who came first; 0 by default, and it may be negative.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:
@@ -89,7 +90,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that have not begun."""
         return self.scheduler.waiting
 
     @property
@@ -124,7 +125,7 @@ class Engine:
         self.close(wait=kind is None)
 
 
-def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
+def _run(scheduler: Scheduler, wake: Event, closed: Event, submitting: Lock) -> None:
     try:
         while True:
             last = closed.is_set()  # before the steps: what came in time is answered
@@ -135,8 +136,9 @@ def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
             wake.wait()
             wake.clear()
     except BaseException as error:
-        closed.set()
-        scheduler.abandon(error)
+        with submitting:  # a request that came in before this is abandoned too, and none comes after it
+            closed.set()
+            scheduler.abandon(error)
         raise
 
 

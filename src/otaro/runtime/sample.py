@@ -88,11 +88,7 @@ class Sampler:
     """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
     def __init__(
-        self,
-        processors: Any,
-        do_sample: bool,
-        exact_scores: bool = False,
-        generator: torch.Generator | None = None,
+        self, processors: Any, do_sample: bool, exact_scores: bool = False, generator: torch.Generator | None = None
     ) -> None:
         """Without a `generator` of its own it draws from torch's."""
         self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores
@@ -116,7 +112,7 @@ class Sampler:
                 self.min_p = warper.min_p
 
     @property
-    def takes_the_likeliest(self) -> bool:
+    def argmax(self) -> bool:
         """Whether logits alone decide, by their largest."""
         return self.known and not self.do_sample and not self.processors
 
@@ -128,14 +124,10 @@ class Sampler:
         """
         if self.known:
             scores = self._first(ids, logits.clone()) if self._first else logits
-            chosen: list[int] = (
-                [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else scores.argmax(-1).tolist()
-            )
-            return chosen
+            return [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
         self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
-            chosen = self.scores.argmax(-1).tolist()
-            return chosen
+            return argmax(self.scores)
         return [_drawn(row, self.generator) for row in self.scores.softmax(-1).cpu()]
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -200,8 +192,16 @@ class Sampler:
         return tokens[:kept], probabilities[:kept]
 
 
+def argmax(logits: torch.Tensor) -> list[int]:
+    """Where each row is largest."""
+    # numpy finds it in an eighth of the time, and on this thread alone.
+    numpy_can = logits.device.type == "cpu" and logits.dtype == torch.float32
+    found: list[int] = (logits.numpy() if numpy_can else logits).argmax(-1).tolist()
+    return found
+
+
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:
-    """A place, drawn with these probabilities, which need not add up to one."""
+    """An index, drawn with these probabilities, which need not add up to one."""
     sums = probabilities.double().cumsum(0)
     at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1], right=True))
     return min(at, len(sums) - 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from otaro.errors import OtaroError, brief
+from otaro.runtime.report import Generation
 from otaro.sefp.precision import Precision
 
 
@@ -23,8 +25,8 @@ class ChatSession:
     def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None, system: str | None = None) -> None:
         self.model, self.tokenizer, self.kv, self.system = model, tokenizer, kv, system
         self.uses_template = bool(getattr(tokenizer, "chat_template", None))
-        self.generation: Any = None
-        """How the last answer went (`generate.Generation`)."""
+        self.generation: Generation | None = None
+        """How the last answer went."""
         if system is not None:
             _check_template(tokenizer)
         self.reset()
@@ -47,8 +49,6 @@ class ChatSession:
         Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in the answer. If the
         answer is interrupted, the conversation is as it was before.
         """
-        from otaro.runtime.generate import Generation  # transformers' generation is slow to import
-
         message = {"role": "user", "content": text}
         ids = self._render(message)
         self._keep_common_prefix(ids)
@@ -77,11 +77,8 @@ class ChatSession:
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
         """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in any case."""
-        common = 0
-        for ours, theirs in zip(self._ids[: self.cached_tokens], ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
+        both = zip(self._ids[: self.cached_tokens], ids[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if common < self.cached_tokens:
             try:
                 self._cache.crop(common - self.cached_tokens)  # negative: so many tokens less

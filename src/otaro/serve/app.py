@@ -381,4 +381,6 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _broken(request: Request, error: Exception) -> Response:
-    return _refused(request, _told(error))
+    response = _refused(request, _told(error))
+    response.headers["connection"] = "close"  # as uvicorn does after an exception: a client must not ask on it again
+    return response

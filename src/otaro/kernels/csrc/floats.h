@@ -23,12 +23,12 @@ constexpr int64_t state_size(int64_t head) { return kTile + padded(head); }
 
 struct Floats {
   // out = weight * x / sqrt(mean(x^2) + eps)
-  void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
   void (*add)(float* x, const float* y, int64_t count);
   // x *= factor
   void (*scale)(float* x, float factor, int64_t count);
   // Rotate the pairs (x[i], x[i + half]) by the angles whose cosines and sines are given.
-  void (*rotate)(float* x, const float* cosines, const float* sines, int64_t half);
+  void (*rope)(float* x, const float* cosines, const float* sines, int64_t half);
   // gate = silu(gate) * up; or gelu, by its approximation with tanh
   void (*silu)(float* gate, const float* up, int64_t count);
   void (*gelu)(float* gate, const float* up, int64_t count);
@@ -87,8 +87,8 @@ extern const Floats kFloats;
 
 #include "backend.h"
 
-#pragma GCC diagnostic ignored \
-  "-Wpsabi"  // vectors are passed only between functions of this file that are inlined
+// Vectors are passed only between functions of this file that are inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace otaro::OTARO_ISA {
 
@@ -161,7 +161,7 @@ static float dot(const float* x, const float* y, int64_t count) {
   return sum16(low, high);
 }
 
-static void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+static void rms_norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
   const float factor = 1.0f / __builtin_sqrtf(dot(x, x, count) / static_cast<float>(count) + eps);
   for (int64_t k = 0; k < count; ++k) out[k] = weight[k] * (x[k] * factor);
 }
@@ -174,7 +174,7 @@ static void scale(float* x, float factor, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-static void rotate(float* x, const float* cosines, const float* sines, int64_t half) {
+static void rope(float* x, const float* cosines, const float* sines, int64_t half) {
   float* y = x + half;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = y[i];
@@ -450,9 +450,9 @@ static void finish(const float* state, float* out, int64_t head) {
   for (int64_t i = 0; i < head; ++i) out[i] = state[kTile + i] / state[1];
 }
 
-const Floats kFloats = {norm,  add,           scale,         rotate,    silu,        gelu,   cap,
-                        dot,   softmax,       exponential,   store_key, store_value, encode, score,
-                        weigh, gather_halves, gather_floats, merge,     finish};
+const Floats kFloats = {rms_norm, add,           scale,         rope,      silu,        gelu,   cap,
+                        dot,      softmax,       exponential,   store_key, store_value, encode, score,
+                        weigh,    gather_halves, gather_floats, merge,     finish};
 
 }  // namespace otaro::OTARO_ISA
 #endif

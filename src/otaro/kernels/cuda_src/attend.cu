@@ -12,12 +12,11 @@
 // neighbours of a key, four of a value, and unpack what they loaded:
 //
 //   scores   [8 heads, 2 parts] x [8 positions]: thread (g, t) of a warp (g = lane / 4, t = lane % 4) has
-//   dimensions
-//            32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at positions 2t
-//            and 2t + 1
+//            dimensions 32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at
+//            positions 2t and 2t + 1
 //   values   [16 dimensions] x [8 heads]: it has dimensions 32 c + 4 g ... + 3 of the values at positions 2t,
-//   2t + 1, 2t + 8, 2t + 9,
-//            and, from the scores, the weights of head g at these positions; it gets heads 2t and 2t + 1
+//            2t + 1, 2t + 8, 2t + 9, and, from the scores, the weights of head g at these positions; it gets
+//            heads 2t and 2t + 1
 //
 // Packed numbers become halves, exactly but for multiples of 2^-25 below 2^-14, at half their size: 2^16 is
 // no half.
@@ -38,9 +37,9 @@ constexpr int kMostSplits = 64;
 #define kNever __int_as_float(0xff800000)
 
 struct Attend {
-  const float* queries;  // [tokens, heads, HEAD], scaled
-  Rows keys, values;     // [sequences, kv heads, capacity]
-  const int* positions;  // [tokens]
+  const float* queries;    // [tokens, heads, HEAD], scaled
+  CacheRows keys, values;  // [sequences, kv heads, capacity]
+  const int* positions;    // [tokens]
   const int* sequences;
   float* partial;  // [tokens, heads, splits, kPitch]
   float* states;   // [tokens, heads, splits, 2]: largest score, sum of weights
@@ -91,8 +90,8 @@ struct Scale {
 __device__ __forceinline__ Scale scale_of(int first, int second) {
   constexpr int kBits = KV_BITS ? KV_BITS : kCoarsest;
   constexpr Meaning means = meaning(kBits, false);
-  constexpr float kFactor =
-    kBits == 8 ? 2 * means.factor : means.factor;  // a byte lacks the last of nine bits
+  // A byte lacks the last of nine bits.
+  constexpr float kFactor = kBits == 8 ? 2 * means.factor : means.factor;
   const float a = power_of_two(first - means.shift - 1), b = power_of_two(second - means.shift - 1);
   return {
     pair(to_half(kFactor * a), to_half(kFactor * b)),
@@ -134,7 +133,7 @@ struct Words {
 
 // Of a key: dimensions 32 c + 8 t and on. Of a value: 32 c + 4 g and on.
 template <bool Key>
-__device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words) {
+__device__ __forceinline__ void load(const CacheRows& rows, int64_t row, Words& words) {
   const int t = threadIdx.x % 4, g = threadIdx.x % kWarp / 4;
   if constexpr (KV_BITS == 0) {
     const uint16_t* from = reinterpret_cast<const uint16_t*>(rows.base) + row * kPitch;
@@ -405,16 +404,14 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
       state[i] = s < active ? __ldcg(states + s) : make_float2(kNever, 0.0f);
       top = fmaxf(top, state[i].x);
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mate));
+    top = warp_max(top);
 #pragma unroll
     for (int i = 0; i < kMostSplits / kWarp; ++i) {
       const float factor = __expf(state[i].x - top);
       factors[head][kWarp * i + lane] = factor;
       all += state[i].y * factor;
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) all += __shfl_xor_sync(kAll, all, mate);
+    all = warp_sum(all);
     if (lane == 0) total[head] = all;
   }
   __syncthreads();

@@ -84,7 +84,7 @@ struct Choice<false, A, B> {
 
 // Keys or values of one layer's cache: in float16, rows of whole blocks, or packed. Rows are numbered through
 // sequences, heads and positions.
-struct Rows {
+struct CacheRows {
   uint32_t* base;  // or halves
   uint32_t* planes[kPlanes];
   int8_t* exponents;
@@ -181,6 +181,26 @@ __device__ __forceinline__ void unpack(const uint32_t* base, const uint32_t* pla
 // The last of nine bits, in the lowest bit of each byte.
 __device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) {
   return (plane >> quad) & 0x01010101u;
+}
+
+// Of all lanes of a warp, for each of them.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) value += __shfl_xor_sync(kAll, value, mate);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, mate));
+  return value;
+}
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) {
+    const unsigned long long other = __shfl_xor_sync(kAll, value, mate);
+    value = other > value ? other : value;
+  }
+  return value;
 }
 
 // Asynchronous copies to shared memory.

@@ -1,0 +1,296 @@
+"""A server under load: many clients at once, every request at its own precision.
+
+    python benchmarks/bench_serve.py DIR [--clients 16] [--seconds 120] [--against llama.cpp,transformers]
+
+Starts `otaro serve DIR` and asks it, first by one client, then by many at once, for streamed answers to a fixed set of
+requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
+compared with the one that the same request got alone. Prints tokens a second, the time until the first token by
+precision, and memory of the server when the load began and when it ended.
+
+Contenders get the same prompts and numbers of tokens: llama.cpp's server (`pip install 'llama-cpp-python[server]'`,
+`--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights, `transformers serve`
+(`pip install fastapi`) on the checkpoint of `--checkpoint`. Exits with 1 if an answer failed or differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from common import finish
+
+from otaro.builtin.documentation import documentation_text
+from otaro.sefp.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server: how it is started, and what each request says besides prompt and length."""
+
+    name: str
+    command: list[str]
+    body: dict[str, Any]
+    precisions: list[str]
+    """Asked for in turns; one that is empty for a server that has no choice."""
+
+
+@dataclass
+class Result:
+    """What became of one request."""
+
+    case: int
+    text: str = ""
+    tokens: int = 0
+    first: float = 0.0
+    """Seconds until the first piece of text."""
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass
+class Load:
+    """A number of clients, for a while."""
+
+    results: list[Result]
+    seconds: float
+    memory: list[int] = field(default_factory=list)
+    """Resident bytes of the server, as time went on."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all clients together."""
+        return sum(result.tokens for result in self.results) / self.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the load; one client before it gets a quarter")
+    parser.add_argument("--cases", type=int, default=48, help="different requests")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
+    parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
+    parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument("--checkpoint", type=Path, help="the model before it was packed, for transformers")
+    args = parser.parse_args()
+    cases = make_cases(args.cases, args.tokens)
+    summaries = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for contender in contenders(args, Path(scratch)):
+            with started(contender, args.threads) as (port, process):
+                summaries.append(asyncio.run(measured(contender, cases, port, process, args)))
+    ours = summaries[0]
+    finish({"benchmark": "serve", "model": args.directory.name, "clients": args.clients, "servers": summaries})
+    if ours["errors"] or ours["different"]:
+        sys.exit(1)
+
+
+def make_cases(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Requests: prompts of 5 to 120 words, half of the answers sampled."""
+    words, cases = documentation_text("heldout").split(), []
+    for number in range(count):
+        start, length = 131 * number % (len(words) - 200), [5, 20, 60, 120][number % 4]
+        sampled = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
+        cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": number, **sampled})
+    return cases
+
+
+def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
+    """Ours, and those that were asked for and can be had."""
+    otaro = [sys.executable, "-m", "otaro", "serve", str(args.directory), "--max-sequences", str(args.clients)]
+    extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, args.precisions.split(","))
+    for name in filter(None, args.against.split(",")):
+        if name == "llama.cpp":
+            server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
+            server += ["--interrupt_requests", "False", "--model", str(gguf_file(args.directory, scratch)), "--port"]
+            no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
+            yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
+        elif name == "transformers":
+            if importlib.util.find_spec("fastapi") is None or args.checkpoint is None:
+                print("transformers serve: left out, it needs fastapi and --checkpoint")
+                continue
+            script = Path(sys.executable).with_name("transformers")
+            serve = [str(script), "serve", str(args.checkpoint), "--device", "cpu", "--port"]
+            yield Contender("transformers serve", serve, {"model": str(args.checkpoint)}, [""])
+        else:
+            raise SystemExit(f"--against {name}: there are llama.cpp and transformers")
+
+
+def gguf_file(directory: Path, scratch: Path) -> Path:
+    import otaro
+    from otaro.evaluate.llama_cpp import write_gguf
+    from otaro.runtime.load import load_tokenizer
+
+    path = scratch / "model-Q5_0.gguf"
+    write_gguf(otaro.load(directory), "Q5_0", path, load_tokenizer(directory))
+    return path
+
+
+@contextmanager
+def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Process]]:
+    """The server, once it listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*contender.command, str(port)], stdout=log, stderr=log, env=environment)
+        try:
+            end = time.monotonic() + 120
+            while True:
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise SystemExit(f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield port, psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def measured(
+    contender: Contender, cases: list[dict[str, Any]], port: int, process: psutil.Process, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One client, then many; printed, and for the last line."""
+    precisions = contender.precisions
+
+    def body(case: int) -> dict[str, Any]:
+        precision = precisions[case % len(precisions)]
+        return {**cases[case], **contender.body, "stream": True, **({"precision": precision} if precision else {})}
+
+    await ask(port, 0, body(0))  # whatever a first request loads
+    one = await load(port, body, 1, args.seconds / 4, len(cases), process)
+    alone = {result.case: result.text for result in one.results if not result.error}
+    for case in range(len(cases)):  # those that one client had no time for
+        if case not in alone and precisions != [""]:
+            alone[case] = (await ask(port, case, body(case))).text
+    many = await load(port, body, args.clients, args.seconds, len(cases), process)
+    errors = [result.error for result in one.results + many.results if result.error]
+    different = sum(result.text != alone.get(result.case) for result in many.results if not result.error)
+    compared = precisions != [""]
+    print(f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s, {len(many.results)} answers")
+    print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {many.rate / one.rate:.2f} times")
+    print(f"  errors               {len(errors)} {errors[:1] or ''}")
+    if compared:
+        print(f"  other than alone     {different}")
+    memory = [many.memory[0], many.memory[-1], max(many.memory)]
+    print(
+        "  memory               "
+        + ", ".join(
+            f"{what} {size / 1e6:.0f} MB" for what, size in zip(("at the beginning", "at the end", "most"), memory, strict=True)
+        )
+    )
+    table: dict[str, dict[str, float]] = {}
+    print(f"  first token, ms      {'':>8}{'p50':>8}{'p95':>8}{'one client':>12}")
+    for precision in precisions:
+        found = [result.first for result in many.results if not result.error and at(result, precisions) == precision]
+        single = [result.first for result in one.results if not result.error and at(result, precisions) == precision]
+        if len(found) < 2:
+            continue
+        row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
+        row["one"] = statistics.median(single) if single else float("nan")
+        table[precision or "all"] = row
+        print(
+            f"{'':23}{precision or 'all':>8}"
+            + "".join(f"{1e3 * row[key]:>{width}.0f}" for key, width in (("p50", 8), ("p95", 8), ("one", 12)))
+        )
+    return {
+        "name": contender.name,
+        "answers": len(many.results),
+        "tokens_per_second": many.rate,
+        "one_client": one.rate,
+        "errors": len(errors),
+        "different": different if compared else None,
+        "memory": memory,
+        "first_token": table,
+    }
+
+
+def at(result: Result, precisions: list[str]) -> str:
+    return precisions[result.case % len(precisions)]
+
+
+async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process) -> Load:
+    """Clients that ask one request after the other, each beginning at another; answers under way are waited for."""
+    results: list[Result] = []
+    start = time.perf_counter()
+    memory = [process.memory_info().rss]
+
+    async def client(number: int) -> None:
+        case = number * 7 % cases
+        while time.perf_counter() - start < seconds:
+            results.append(await ask(port, case, body(case)))
+            case = (case + 1) % cases
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(max(seconds / 50, 0.1))
+            memory.append(process.memory_info().rss)
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    watching.cancel()
+    return Load(results, time.perf_counter() - start, memory)
+
+
+async def ask(port: int, case: int, body: dict[str, Any]) -> Result:
+    """One request on a connection of its own; a client this plain takes little of the cores that the server needs."""
+    result, started_at = Result(case), time.perf_counter()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            result.error = f"{status.decode().strip()} {(await reader.read())[-200:].decode(errors='replace')}"
+        ended = False
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+                break
+            event = json.loads(line[6:])
+            if "error" in event:
+                result.error = str(event["error"])
+            for choice in event.get("choices", ()):
+                if choice.get("text"):
+                    result.first = result.first or time.perf_counter() - started_at
+                    result.text += choice["text"]
+                    result.tokens += 1
+            if event.get("usage"):
+                result.tokens = event["usage"]["completion_tokens"]
+        if not ended and not result.error:
+            result.error = "the stream broke off"
+        writer.close()
+    except (OSError, ValueError) as error:
+        result.error = repr(error)
+    result.seconds = time.perf_counter() - started_at
+    return result
+
+
+if __name__ == "__main__":
+    main()
