@@ -38,18 +38,26 @@ def browser(any_browser):
 
 
 @pytest.fixture(scope="module")
-def slow(start):
-    """A server that writes a hundred tokens a second at most: time enough to do something meanwhile."""
+def slow_server(start):
     running = start(engine={"max_sequences": 2}, max_queue=0)
     scheduler = running.service.engine.scheduler
     step = scheduler.step
 
     def late():
-        time.sleep(0.01)
+        time.sleep(running.pause)
         return step()
 
-    scheduler.step = late
+    running.pause, scheduler.step = 0, late
     return running
+
+
+@pytest.fixture
+def slow(slow_server):
+    """A server that writes twenty tokens a second at most: time enough to do something meanwhile."""
+    slow_server.pause = 0.05
+    yield slow_server
+    slow_server.pause = 0
+    slow_server.eventually(lambda: slow_server.service.engine.running == 0)
 
 
 def enter(browser, running):
@@ -91,6 +99,18 @@ def size(count):
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.{int(count < 1e5)}f} kB"
 
 
+def answer_with(browser, body, status=200):
+    """Let the page hear this in place of an answer."""
+    browser.evaluate(f"""void (window.fetched ??= fetch, fetch = async (path, options) => path.endsWith("completions")
+        ? new Response({json.dumps(body)}, {{ status: {status} }}) : fetched(path, options))""")
+
+
+def event(text, tokens=1):
+    usage = {"completion_tokens": tokens, "total_tokens": tokens + 1}
+    body = {"id": "../x", "precision": "E5M8", "usage": usage, "choices": [{"delta": {"content": text}}]}
+    return f"data: {json.dumps(body)}\n\n"
+
+
 # Chat
 
 
@@ -107,16 +127,17 @@ def test_it_streams_what_the_server_says(browser, slow, tiny):
     length = browser.wait("document.querySelector('.answer .said')?.textContent.length")
     browser.wait(f"document.querySelector('.answer .said').textContent.length > {length}")
     assert browser.evaluate("document.querySelector('.answer').getAttribute('aria-busy')") == "true"
+    slow.pause = 0
     browser.wait(IDLE)
     assert browser.text(".question") == "The\nstatement"
     assert said(browser) == answer_of(tiny, "The\nstatement", "E5M8", max_tokens=100)
     assert browser.evaluate("document.querySelector('.answer').hasAttribute('aria-busy')") is False
     figures = dict(zip(("tokens", "rate", "read", "end"), browser.text(".figures").split(" · "), strict=True))
     assert (figures["tokens"], figures["end"]) == ("100 tokens", "cut at the limit")
-    assert 0 < float(figures["rate"].removesuffix(" tokens/s")) <= 101
+    assert float(figures["rate"].removesuffix(" tokens/s")) > 0
     assert browser.evaluate("document.activeElement.id") == "prompt"
     # It goes on with the conversation, and begins a new one.
-    first = said(browser)
+    first, slow.pause = said(browser), 0.05
     ask(browser, "Go on")
     browser.wait("document.querySelectorAll('.answer .said')[1]?.textContent.length > 5")
     browser.press("Escape")
@@ -153,6 +174,15 @@ def test_the_slider_works_in_the_middle_of_an_answer_and_escape_stops(browser, s
         read = weights[precision] + told["cache_bytes_per_token"] * context
         assert text.endswith(f" · {size(read)} read per token")
     assert browser.evaluate("document.getElementById('precision-0').ariaValueText") == "E5M6, 7 bits a weight"
+
+
+def test_tokens_a_second_are_counted_from_the_first_one(browser, tiny):
+    enter(browser, tiny)
+    answer_with(browser, "".join(event("word ", tokens) for tokens in (3, 8, 13)) + "data: [DONE]\n\n")
+    browser.evaluate("void (performance.now = () => (window.clock = (window.clock ?? 0) + 1000))")  # a second an event
+    ask(browser, "The statement")
+    browser.wait(f"{IDLE} && document.querySelector('.figures')?.textContent.startsWith('13 tokens')")
+    assert browser.text(".figures").split(" · ")[1] == "5.0 tokens/s"
 
 
 def test_two_answers_side_by_side_have_their_differences_marked(browser, tiny):
@@ -213,18 +243,6 @@ def test_it_shows_what_is_in_memory(browser, tiny):
 # What goes wrong is told in words
 
 
-def answer_with(browser, body, status=200):
-    """Let the page hear this in place of an answer."""
-    browser.evaluate(f"""void (window.fetched ??= fetch, fetch = async (path, options) => path.endsWith("completions")
-        ? new Response({json.dumps(body)}, {{ status: {status} }}) : fetched(path, options))""")
-
-
-def event(text):
-    usage = {"completion_tokens": 1, "total_tokens": 2}
-    body = {"id": "../x", "precision": "E5M8", "usage": usage, "choices": [{"delta": {"content": text}}]}
-    return f"data: {json.dumps(body)}\n\n"
-
-
 def alert(browser, words):
     browser.wait(f"document.getElementById('alert').textContent.includes({json.dumps(words)})")
 
@@ -257,10 +275,11 @@ def test_a_busy_server_and_a_long_question_are_told_and_the_question_is_not_lost
     with slow.http.stream("POST", "/v1/completions", json=busy):
         ask(browser, "The statement")
         alert(browser, "The server is busy. Ask again in 1 second.")
+    slow.pause = 0
     assert browser.evaluate("document.getElementById('prompt').value") == "The statement"
     slow.eventually(lambda: slow.service.engine.running == 0)
     ask(browser, " of the" * 600)
-    alert(browser, "That is too long for this model")
+    alert(browser, "That is too long for this model (1")
     assert browser.evaluate("document.querySelectorAll('.turn').length") == 0
     assert all("429" in one or "400" in one for one in browser.complaints)
     browser.complaints.clear()

@@ -62,7 +62,8 @@
   async function refusal(response, key) {
     const error = (await response.json().catch(() => null))?.error ?? {};
     const after = response.headers.get("retry-after");
-    const words = error.message ?? `it answered with status ${response.status}`;
+    const message = error.message ?? `it answered with status ${response.status}`;
+    const words = message.startsWith(`${error.param}: `) ? message.slice(error.param.length + 2) : message;
     const unknown = "The server does not know this API key. Check it under Settings.";
     const usual = {
       401: key ? unknown : "This server wants an API key. Enter it under Settings.",
