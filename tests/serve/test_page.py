@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from transformers import AutoTokenizer
 
+import otaro
 from tests.serve.browser import PROGRAM, Browser
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +179,7 @@ def test_the_slider_works_in_the_middle_of_an_answer_and_escape_stops(browser, s
 
 def test_tokens_a_second_are_counted_from_the_first_one(browser, tiny):
     enter(browser, tiny)
-    answer_with(browser, "".join(event("word ", tokens) for tokens in (3, 8, 13)) + "data: [DONE]\n\n")
+    answer_with(browser, "".join(event("word ", tokens) for tokens in (3, 8, 13, 13)) + "data: [DONE]\n\n")
     browser.evaluate("void (performance.now = () => (window.clock = (window.clock ?? 0) + 1000))")  # a second an event
     ask(browser, "The statement")
     browser.wait(f"{IDLE} && document.querySelector('.figures')?.textContent.startsWith('13 tokens')")
@@ -238,6 +239,22 @@ def test_it_shows_what_is_in_memory(browser, tiny):
     set_precision(browser, 0, 5)
     read = "[...document.querySelectorAll('#planes .read th')].map((one) => one.textContent)"
     assert browser.evaluate(read) == ["E5M3", "E5M4", "E5M5"]
+
+
+def test_it_says_where_the_system_does_not_tell_and_offers_what_is_there(browser, start, monkeypatch):
+    partial = start()
+    monkeypatch.setattr("otaro.serve.planes.resident_planes", lambda model: None)
+    monkeypatch.setattr(partial.service.planes, "finest", otaro.Precision("E5M5"))
+    enter(browser, partial)
+    assert (
+        browser.evaluate("[...document.getElementById('planes').rows].map((row) => row.cells[1].textContent)")
+        == ["not known here"] * 3
+    )
+    assert "of planes" not in browser.text("#memory")
+    assert browser.wait("document.getElementById('precision-0').ariaValueText") == "E5M5, 6 bits a weight"
+    browser.evaluate("document.getElementById('precision-0').focus()")
+    browser.press("ArrowRight")
+    assert browser.evaluate("document.getElementById('precision-0').value") == "5"
 
 
 # What goes wrong is told in words

@@ -153,9 +153,9 @@
     }
 
     count(usage) {
+      if (usage.completion_tokens === (this.tokens ?? 0)) return; // an event without a token
       this.tokens = usage.completion_tokens;
       this.context = usage.total_tokens;
-      if (!this.tokens) return;
       const now = performance.now();
       this.begun ??= { tokens: this.tokens, at: now };
       const since = this.tokens - this.begun.tokens;
