@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
 
 .PHONY: help setup demo test slow check sanitize portability format clean
 
@@ -12,7 +12,7 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with everything the project needs, developer tools included
 
-$(RUNS): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/otaro/kernels/csrc/*)
+$(RUNS): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/otaro/kernels/csrc/* src/otaro/kernels/shared/*)
 	@$(PYTHON) -c 'import sys; sys.exit("otaro needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch, then the project with its C++ extension (two minutes the first time)"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
-from otaro.kernels.keyvalues import GROUP
+from otaro.kernels.kv_cache import GROUP
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
 

@@ -160,9 +160,9 @@ def counted() -> Iterator[dict[str, int]]:
 
     launch = nvrtc.Kernel.__call__
 
-    def counting(self: nvrtc.Kernel, *args: Any) -> Any:
+    def counting(self: nvrtc.Kernel, *args: Any, **fields: Any) -> Any:
         count["kernels"] += 1
-        launch(self, *args)
+        launch(self, *args, **fields)
 
     kernels: Any = nvrtc.Kernel
     kernels.__call__ = counting

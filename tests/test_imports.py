@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "export": {"sefp", "file", "packable"},
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels", "packable"},
+    "serve": {"sefp", "file", "runtime", "(top)"},
     "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens", "packable"},
     "tune": {"sefp", "builtin", "readable", "tokens", "packable"},
     "cli": {
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "export",
         "kernels",
         "runtime",
+        "serve",
         "evaluate",
         "tune",
         "builtin",

@@ -40,11 +40,14 @@ def test_the_commands_of_the_readme_run_one_after_the_other(workplace):
     outputs = {}
     for command in COMMANDS:
         name = shlex.split(command)[1]
+        if name == "serve":  # it runs until it is told to end
+            command = f'coproc {command} --port 0; read line <&"${{COPROC[0]}}"; kill $COPROC_PID; wait; echo "$line"'
         outputs[name] = run(f"{command} {shorter.get(name, '')}", workplace)
     assert "for all six precisions" in outputs["pack"]
     assert "E5M3" in outputs["inspect"]
     assert "is sound" in outputs["verify"]
     assert outputs["generate"].startswith("The statement")
+    assert outputs["serve"].startswith("tiny at http://127.0.0.1:")
     assert "a plain read of memory runs at" in outputs["bench"]
     assert "Perplexity on unseen text" in outputs["demo"]
     assert (workplace / "demo" / "story" / "report.html").is_file()

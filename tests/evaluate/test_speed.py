@@ -5,12 +5,11 @@ from statistics import median
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import otaro
 from otaro.errors import OtaroError, ShardMissingError
 from otaro.evaluate import speed
-from otaro.evaluate.speed import Rounds, Settings, bench, weight_bytes_per_token
+from otaro.evaluate.speed import Rounds, Settings, bench
 
 QUICK = Settings(prompt_tokens=8, tokens=3, context=4, rounds=2)
 # The matrices of the built-in model: six layers, and the embedding, which is the head too.
@@ -107,32 +106,6 @@ def test_the_number_of_threads_is_as_before(tiny, small_read):
     settings = Settings(prompt_tokens=2, tokens=1, context=5, rounds=1, threads=2)  # the context goes beyond the prompt
     assert bench(str(tiny), settings, [otaro.Precision("E5M3")]).threads == 2
     assert torch.get_num_threads() == 1
-
-
-def test_an_embedding_that_is_not_the_head_is_left_out(make_nested):
-    model = otaro.load(make_nested("llama"))
-    rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [(120, 96)]
-    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two scales
-    assert weight_bytes_per_token(model, otaro.Precision("E5M3")) == expected
-
-
-def test_a_head_that_is_not_packed_is_read_too(tmp_path):
-    """XGLM's is tied to an embedding that stays as it is."""
-    sizes = {"vocab_size": 120, "d_model": 96, "ffn_dim": 128, "num_layers": 1, "attention_heads": 4}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", **sizes)).save_pretrained(tmp_path)
-    otaro.pack(tmp_path, tmp_path / "nested")
-    matrices = 4 * 96 * (16 * 3 + 2) + 128 * (16 * 3 + 2) + 96 * (16 * 4 + 2)  # attention, up, down
-    assert weight_bytes_per_token(otaro.load(tmp_path / "nested"), otaro.Precision("E5M3")) == matrices + 4 * 120 * 96
-
-
-def test_of_experts_those_count_that_a_token_takes(make_nested):
-    model = otaro.load(make_nested("mixtral"))
-    precision = otaro.Precision("E5M3")
-    two = weight_bytes_per_token(model, precision)
-    model.config.num_experts_per_tok = 4
-    four = weight_bytes_per_token(model, precision)
-    experts = 2 * (2 * 112 * (16 * 3 + 2) + 96 * (16 * 4 + 2))  # layers; gate and up, down
-    assert four - two == 2 * experts
 
 
 def test_a_model_without_a_decode_path_goes_through_transformers(make_nested, small_read):

@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from otaro.kernels import nvrtc
+from otaro.kernels import cuda_structs
 
 MISSING = "" if shutil.which("g++") else "there is no g++ to compile the kernels for the CPU with"
 _HERE = Path(__file__).parent
@@ -36,12 +36,12 @@ _COMPILER += ("-g", "-fsanitize=address") if os.environ.get("OTARO_SANITIZE") el
 class Kernel:
     """Called as a kernel on a GPU is."""
 
-    def __init__(self, library, name):
-        self._launch = getattr(library, f"launch_{name}")
+    def __init__(self, library, file, name):
+        self._launch, self._parameters = getattr(library, f"launch_{name}"), cuda_structs.parameters(file)[name]
 
-    def __call__(self, grid, threads, parameters, shared=0):
+    def __call__(self, grid, threads, shared=0, /, **fields):
         across = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
-        self._launch(ctypes.byref(parameters), across, threads)
+        self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads)
 
     def blocks_per_multiprocessor(self, threads, shared=0):
         return 1
@@ -49,7 +49,7 @@ class Kernel:
 
 def kernel(file, name, device, **constants):
     """The kernel `name` of a source file, compiled for this CPU with these constants."""
-    return Kernel(_library(file, name, tuple(sorted((key, int(value)) for key, value in constants.items()))), name)
+    return Kernel(_library(file, name, tuple(sorted((key, int(value)) for key, value in constants.items()))), file, name)
 
 
 @cache
@@ -68,15 +68,15 @@ def _run(*command):
 
 @cache
 def _library(file, name, constants):
-    header, source = (_without_assembler((nvrtc.SOURCES / one).read_text()) for one in ("sefp.cuh", file))
+    header, source = (_without_assembler(one.read_text()) for one in (cuda_structs.HEADERS[0], cuda_structs.SOURCES / file))
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
     text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::dynamic_shared;")
-    text += _LAUNCH.format(name=name, struct=re.search(rf"\b{name}\(const __grid_constant__ (\w+) p\)", source)[1])
+    text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=cuda_structs.parameters(file)[name].__name__)
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
     code.write_text(text)
-    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{nvrtc.SOURCES}", *flags, "-o", path, code)
+    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.HEADERS[1].parent}", *flags, "-o", path, code)
     return ctypes.CDLL(str(path))
 
 

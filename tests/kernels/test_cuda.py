@@ -93,10 +93,10 @@ def test_sources_compile_for_a_gpu_that_is_not_there(constants):
         "--std=c++17",
         *(f"-D{name}={value}" for name, value in {**common, **constants}.items()),
     )
-    sources = [(nvrtc.SOURCES / name).read_bytes() for name in ("linear.cu", "sefp.cuh")]
-    assert nvrtc.compile_source("linear.cu", sources[0], sources[1], flags)[:4] == b"\x7fELF"
+    source = nvrtc.source_of("linear.cu")
+    assert nvrtc.compile_source("linear.cu", source, flags)[:4] == b"\x7fELF"
     with pytest.raises(KernelError, match=r"could not compile linear\.cu"):
-        nvrtc.compile_source("linear.cu", sources[0] + b"\nnonsense;", sources[1], flags)
+        nvrtc.compile_source("linear.cu", source + b"\nnonsense;", flags)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_activations_stay_out_of_shared_memory_where_a_gpu_has_too_little(emulat
     asked = []
 
     class Recorded(emulated.Kernel):
-        def __call__(self, grid, threads, parameters, shared=0):
+        def __call__(self, grid, threads, shared=0, /, **fields):
             asked.append(shared)
 
     monkeypatch.setattr(emulated, "Kernel", Recorded)

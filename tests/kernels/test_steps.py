@@ -13,7 +13,7 @@ from otaro.errors import KernelError
 from otaro.file.planes import pack_codes
 from otaro.kernels import cuda, cuda_steps, reference
 from otaro.kernels.cuda_steps import CudaSteps
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import RING, Delta, ReferenceSteps, Rope, Routing, State
 from otaro.sefp.codec import encode
@@ -220,7 +220,7 @@ def test_small_rope_and_cache(both, device, head, bits, dtype):
         offsets = None if norms[0] is not None else random(2, kv_heads * head, seed=9, device=device)
         results = []
         for steps in both:
-            cache = KeyValues(2, 3, kv_heads, 128, head, bits, device, offsets)
+            cache = KvCache(2, 3, kv_heads, 128, head, bits, device, offsets)
             queries = torch.zeros(tokens, heads * head, device=device)
             steps.rope_and_cache(vectors, norms, rope(head, device), state, queries, cache, 1)
             results.append((queries, cache))
@@ -250,7 +250,7 @@ def test_small_rope_and_cache_of_what_few_models_have(both, device, head, bits, 
     norms = [1 + random(1, size, seed=7, device=device)[0] if norm else None for size in sizes]
     state, results = state_of(device, [0, 70, 69], [0, 1, 2]), []
     for steps in both:
-        cache = KeyValues(2, 3, kv_heads, 128, head, bits, device)
+        cache = KvCache(2, 3, kv_heads, 128, head, bits, device)
         queries = torch.zeros(tokens, heads * head, device=device)
         steps.rope_and_cache(vectors, norms, rope(head, device, count=count), state, queries, cache, 1)
         results.append((queries, cache))
@@ -284,7 +284,7 @@ def test_small_rope_and_cache_refuses_what_the_cache_cannot_hold(both, device, b
         vectors = [random(1, 64, device=device) for _ in range(3)]
         vectors[kind][0, at] = value
         for steps in both:
-            cache = KeyValues(1, 1, 1, 64, 64, bits, device)
+            cache = KvCache(1, 1, 1, 64, 64, bits, device)
             steps.rope_and_cache(
                 vectors, [None, None], rope(64, device), state_of(device, [3], [0]), vectors[0].clone(), cache, 0
             )
@@ -300,7 +300,7 @@ ATTENDED = [  # head, heads, kv heads, mantissa bits (0: float16), window
 @pytest.mark.parametrize(("head", "heads", "kv_heads", "bits", "window"), ATTENDED)
 def test_small_attend(both, device, head, heads, kv_heads, bits, window):
     positions, sequences = [0, 63, 64, 150, 300], [0, 1, 2, 1, 2]
-    cache = KeyValues(1, 3, kv_heads, 320, head, bits, device)
+    cache = KvCache(1, 3, kv_heads, 320, head, bits, device)
     for kind in (0, 1):
         for sequence in range(3):
             cache.write(kind, 0, sequence, 0, random(301, kv_heads, head, seed=kind + 2 * sequence, device=device))
@@ -320,7 +320,7 @@ def test_small_attend(both, device, head, heads, kv_heads, bits, window):
 
 @pytest.mark.parametrize(("head", "bits", "window"), [(128, 0, 0), (24, 5, 70)])
 def test_small_attend_with_capped_scores(both, device, head, bits, window):
-    cache = KeyValues(1, 2, 2, 320, head, bits, device)
+    cache = KvCache(1, 2, 2, 320, head, bits, device)
     for kind in (0, 1):
         for sequence in range(2):
             cache.write(kind, 0, sequence, 0, random(301, 2, head, seed=kind + 2 * sequence, device=device))
@@ -338,7 +338,7 @@ def test_small_attend_with_capped_scores(both, device, head, bits, window):
 
 def test_attend_gives_a_token_the_same_bits_alone(both, device):
     steps = both[0]
-    cache = KeyValues(1, 2, 2, 320, 64, 0, device)
+    cache = KvCache(1, 2, 2, 320, 64, 0, device)
     for kind in (0, 1):
         for sequence in range(2):
             cache.write(kind, 0, sequence, 0, random(300, 2, 64, seed=kind + 2 * sequence, device=device))

@@ -17,8 +17,9 @@ import otaro
 from otaro.errors import OtaroError
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, KeyValues, key_offset
+from otaro.kernels.kv_cache import OFFSET_POSITIONS, KvCache, key_offset
 from otaro.kernels.ops import FEW_TOKENS
+from otaro.runtime import decode
 from otaro.runtime.decode import Decoder
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.serving import decoder_of
@@ -51,9 +52,9 @@ class RoundingCache(DynamicCache):
         if self.kv is None:
             return tensor.half().to(tensor.dtype)
         _, heads, positions, head = tensor.shape
-        room = KeyValues(1, 1, heads, positions, head, self.kv.mantissa_bits, "cpu")
-        room.write(0, 0, 0, 0, tensor[0].transpose(0, 1))
-        return room.read(0, 0, 0, slice(None), tensor.dtype).unsqueeze(0)
+        cache = KvCache(1, 1, heads, positions, head, self.kv.mantissa_bits, "cpu")
+        cache.write(0, 0, 0, 0, tensor[0].transpose(0, 1))
+        return cache.read(0, 0, 0, slice(None), tensor.dtype).unsqueeze(0)
 
 
 def key_offsets(model):
@@ -287,6 +288,33 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
     with pytest.raises(OtaroError, match="serves the decoder alone"):
         cache.update(None, None, 0)
     assert torch.equal(decoder.forward(IDS[5:6], cache), expected)
+
+
+def test_the_extension_takes_all_that_a_description_says_and_nothing_else(make_nested, monkeypatch):
+    native, given = decode._cpu, []
+
+    class Recorded:
+        Matrix = native.Matrix
+
+        @staticmethod
+        def Decoder(model, layers):
+            given.append((model, layers))
+            return native.Decoder(model, layers)
+
+    monkeypatch.setattr(decode, "_cpu", Recorded)
+    Decoder.of(otaro.load(make_nested("qwen2"), "E5M3"))
+    model, layers = given[0]
+    for changed in ((model, [layers[0], layers[1] | {"more": 1}]), (model | {"more": 1}, layers)):
+        with pytest.raises(ValueError, match="the decoder knows no more"):
+            native.Decoder(*changed)
+    with pytest.raises(ValueError, match="the decoder knows no more"):
+        native.Decoder(model | {"lm_head": model["lm_head"] | {"more": 1}}, layers)
+    for name in model:
+        with pytest.raises(ValueError, match=f"the description lacks {name}"):
+            native.Decoder({key: value for key, value in model.items() if key != name}, layers)
+    for name in layers[0]:
+        with pytest.raises(ValueError, match=f"the description lacks {name}"):
+            native.Decoder(model, [{key: value for key, value in layers[0].items() if key != name}])
 
 
 @pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
@@ -531,7 +559,7 @@ def test_rows_of_a_packed_cache_are_those_that_a_gpu_would_keep(instructions, le
     x[0], x[1, 0], x[2, 5], x[3, 0] = 0.0, -1e-30, 65535.9, -65535.9
     x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))  # scaled, the second underflows; its floor is still below zero
     for bits in range(3, 9):
-        theirs = KeyValues(1, 1, 1, len(x), length, bits, "cpu")
+        theirs = KvCache(1, 1, 1, len(x), length, bits, "cpu")
         theirs.write(0, 0, 0, 0, x.unsqueeze(1))
         assert not theirs.refused.item()
         base, exponents, *planes = (one[0, 0].numpy() for one in theirs.of_layer(0, 0))

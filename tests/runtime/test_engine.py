@@ -42,7 +42,8 @@ def model(make_nested, kind):
 
 @pytest.fixture
 def logits_seen(monkeypatch):
-    """Every request's logits, by its stream."""
+    """Every request's logits, by its stream: the device chooses nothing by itself."""
+    monkeypatch.setattr(GpuDecoder, "ahead", 0)
     seen = {}
     choose = Request.choose
 
@@ -131,6 +132,49 @@ def test_a_sequence_says_alone_what_it_says_among_others(model, logits_seen, kv,
         assert among.tokens == alone.tokens
         for ours, theirs in zip(logits_seen[among], logits_seen[alone], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_going_ahead_makes_no_difference(model, kind, monkeypatch):
+    """Requests come, go, switch and sample among others that the device goes ahead with."""
+    if kind == "cpu":
+        pytest.skip("a CPU has nothing to go ahead with")
+    draw, advanced, plain = random.Random(5), [], GpuDecoder.advance
+    monkeypatch.setattr(GpuDecoder, "advance", lambda decoder: advanced.append(decoder) or plain(decoder))
+    common = [[draw.randrange(120) for _ in range(50)] for _ in range(2)]
+    requests = [drawn_request(draw, common) for _ in range(30)]
+    for _, options, _, _ in requests[::3] + requests[1::3]:
+        options.pop("sampling", None)
+    arrivals = sorted(draw.randrange(60) for _ in requests)
+    ahead = run(Scheduler(model, max_sequences=3, chunk=24), requests, arrivals)
+    steps = len(advanced)
+    assert steps > 0
+    monkeypatch.setattr(GpuDecoder, "ahead", 0)
+    plain_ones = run(Scheduler(model, max_sequences=3, chunk=24), requests, arrivals)
+    assert len(advanced) == steps
+    for one, other in zip(ahead, plain_ones, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        assert one.figures.precisions == other.figures.precisions
+
+
+def test_others_may_use_the_decoder_while_it_is_ahead(model, kind, monkeypatch):
+    if kind == "cpu":
+        pytest.skip("a CPU has nothing to go ahead with")
+    scheduler, decoder = Scheduler(model), serving.decoder_of(model)
+    expected = scheduler.submit([5, 6], max_new_tokens=12, **TOKENS).result().tokens
+    advanced, plain = [], GpuDecoder.advance
+    monkeypatch.setattr(GpuDecoder, "advance", lambda decoder: advanced.append(decoder) or plain(decoder))
+    stream, cache = scheduler.submit([5, 6], max_new_tokens=12, **TOKENS), decoder.new_cache()
+    scheduler.step()
+    while scheduler.step():
+        decoder.forward([1, 2, 3], cache)
+    assert stream.tokens == expected
+    assert len(advanced) == 11  # what was begun is not begun again
+    stream = scheduler.submit([5, 6], max_new_tokens=12, **TOKENS)
+    scheduler.step()
+    decoder.begin([7], cache)
+    for _ in range(70):
+        decoder.advance()  # more than are remembered
+    assert stream.result().tokens == expected
 
 
 def test_tokens_are_those_of_generate(model):
@@ -265,6 +309,20 @@ def test_first_come_first_served(model):
     assert waited == sorted(waited)
 
 
+def test_priority_goes_before_the_order_of_arrival(model):
+    scheduler = Scheduler(model, max_sequences=1)
+    running = scheduler.submit([1, 2], max_new_tokens=2, **TOKENS)
+    scheduler.step()
+    given = [0, 2, -1, 2, 0]
+    streams = [scheduler.submit([1, 2, 3], max_new_tokens=2, priority=priority, **TOKENS) for priority in given]
+    finish(scheduler)
+    assert running.finish_reason == "length"
+    waited = [streams[number].figures.queue_seconds for number in (1, 3, 0, 4, 2)]
+    assert waited[0] < waited[2] < waited[4]
+    order = sorted(range(5), key=lambda number: streams[number].figures.queue_seconds - number * 1e-9)
+    assert order == [1, 3, 0, 4, 2]
+
+
 def test_who_is_cancelled_frees_its_place_at_the_next_step(model):
     scheduler = Scheduler(model, max_sequences=1)
     first, second, third = (scheduler.submit([1, 2], max_new_tokens=50, **TOKENS) for _ in range(3))
@@ -297,21 +355,60 @@ def test_an_error_is_that_of_one_request_alone(model, monkeypatch):
     scheduler = Scheduler(model)
     streams = [scheduler.submit([number, 2], max_new_tokens=5, **TOKENS) for number in range(3)]
     scheduler.step()
-    step, slot = scheduler.decoder.step, scheduler._running[1].slot.number
+    slot = scheduler._running[1].slot.number
 
-    def refuse(ids, cache, sequences, bits):
-        if slot in sequences:
-            raise OtaroError("this one")
-        return step(ids, cache, sequences, bits)
+    def refusing(read):
+        def refuse(ids, cache, sequences, bits):
+            if slot in sequences:
+                raise OtaroError("this one")
+            return read(ids, cache, sequences, bits)
+
+        return refuse
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.decoder, "step", refuse)
+        for name in ("step", "begin")[: 1 + scheduler.decoder.ahead]:
+            patch.setattr(scheduler.decoder, name, refusing(getattr(scheduler.decoder, name)))
+        if scheduler.decoder.ahead:
+            patch.setattr(scheduler.decoder, "goes_on", lambda begun: False)  # it begins anew
         finish(scheduler)
     with pytest.raises(OtaroError, match="this one"):
         streams[1].text()
     assert streams[1].finish_reason == "error"
     for number in (0, 2):
         assert streams[number].tokens == scheduler.submit([number, 2], max_new_tokens=5, **TOKENS).result().tokens
+
+
+def test_what_the_cache_cannot_hold_while_ahead_is_one_requests_error(model, kind, monkeypatch):
+    """It is noticed at once, if not in whose step."""
+    if kind == "cpu":
+        pytest.skip("a CPU has nothing to go ahead with")
+    scheduler = Scheduler(model)
+    streams = [scheduler.submit([number, 2], max_new_tokens=8, **TOKENS) for number in range(3)]
+    scheduler.step()
+    refused, plain, step = scheduler.cache.kv_cache.refused, GpuDecoder.advance, GpuDecoder.step
+    wrong, steps = scheduler._running[2].slot.number, []
+
+    def advance(decoder):
+        if len(streams[2].tokens) == 4 and streams[2].finish_reason is None:
+            refused.fill_(1)
+        return plain(decoder)
+
+    def alone(decoder, ids, cache, sequences, bits):
+        steps.append(list(sequences))
+        if wrong in sequences:
+            refused.fill_(1)
+        return step(decoder, ids, cache, sequences, bits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GpuDecoder, "advance", advance)
+        patch.setattr(GpuDecoder, "step", alone)
+        finish(scheduler)
+    assert steps == [[stream_slot] for stream_slot in (0, 1, 2)]
+    with pytest.raises(OtaroError, match="cannot hold it"):
+        streams[2].text()
+    assert len(streams[2].tokens) == 4
+    for number in (0, 1):
+        assert streams[number].tokens == scheduler.submit([number, 2], max_new_tokens=8, **TOKENS).result().tokens
 
 
 def test_logits_that_are_not_finite_are_an_error(model, monkeypatch):
@@ -331,6 +428,8 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"deadline": 0}, "deadline=0"),
         ({"logprobs": 121}, "logprobs=121"),
+        ({"watched": [3, 120]}, "token 120"),
+        ({"priority": 0.5}, "priority=0.5"),
         ({"stop": [""]}, "an empty text"),
     ]:
         with pytest.raises(OtaroError, match=what):
@@ -374,6 +473,16 @@ def test_log_probabilities_are_the_models_own(model, logits_seen):
         every = logits[0].log_softmax(0)
         assert token.logprob == float(every[token.id])
         assert [one for one, _ in token.top] == every.topk(2).indices.tolist()
+        assert token.watched == ()
+
+
+def test_watched_tokens_are_told_whatever_is_chosen(model, logits_seen):
+    stream = Scheduler(model).submit([1, 2], max_new_tokens=2, watched=[7, 3, 7], precision="E5M4", **TOKENS)
+    stream.text()
+    for token, logits in zip(stream, logits_seen[stream], strict=True):
+        every = logits[0].log_softmax(0)
+        assert token.watched == tuple(every[[7, 3, 7]].tolist())
+        assert token.logprob is None
 
 
 def test_figures(model):

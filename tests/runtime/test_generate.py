@@ -18,8 +18,8 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 import otaro
 from otaro.errors import OtaroError, PrecisionError, ShardMissingError, SlowWarning
 from otaro.kernels import cpu
-from otaro.runtime.generate import decoder_of
 from otaro.runtime.sample import Sampler
+from otaro.runtime.serving import decoder_of
 
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 

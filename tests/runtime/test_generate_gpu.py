@@ -83,7 +83,7 @@ class Streamer:
 
 
 class Never(StoppingCriteria):
-    """Has the decoder's loop ask the host after every step."""
+    """Looks on, and ends nothing."""
 
     def __call__(self, ids, scores, **kwargs):
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -107,6 +107,21 @@ def test_running_ahead_changes_nothing(model):
         {"repetition_penalty": 1.0 + 1e-9},
     ):
         assert new_tokens(by_decoder(model, **options)) == new_tokens(ahead), options
+
+
+def test_a_streamer_and_criteria_may_look_on_while_the_device_is_ahead(model, monkeypatch):
+    """Nothing is begun that is known not to be wanted, and what a switch makes wrong is made again."""
+    begun, plain = [], GpuDecoder.advance
+    monkeypatch.setattr(GpuDecoder, "advance", lambda decoder: begun.append(len(seen.seen)) or plain(decoder))
+    for options in ({}, {"stopping_criteria": [Never()]}):
+        seen = Streamer()
+        alone(model, ROWS[0], streamer=seen, **options)
+        assert begun == [2, *range(2, 12)]  # of 12 tokens the first came with the prompt
+        begun.clear()
+    seen = Streamer(lambda calls: otaro.set_precision(model, "E5M8") if calls == 5 else None)
+    with otaro.at_precision(model, "E5M4"):
+        alone(model, ROWS[0], streamer=seen)
+    assert begun == [2, 2, 3, 4, 5, 5, *range(6, 12)]  # that begun at 4 was dropped
 
 
 def test_rows_end_one_by_one_and_are_padded_then(model):
@@ -208,9 +223,9 @@ def test_what_a_cache_cannot_hold_is_refused(model, streamer, kv, monkeypatch):
     cache = serving.decoder_of(model).new_cache(kv, len(ROWS))
     plain = GpuDecoder.advance
 
-    def too_large(decoder, bits):
+    def too_large(decoder):
         cache.kv_cache.refused.fill_(1)
-        return plain(decoder, bits)
+        return plain(decoder)
 
     monkeypatch.setattr(GpuDecoder, "advance", too_large)
     with pytest.raises(OtaroError, match="cannot hold it"):

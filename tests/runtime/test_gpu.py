@@ -167,7 +167,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(make_nested, name, kv):
     model = otaro.load(make_nested(name), "E5M5")
     decoder = GpuDecoder.of(model)
     lengths, names = (3, 70, 20, 9), ("E5M4", "E5M8", "E5M3", "E5M4")
-    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    bits = [decoder.description.all_at(Precision(name)) for name in names]
     batch = decoder.new_cache(kv, sequences=4)
     prompts(decoder, batch, lengths)
     together = [decoder.step(IDS[i : i + 4], batch, bits=bits) for i in range(3)]
@@ -194,7 +194,7 @@ def test_some_sequences_of_a_cache_can_go_on(llama):
 def test_the_likeliest_tokens_are_chosen_ahead_of_the_host(llama):
     decoder = GpuDecoder.of(llama)
     names = ["E5M6", "E5M3"]
-    bits = [decoder.weights.all_at(Precision(name)) for name in names]
+    bits = [decoder.description.all_at(Precision(name)) for name in names]
     cache, other = (decoder.new_cache(sequences=2) for _ in range(2))
     for one in (cache, other):
         prompts(decoder, one, (30, 5))
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
         other.forward([1], cache)
     with pytest.raises(OtaroError, match="one of each"):
         decoder.step([1, 2], cache)
-    short, right = b"\4", decoder.weights.all_at(Precision("E5M4"))
+    short, right = b"\4", decoder.description.all_at(Precision("E5M4"))
     for wrong, message in (
         ({"sequences": [-1]}, "sequence -1 is none of the 1"),
         ({"sequences": [1]}, "sequence 1 is none of the 1"),
@@ -360,7 +360,7 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
     rounding = 2.0**-9 if kv is None else 2.0**-5
     expected = token_by_token(law, IDS[:5], kv)
     assert (token_by_token(decoder, IDS[:5], kv) - expected).abs().max() <= rounding * expected.abs().max()
-    bits = [decoder.weights.all_at(Precision(one)) for one in ("E5M6", "E5M3", "E5M6")]
+    bits = [decoder.description.all_at(Precision(one)) for one in ("E5M6", "E5M3", "E5M6")]
     rows = []
     for one in (decoder, law):
         cache = one.new_cache(kv, sequences=3)
@@ -382,7 +382,7 @@ def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, m
 
     def kernel(file, name, device, **given):
         constants.setdefault(name, set()).update(given)
-        return lambda *launch: launched.append(name)
+        return lambda *launch, **fields: launched.append(name)
 
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", kernel)
     monkeypatch.setattr(cuda_steps.cuda, "products", lambda *args, **kwargs: launched.append("linear"))
@@ -449,7 +449,7 @@ def test_on_the_gpu_rows_of_a_batch_are_what_they_are_alone(make_nested, name):
     model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
     decoder = GpuDecoder.of(model)
     names = ("E5M4", "E5M8", "E5M4")
-    bits = [decoder.weights.all_at(Precision(one)) for one in names]
+    bits = [decoder.description.all_at(Precision(one)) for one in names]
     cache = decoder.new_cache(sequences=3)
     prompts(decoder, cache, (3, 9, 5))
     decoder.begin([4, 5, 6], cache, bits=bits)

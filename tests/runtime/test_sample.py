@@ -34,4 +34,4 @@ def test_a_penalty_counts_for_the_likeliest_too():
     logits[50], logits[7] = 2.0, 1.5
     assert otaro.Sampling().sampler().choose(IDS, logits[None]) == [50]
     assert otaro.Sampling(repetition_penalty=1.5).sampler().choose(IDS, logits[None]) == [7]
-    assert not otaro.Sampling(repetition_penalty=1.5).sampler().takes_the_likeliest
+    assert not otaro.Sampling(repetition_penalty=1.5).sampler().argmax

@@ -24,8 +24,8 @@ from otaro.errors import OtaroError
 from otaro.kernels import cpu
 from otaro.runtime import serving
 from otaro.runtime.decode import Decoder
-from otaro.runtime.generate import Generation
 from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.report import Generation
 
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, bench, chat, console, demo, export, generate, inspect, pack, report, tune, verify
+from otaro.cli import analyze, bench, chat, console, demo, export, generate, inspect, pack, report, serve, tune, verify
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
 
@@ -27,6 +27,7 @@ app.command("verify")(verify.verify)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("eval")(eval_command.evaluate)

@@ -16,7 +16,9 @@ from otaro.errors import OtaroError
 from otaro.evaluate.decoded import DecodedModel
 from otaro.runtime.decode import Decoder
 from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.loop import Chunks, Loop, Row, Slot
 from otaro.runtime.precision import attachment
+from otaro.runtime.sample import argmax
 from otaro.sefp.precision import Precision
 
 _GROWTH = 64  # tokens by which a decoder's cache grows
@@ -59,15 +61,20 @@ def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -
 
 
 class DecodePath(OurEngine):
-    """The decode path, with its keys and values in float16 or at the precision `kv`."""
+    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the precision `kv`."""
 
-    def __init__(self, model: Any, kv: Precision | None = None) -> None:
-        self._decoder = Decoder.of(model)
-        self._cache = self._decoder.new_cache(kv=kv)
+    def __init__(self, model: Any, kv: Precision | None = None, positions: int = 0) -> None:
+        self._decoder: Any = (GpuDecoder if positions else Decoder).of(model)
+        self._cache: Any = self._decoder.new_cache(kv, capacity=positions)
+        self._loop = _Loop(self._decoder, self._cache)
 
     def feed(self, ids: list[int]) -> None:
         """Read tokens."""
         self._decoder.forward(ids, self._cache)
+
+    def decode(self, ids: list[int]) -> None:
+        """Read these; a GPU reads as many, the first of these and then the likeliest, started one step ahead."""
+        self._loop.run(ids)
 
     def keep(self, length: int) -> None:
         """Forget later tokens."""
@@ -79,44 +86,53 @@ class DecodePath(OurEngine):
         return float(self._cache.nbytes / (-(-self._cache.length // _GROWTH) * _GROWTH))
 
 
-class GpuPath(OurEngine):
-    """The decode path of a GPU, with room for `positions` tokens."""
+class GpuPath(DecodePath):
+    """The decode path of a GPU, with memory for `positions` tokens."""
 
     def __init__(self, model: Any, kv: Precision | None, positions: int) -> None:
-        self._decoder = GpuDecoder.of(model)
-        self._cache = self._decoder.new_cache(kv, capacity=positions)
-
-    def feed(self, ids: list[int]) -> None:
-        """Start to read tokens."""
-        self._decoder.forward(ids, self._cache)
-
-    def decode(self, ids: list[int]) -> None:
-        """Read as many tokens as `generate` does: the first of these, then the likeliest, started one step ahead."""
-        self._decoder.begin(ids[:1], self._cache)
-        last = None
-        for _ in ids:
-            now = self._decoder.advance()
-            if last is not None:
-                self._decoder.chosen(last)
-            last = now
-
-    def keep(self, length: int) -> None:
-        """Forget later tokens."""
-        self._cache.crop(length)
+        super().__init__(model, kv, positions)
 
     @property
     def kv_bytes_per_token(self) -> float:
         """Of keys and values."""
-        return self._cache.nbytes / self._cache.capacity
+        return float(self._cache.nbytes / self._cache.capacity)
 
     def kv_bytes(self, tokens: int) -> int:
-        """The room is of one size from the start."""
-        return self._cache.nbytes
+        """The memory is of one size from the start."""
+        return int(self._cache.nbytes)
 
     @property
     def graph_bytes(self) -> int:
         """Of the graphs captured so far."""
-        return self._decoder.graph_bytes
+        return int(self._decoder.graph_bytes)
+
+
+class _Loop(Loop):
+    """One sequence, as the model is set."""
+
+    def __init__(self, decoder: Any, cache: Any) -> None:
+        super().__init__(decoder, cache, Chunks(1, exact=True))
+
+    def run(self, ids: list[int]) -> None:
+        self._ids, ahead = ids, bool(self.decoder.ahead)
+        self._running = [Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, slot=Slot(0))]
+        while self.step():
+            pass
+
+    def bits(self, some: list[Any], later: int = 0) -> list[bytes]:
+        return [self.decoder.description.precisions()]
+
+    def choose(self, some: list[Any], logits: torch.Tensor) -> None:
+        self.take(some, argmax(logits))
+
+    def take(self, some: list[Any], tokens: list[int]) -> None:
+        (row,) = some
+        row.ids += self._ids[row.new : row.new + 1] or tokens  # on a GPU they are not read
+        if row.new == row.limit:
+            self._leave(row)
+
+    def failed(self, some: list[Any], error: Exception, alone: bool) -> None:
+        raise error
 
 
 class Forward(OurEngine):

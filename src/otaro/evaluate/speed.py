@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,9 +43,9 @@ from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
+from otaro.runtime.footprint import weight_bytes_per_token
 from otaro.runtime.load import load
-from otaro.runtime.modules import SefpEmbedding, SefpExperts
-from otaro.runtime.precision import attachment, set_precision
+from otaro.runtime.precision import set_precision
 from otaro.sefp.precision import PRECISIONS, Precision
 
 TRANSFORMERS = "transformers"
@@ -376,28 +375,6 @@ class _Timer:
         self._done += 1
         self.say(name)
         return prefill, seconds
-
-
-def weight_bytes_per_token(model: Any, precision: Precision) -> int:
-    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up in."""
-    attached = attachment(model)
-    schema = attached.nested.schema
-    entries = [schema.packed_entries(plane) for plane in range(BASE, precision.mantissa_bits + 1)]
-    sizes: dict[str, int] = {}
-    text = {*model.get_decoder().modules(), model.get_output_embeddings()}  # and no tower of another sense
-    for module in attached.modules.values():
-        name = module.packed.name
-        if isinstance(module, SefpEmbedding) or module not in text:
-            continue  # reads a row, or nothing
-        # Scales as they lie in memory: a byte each.
-        size = module.packed.scales.nbytes + sum(prod(plane[name][1]) for plane in entries)
-        if isinstance(module, SefpExperts):
-            size = size * model.config.num_experts_per_tok // module.packed.shape[0]
-        sizes[name] = size  # by name: what is shared is read once
-    plain: set[torch.Tensor] = {
-        p for m in text for p in m.parameters(recurse=False) if p.dim() > 1 and not isinstance(m, torch.nn.Embedding)
-    }
-    return sum(sizes.values()) + sum(matrix.nbytes for matrix in plain)
 
 
 def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision, float]:

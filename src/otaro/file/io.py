@@ -72,6 +72,18 @@ class Shard:
         tensor: torch.Tensor = self.handle.get_tensor(name)
         return tensor
 
+    def verify(self, progress: Callable[[str, int], None] = lambda what, size: None) -> None:
+        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets the bytes of each."""
+        with self.header.path.open("rb") as file:
+            for name, entry in self.header.entries.items():
+                digest = hashlib.sha256()
+                file.seek(self.header.data_start + entry.start)
+                for start in range(entry.start, entry.end, _READ_SIZE):
+                    digest.update(file.read(min(_READ_SIZE, entry.end - start)))
+                if digest.hexdigest() != self.header.digests[name]:
+                    raise DigestError(f"{self.header.path}: the bytes of {name} are damaged; fetch the file again")
+                progress(f"{self.header.path.name} {name}", entry.end - entry.start)
+
 
 class NestedDirectory:
     """A nested directory, opened for reading.
@@ -182,17 +194,14 @@ class NestedDirectory:
         shards = self.shards()
         shards += [self.plane(plane) for plane in self.behind_gap()]
         total, done = sum(shard.size for shard in shards), 0
+
+        def count(what: str, size: int) -> None:
+            nonlocal done
+            done += size
+            progress(what, done, total)
+
         for shard in shards:
-            with shard.header.path.open("rb") as file:
-                for name, entry in shard.header.entries.items():
-                    digest = hashlib.sha256()
-                    file.seek(shard.header.data_start + entry.start)
-                    for start in range(entry.start, entry.end, _READ_SIZE):
-                        digest.update(file.read(min(_READ_SIZE, entry.end - start)))
-                    if digest.hexdigest() != shard.header.digests[name]:
-                        raise DigestError(f"{shard.header.path}: the bytes of {name} are damaged; fetch the file again")
-                    done += entry.end - entry.start
-                    progress(f"{shard.header.path.name} {name}", done, total)
+            shard.verify(count)
 
 
 class _ShardWriter:

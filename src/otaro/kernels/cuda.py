@@ -6,10 +6,10 @@ with several matrices in one launch.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: tw
 
 
 class Digits(NamedTuple):
-    """Activations as 16-bit integers, in bytes."""
+    """Activations as 16-bit integers, in bytes: `Activations` of sefp.cuh."""
 
     digits: torch.Tensor
     """int8 [tokens, units, 2, unit]: the high bytes of a unit, then the low ones."""
@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
 
 
 def new_digits(tokens: int, length: int, group_size: int, device: torch.device) -> Digits:
-    """Room for the activations of some tokens."""
+    """A buffer for the activations of some tokens."""
     unit = unit_size(group_size)
     units = -(-length // unit)
     digits = torch.empty(tokens, units, 2, unit, dtype=torch.int8, device=device)
@@ -67,9 +67,7 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
     out = out or new_digits(tokens, length, group_size, x.device)
     units, unit = out.digits.shape[1], out.digits.shape[3]
     kernel = nvrtc.kernel("rows.cu", "quantize", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
-    warps = tokens * units
-    parameters = _Quantize(x.data_ptr(), _activations(out), tokens, length, units)
-    kernel((-(-warps // 4),), _THREADS, parameters)
+    kernel((-(-tokens * units // 4),), _THREADS, x=x, out=out._asdict(), tokens=tokens, length=length, units=units)
     return out
 
 
@@ -114,7 +112,7 @@ def products(
     if not 0 < tokens <= (MOST_TOKENS if experts is None else pairs) or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
-        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # places within it are 32-bit numbers
+        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # offsets into it are 32-bit numbers
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
     columns = tokens if experts is None else 1
     units, most_columns = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= columns)
@@ -126,27 +124,19 @@ def products(
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
         count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
-    parameters = _Linear()
-    if experts is not None:
-        strides = (ctypes.c_int64 * MATRICES)(*experts.strides)
-        parameters = _LinearExperts(experts=experts.numbers.data_ptr(), expert_rows=strides, each=pairs // tokens)
-    for i, one in enumerate(matrices):
-        parameters.matrix[i] = packed_parameter(one)
-        bias = biases[i] if biases else None
-        parameters.bias[i] = None if bias is None else bias.data_ptr()
-    for i, out in enumerate(outs):
-        parameters.out[i], parameters.stride[i] = out[first:].data_ptr(), out.stride(0)
     tiles = [-(-len(one.base) // _ROWS) for one in matrices]
     share = min(1.0, most / max(sum(tiles) * pairs, 1))
-    at = 0
-    for i in range(MATRICES):
-        parameters.first_block[i] = at
-        at += max(1, int(tiles[i] * share)) if i < len(tiles) and tiles[i] else 0
-    parameters.first_block[MATRICES] = at
-    parameters.x = _activations(digits, first)
-    parameters.tokens, parameters.blocks, parameters.units = columns, count, units
-    parameters.groups = -(-like.length // like.group_size)
-    kernel((at,) if experts is None else (at, pairs), threads, parameters, shared)
+    ends = list(accumulate(max(1, int(tile * share)) if tile else 0 for tile in tiles))
+    kernel(
+        (ends[-1],) if experts is None else (ends[-1], pairs), threads, shared,
+        matrix=[packed_fields(one) for one in matrices], bias=biases,
+        out=[out[first:] for out in outs], stride=[out.stride(0) for out in outs],
+        first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
+        x=Digits(*(part[first:] for part in digits))._asdict(),
+        tokens=columns, blocks=count, units=units, groups=-(-like.length // like.group_size),
+        experts=None if experts is None else experts.numbers, expert_rows=() if experts is None else experts.strides,
+        each=pairs // tokens,
+    )  # fmt: skip
 
 
 @cache
@@ -212,12 +202,10 @@ def _decode(packed: Packed, ids: torch.Tensor | None, count: int, dtype: torch.d
         "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
         IDS=ids is not None,
     )  # fmt: skip
-    groups = -(-packed.length // packed.group_size)
-    parameters = _Decode(
-        packed_parameter(packed), None if ids is None else ids.data_ptr(), out.data_ptr(), count, packed.length,
-        blocks(packed.length), groups, packed.group_size,
+    kernel(
+        (-(-threads // 256),), 256, packed=packed_fields(packed), ids=ids, out=out, count=count, length=packed.length,
+        blocks=blocks(packed.length), groups=-(-packed.length // packed.group_size), group_size=packed.group_size,
     )  # fmt: skip
-    kernel((-(-threads // 256),), 256, parameters)
     return out
 
 
@@ -235,66 +223,9 @@ def _aligned_rows(packed: Packed) -> Packed:
     return packed._replace(base=_aligned(packed.base), planes=[_aligned(plane) for plane in packed.planes])
 
 
-def packed_parameter(packed: Packed) -> PackedParameter:
-    """Packed rows as the kernels take them."""
+def packed_fields(packed: Packed) -> dict[str, Any]:
+    """`Packed` of sefp.cuh."""
     if packed.base.data_ptr() % 16 or any(plane.data_ptr() % 4 for plane in packed.planes):
         raise KernelError("packed rows must lie at multiples of 16 bytes; clone() them")
-    planes = [plane.data_ptr() for plane in packed.planes] + [None] * (5 - len(packed.planes))
-    return PackedParameter(
-        packed.base.data_ptr(), (ctypes.c_void_p * 5)(*planes), packed.scales.data_ptr(), len(packed.base),
-        packed.scale_exponent,
-    )  # fmt: skip
-
-
-def _activations(digits: Digits, first: int = 0) -> ActivationsParameter:
-    return ActivationsParameter(digits.digits[first:].data_ptr(), digits.terms[first:].data_ptr())
-
-
-class PackedParameter(ctypes.Structure):
-    """`Packed` of sefp.cuh."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p), ("planes", ctypes.c_void_p * 5), ("scales", ctypes.c_void_p), ("rows", ctypes.c_int64),
-        ("scale_exponent", ctypes.c_int),
-    )  # fmt: skip
-
-
-class ActivationsParameter(ctypes.Structure):
-    """`Activations` of sefp.cuh."""
-
-    _fields_ = (("digits", ctypes.c_void_p), ("terms", ctypes.c_void_p))
-
-
-class _Quantize(ctypes.Structure):
-    """`Quantize` of rows.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p), ("out", ActivationsParameter),
-        ("tokens", ctypes.c_int64), ("length", ctypes.c_int64), ("units", ctypes.c_int64),
-    )  # fmt: skip
-
-
-class _Decode(ctypes.Structure):
-    """`Decode` of rows.cu."""
-
-    _fields_ = (
-        ("packed", PackedParameter), ("ids", ctypes.c_void_p), ("out", ctypes.c_void_p),
-        ("count", ctypes.c_int64), ("length", ctypes.c_int64),
-        ("blocks", ctypes.c_int), ("groups", ctypes.c_int), ("group_size", ctypes.c_int),
-    )  # fmt: skip
-
-
-class _Linear(ctypes.Structure):
-    """`Linear` of linear.cu."""
-
-    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
-        ("matrix", PackedParameter * MATRICES), ("out", ctypes.c_void_p * MATRICES), ("bias", ctypes.c_void_p * MATRICES),
-        ("stride", ctypes.c_int64 * MATRICES), ("first_block", ctypes.c_int * (MATRICES + 1)), ("x", ActivationsParameter),
-        ("tokens", ctypes.c_int), ("blocks", ctypes.c_int), ("units", ctypes.c_int), ("groups", ctypes.c_int),
-    )  # fmt: skip
-
-
-class _LinearExperts(_Linear):
-    """`Linear` of linear.cu with EXPERTS."""
-
-    _fields_ = (("experts", ctypes.c_void_p), ("expert_rows", ctypes.c_int64 * MATRICES), ("each", ctypes.c_int))
+    rows, exponent = len(packed.base), packed.scale_exponent
+    return {"base": packed.base, "planes": packed.planes, "scales": packed.scales, "rows": rows, "scale_exponent": exponent}

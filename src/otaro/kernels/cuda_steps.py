@@ -7,14 +7,13 @@ a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 
 from otaro.errors import KernelError
 from otaro.kernels import cuda, nvrtc, reference
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, Delta, Rope, Routing, State, Tokens
 
@@ -23,78 +22,10 @@ _HEADS = 8  # of a block of `attend`: what the tensor cores take at a time
 _SPLITS = 64  # at most; in attend.cu kMostSplits
 _BLOCKS = 256  # of `attend` that keep a large GPU busy
 _CACHED_HEADS = 4  # of a block of `rope_and_cache`
-_ARGMAX_BLOCKS = 64  # that look for the likeliest token
+_ARGMAX_BLOCKS = 64  # for each token
 _ROUTED = 8  # experts of a block of `route`
 _MOST_EXPERTS = 1024  # in decode.cu kMostExperts
 _FLOATS = 2  # attend's OUT
-
-
-class _Rows(Structure):
-    _fields_ = (("base", c_void_p), ("planes", c_void_p * 5), ("exponents", c_void_p))
-
-
-class _Embed(Structure):
-    _fields_ = (
-        ("matrix", cuda.PackedParameter), ("ids", c_void_p), ("x", c_void_p),
-        ("length", c_int), ("blocks", c_int), ("groups", c_int), ("scale", c_float),
-    )  # fmt: skip
-
-
-class _RmsNorm(Structure):
-    _fields_ = (
-        ("x", c_void_p), ("delta", c_void_p), ("weight", c_void_p), ("out", cuda.ActivationsParameter), ("halves", c_void_p),
-        ("length", c_int), ("units", c_int), ("eps", c_float), ("scale", c_float), ("delta_weight", c_void_p),
-        ("floats", c_void_p),
-    )  # fmt: skip
-
-
-class _Quantize(Structure):
-    _fields_ = (
-        ("x", c_void_p), ("up", c_void_p), ("stride", c_int64), ("out", cuda.ActivationsParameter), ("halves", c_void_p),
-        ("tokens", c_int), ("length", c_int), ("units", c_int),
-    )  # fmt: skip
-
-
-class _RopeAndCache(Structure):
-    _fields_ = (
-        ("source", c_void_p * 3), ("strides", c_int64 * 3), ("norms", c_void_p * 2), ("offsets", c_void_p),
-        ("cosines", c_void_p), ("sines", c_void_p), ("positions", c_void_p), ("sequences", c_void_p),
-        ("queries", c_void_p), ("rows", _Rows * 2), ("refused", c_void_p), ("capacity", c_int64),
-        ("eps", c_float), ("scale", c_float), ("heads", c_int), ("kv_heads", c_int),
-    )  # fmt: skip
-
-
-class _Attend(Structure):
-    _fields_ = (
-        ("queries", c_void_p), ("keys", _Rows), ("values", _Rows), ("positions", c_void_p), ("sequences", c_void_p),
-        ("partial", c_void_p), ("states", c_void_p), ("tickets", c_void_p), ("out", cuda.ActivationsParameter),
-        ("halves", c_void_p), ("floats", c_void_p), ("capacity", c_int64),
-        ("heads", c_int), ("kv_heads", c_int), ("blocks", c_int), ("window", c_int), ("cap", c_float),
-    )  # fmt: skip
-
-
-class _Route(Structure):
-    _fields_ = (
-        ("x", c_void_p), ("router", c_void_p), ("scores", c_void_p), ("tickets", c_void_p), ("chosen", c_void_p),
-        ("weights", c_void_p), ("length", c_int), ("experts", c_int), ("count", c_int),
-    )  # fmt: skip
-
-
-class _AddExperts(Structure):
-    _fields_ = (
-        ("parts", c_void_p), ("weights", c_void_p), ("out", c_void_p), ("length", c_int), ("count", c_int),
-    )  # fmt: skip
-
-
-class _CapLogits(Structure):
-    _fields_ = (("logits", c_void_p), ("count", c_int64), ("scale", c_float), ("cap", c_float))
-
-
-class _Argmax(Structure):
-    _fields_ = (
-        ("logits", c_void_p), ("best", c_void_p), ("tickets", c_void_p), ("ids", c_void_p), ("positions", c_void_p),
-        ("steps", c_void_p), ("ring", c_void_p), ("count", c_int), ("ring_size", c_int), ("stride", c_int),
-    )  # fmt: skip
 
 
 class CudaSteps:
@@ -114,7 +45,7 @@ class CudaSteps:
         return Activations(length, group_size, cuda.new_digits(tokens, length, group_size, self.device))
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
-        """Rows of an embedding."""
+        """Our own kernel for packed rows, torch for others."""
         if isinstance(weight, torch.Tensor):
             x.copy_(weight.index_select(0, ids))
             if scale != 1:
@@ -125,10 +56,11 @@ class CudaSteps:
             constants["SCALED"] = True
         blocks = weight.base.shape[1] // 16
         groups = -(-weight.length // weight.group_size)
-        matrix = cuda.packed_parameter(weight)
-        parameters = _Embed(matrix, ids.data_ptr(), x.data_ptr(), weight.length, blocks, groups, scale)
         grid = (-(-weight.length // (4 * _THREADS)), len(ids))
-        nvrtc.kernel("decode.cu", "embed", self._gpu, **constants)(grid, _THREADS, parameters)
+        nvrtc.kernel("decode.cu", "embed", self._gpu, **constants)(
+            grid, _THREADS, matrix=cuda.packed_fields(weight), ids=ids, x=x, length=weight.length, blocks=blocks, groups=groups,
+            scale=scale,
+        )  # fmt: skip
 
     def rms_norm(
         self,
@@ -139,17 +71,13 @@ class CudaSteps:
         out: Activations,
         floats: torch.Tensor | None = None,
     ) -> None:
-        """Norm."""
+        """One block for each token."""
         length = x.shape[1]
         unit, units = _units(out)
         quads = -(-length // 4) if out.group_size is None else units * unit // 4
         vectors = -(-quads // 1024)
         threads = -(-quads // (32 * vectors)) * 32
         values, delta_norm, scale = delta or (None, None, 1.0)
-        parameters = _RmsNorm(
-            x.data_ptr(), _pointer(values), _pointer(weight), _digits(out), _halves(out), length, units,
-            eps, scale, _pointer(delta_norm), _pointer(floats),
-        )  # fmt: skip
         constants = {
             "UNIT": unit, "HALF_IN": values is not None and values.dtype == torch.float16,
             "HALF_OUT": out.group_size is None, "VECTORS": vectors,
@@ -159,7 +87,10 @@ class CudaSteps:
         constants.update({name: True for name, there in rare.items() if there})
         if weight is None:
             constants["NORM"] = False
-        nvrtc.kernel("decode.cu", "rms_norm", self._gpu, **constants)((len(x),), threads, parameters)
+        nvrtc.kernel("decode.cu", "rms_norm", self._gpu, **constants)(
+            (len(x),), threads, x=x, delta=values, weight=weight, **_out(out), length=length, units=units,
+            eps=eps, scale=scale, delta_weight=delta_norm, floats=floats,
+        )  # fmt: skip
 
     def multiply(
         self,
@@ -189,19 +120,11 @@ class CudaSteps:
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
-        """Keys and values into the cache."""
+        """One warp for each head of each token."""
         heads = queries.shape[1] // cache.head
-        parameters = _RopeAndCache(
-            (c_void_p * 3)(*(one.data_ptr() for one in vectors)), (c_int64 * 3)(*(one.stride(0) for one in vectors)),
-            (c_void_p * 2)(*map(_pointer, norms)), 0 if cache.offsets is None else cache.offsets[layer].data_ptr(),
-            _pointer(rope.cosines), _pointer(rope.sines),
-            tokens.positions.data_ptr(), tokens.sequences.data_ptr(), queries.data_ptr(),
-            (_Rows * 2)(_rows(cache, 0, layer), _rows(cache, 1, layer)), cache.refused.data_ptr(), cache.capacity,
-            rope.eps, rope.scale, heads, cache.kv_heads,
-        )  # fmt: skip
         constants = {"HEAD": cache.head, "KV_BITS": cache.bits, "HALF_IN": vectors[0].dtype == torch.float16}
         pairs = 0 if rope.cosines is None else rope.cosines.shape[1]
         if pairs != cache.head // 2:
@@ -209,13 +132,19 @@ class CudaSteps:
         if any(norm is not None and len(norm) != cache.head for norm in norms):
             constants["WHOLE_NORM"] = True
         grid = (-(-(heads + 2 * cache.kv_heads) // _CACHED_HEADS), len(queries))
-        nvrtc.kernel("decode.cu", "rope_and_cache", self._gpu, **constants)(grid, 32 * _CACHED_HEADS, parameters)
+        nvrtc.kernel("decode.cu", "rope_and_cache", self._gpu, **constants)(
+            grid, 32 * _CACHED_HEADS, vectors=vectors, strides=[one.stride(0) for one in vectors], norms=norms,
+            offsets=None if cache.offsets is None else cache.offsets[layer], cosines=rope.cosines, sines=rope.sines,
+            positions=tokens.positions, sequences=tokens.sequences, queries=queries,
+            rows=[_rows(cache, kind, layer) for kind in (0, 1)], refused=cache.refused, capacity=cache.capacity,
+            eps=rope.eps, scale=rope.scale, heads=heads, kv_heads=cache.kv_heads,
+        )  # fmt: skip
 
     def attend(
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
@@ -231,20 +160,19 @@ class CudaSteps:
         unit, _ = _units(out)
         kind = 1 if out.group_size is None else 0 if cache.head % unit == 0 else _FLOATS
         floats = self._buffer("attended", (MAX_TOKENS, heads * cache.head), torch.float32) if kind == _FLOATS else None
-        parameters = _Attend(
-            queries.data_ptr(), _rows(cache, 0, layer), _rows(cache, 1, layer),
-            tokens.positions.data_ptr(), tokens.sequences.data_ptr(),
-            self._buffer("partial", (MAX_TOKENS, heads, splits, pitch), torch.float32).data_ptr(),
-            self._buffer("states", (MAX_TOKENS, heads, splits, 2), torch.float32).data_ptr(),
-            self._buffer("tickets", (MAX_TOKENS, cache.kv_heads * blocks), torch.int32).data_ptr(),
-            _digits(out), _halves(out), _pointer(floats),
-            cache.capacity, heads, cache.kv_heads, blocks, window, cap,
-        )  # fmt: skip
         constants = {"HEAD": cache.head, "HEADS": here, "KV_BITS": cache.bits, "OUT": kind, "UNIT": unit}
         if cap:
             constants["CAPPED"] = True
         grid = (splits, cache.kv_heads * blocks, count)
-        nvrtc.kernel("attend.cu", "attend", self._gpu, **constants)(grid, 128, parameters)
+        nvrtc.kernel("attend.cu", "attend", self._gpu, **constants)(
+            grid, 128, queries=queries, keys=_rows(cache, 0, layer), values=_rows(cache, 1, layer),
+            positions=tokens.positions, sequences=tokens.sequences,
+            partial=self._buffer("partial", (MAX_TOKENS, heads, splits, pitch), torch.float32),
+            states=self._buffer("states", (MAX_TOKENS, heads, splits, 2), torch.float32),
+            tickets=self._buffer("tickets", (MAX_TOKENS, cache.kv_heads * blocks), torch.int32),
+            **_out(out), floats=floats, capacity=cache.capacity,
+            heads=heads, kv_heads=cache.kv_heads, blocks=blocks, window=window, cap=cap,
+        )  # fmt: skip
         if floats is not None:
             self.quantize(floats[:count], out)
 
@@ -252,26 +180,26 @@ class CudaSteps:
         """Numbers as integers or in float16."""
         unit, units = _units(out)
         assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
-        parameters = _Quantize(x.data_ptr(), _pointer(up), x.stride(0), _digits(out), _halves(out), len(x), x.shape[1], units)
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
         constants = {"UNIT": unit, "HALF_IN": x.dtype == torch.float16, "HALF_OUT": out.group_size is None}
         if up is not None and activation != "silu":
             constants["GELU"] = True
-        nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants)(grid, _THREADS, parameters)
+        nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants)(
+            grid, _THREADS, x=x, up=up, stride=x.stride(0), **_out(out), tokens=len(x), length=x.shape[1], units=units
+        )
 
     def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
         """Scored by many blocks, chosen by the last."""
         experts, count = len(router), routing.experts.shape[1]
         if not count <= experts <= _MOST_EXPERTS:
             raise KernelError(f"{count} of {experts} experts are not what one launch chooses; it takes {_MOST_EXPERTS}")
-        parameters = _Route(
-            x.data_ptr(), router.data_ptr(), self._buffer("scores", (MAX_TOKENS, experts), torch.float32).data_ptr(),
-            self._buffer("routing", (MAX_TOKENS,), torch.int32).data_ptr(), routing.experts.data_ptr(),
-            routing.weights.data_ptr(), x.shape[1], experts, count,
-        )  # fmt: skip
         constants = {"NORMALIZE": True} if normalize else {}
         grid = (-(-experts // _ROUTED), len(x))
-        nvrtc.kernel("decode.cu", "route", self._gpu, **constants)(grid, 32 * _ROUTED, parameters)
+        nvrtc.kernel("decode.cu", "route", self._gpu, **constants)(
+            grid, 32 * _ROUTED, x=x, router=router, scores=self._buffer("scores", (MAX_TOKENS, experts), torch.float32),
+            tickets=self._buffer("routing", (MAX_TOKENS,), torch.int32), chosen=routing.experts, weights=routing.weights,
+            length=x.shape[1], experts=experts, count=count,
+        )  # fmt: skip
 
     def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
         """One launch for all stacks of one precision; which rows it reads is known on the GPU alone."""
@@ -284,26 +212,33 @@ class CudaSteps:
             cuda.products(x.data, len(x.data.terms), matrices, theirs, [None] * len(same), experts=chosen)
 
     def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
-        """One launch."""
+        """Four numbers to a thread."""
         tokens, count = routing.experts.shape
         length = out.shape[1]
-        parameters = _AddExperts(parts.data_ptr(), routing.weights.data_ptr(), out.data_ptr(), length, count)
-        nvrtc.kernel("decode.cu", "add_experts", self._gpu)((-(-length // (4 * _THREADS)), tokens), _THREADS, parameters)
+        nvrtc.kernel("decode.cu", "add_experts", self._gpu)(
+            (-(-length // (4 * _THREADS)), tokens),
+            _THREADS,
+            parts=parts,
+            weights=routing.weights,
+            out=out,
+            length=length,
+            count=count,
+        )
 
     def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
-        """One launch."""
-        parameters = _CapLogits(logits.data_ptr(), logits.numel(), scale, cap)
-        nvrtc.kernel("decode.cu", "cap_logits", self._gpu)((-(-logits.numel() // _THREADS),), _THREADS, parameters)
+        """One number to a thread."""
+        grid = (-(-logits.numel() // _THREADS),)
+        nvrtc.kernel("decode.cu", "cap_logits", self._gpu)(
+            grid, _THREADS, logits=logits, count=logits.numel(), scale=scale, cap=cap
+        )
 
     def argmax(self, logits: torch.Tensor, state: State) -> None:
-        """One launch."""
-        parameters = _Argmax(
-            logits.data_ptr(), self._buffer("best", (MAX_TOKENS,), torch.int64).data_ptr(),
-            self._buffer("argmax tickets", (MAX_TOKENS,), torch.int32).data_ptr(),
-            state.ids.data_ptr(), state.positions.data_ptr(), state.steps.data_ptr(), state.ring.data_ptr(),
-            logits.shape[1], RING, MAX_TOKENS,
+        """By many blocks; the one that finishes last writes the token down."""
+        nvrtc.kernel("decode.cu", "argmax", self._gpu)(
+            (_ARGMAX_BLOCKS, len(logits)), _THREADS, logits=logits, best=self._buffer("best", (MAX_TOKENS,), torch.int64),
+            tickets=self._buffer("argmax tickets", (MAX_TOKENS,), torch.int32), ids=state.ids, positions=state.positions,
+            steps=state.steps, ring=state.ring, count=logits.shape[1], ring_size=RING, stride=MAX_TOKENS,
         )  # fmt: skip
-        nvrtc.kernel("decode.cu", "argmax", self._gpu)((_ARGMAX_BLOCKS, len(logits)), _THREADS, parameters)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Scratch memory, zero at first, kept for good: graphs point into it."""
@@ -319,18 +254,13 @@ def _units(out: Activations) -> tuple[int, int]:
     return unit, -(-out.length // unit)
 
 
-def _digits(out: Activations) -> cuda.ActivationsParameter:
-    return cuda.ActivationsParameter(*((0, 0) if out.group_size is None else (part.data_ptr() for part in out.data)))
+def _out(out: Activations) -> dict[str, Any]:
+    """Where a kernel puts activations: integers or float16."""
+    if out.group_size is None:
+        return {"out": {"digits": None, "terms": None}, "halves": out.data}
+    return {"out": out.data._asdict(), "halves": None}
 
 
-def _halves(out: Activations) -> int:
-    return 0 if out.group_size is not None else int(out.data.data_ptr())
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _rows(cache: KeyValues, kind: int, layer: int) -> _Rows:
+def _rows(cache: KvCache, kind: int, layer: int) -> dict[str, Any]:
     base, exponents, *planes = cache.of_layer(kind, layer)
-    return _Rows(_pointer(base), (c_void_p * 5)(*map(_pointer, planes)), _pointer(exponents))
+    return {"base": base, "planes": planes, "exponents": exponents}

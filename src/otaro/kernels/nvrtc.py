@@ -1,10 +1,10 @@
 """CUDA sources to kernels at first use: NVRTC, which every CUDA build of torch brings along, and the driver, through ctypes.
 
 `kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand, constants set with -D,
-and remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes one structure by value and is launched on
-torch's current stream, which may be captured into a graph:
+and remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes the fields of one structure (`cuda_structs`)
+and is launched on torch's current stream, which may be captured into a graph:
 
-    kernel(grid, threads, structure)
+    kernel(grid, threads, x=tensor, tokens=1, ...)
 
 A kernel starts as soon as the one before it lets it (compute capability 9.0), and waits inside for what the other wrote: every
 source that is launched here calls `wait_for_predecessor` before it reads or writes anything another kernel touches.
@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from otaro.errors import KernelError
+from otaro.kernels.cuda_structs import HEADERS, SOURCES, assertions, filled, parameters
 
-SOURCES = Path(__file__).parent / "cuda_src"
 OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
-_HEADER = "sefp.cuh"
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
 _STATIC_SHARED = 40 << 10  # left to what kernels declare themselves
 _OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
@@ -71,9 +70,9 @@ def compiler() -> str:
 class Kernel:
     """A compiled kernel on one GPU."""
 
-    def __init__(self, image: bytes, name: str, device: int) -> None:
+    def __init__(self, image: bytes, file: str, name: str, device: int) -> None:
         driver = _driver()
-        self.device, self.name = device, name
+        self.device, self.name, self._parameters = device, name, parameters(file)[name]
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             _enter_context(device)
@@ -83,7 +82,7 @@ class Kernel:
             _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most_shared(device)), name)
         self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
-    def __call__(self, grid: tuple[int, ...], threads: int, parameters: ctypes.Structure, shared: int = 0) -> None:
+    def __call__(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> None:
         """Launch on torch's current stream."""
         across, down, deep = (*grid, 1, 1)[:3]
         if not across * down * deep:
@@ -93,7 +92,8 @@ class Kernel:
             across, down, deep, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream,
             ctypes.pointer(attribute), int(self._dependent),
         )  # fmt: skip
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        structure = filled(self._parameters, fields)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
         with torch.cuda.device(self.device):
             _enter_context(self.device)
             _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
@@ -121,17 +121,17 @@ def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int],
         raise KernelError(f"there are no kernels for this GPU: {reason}")
     architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     flags = (f"--gpu-architecture={architecture}", *_FLAGS, *(f"-D{key}={int(value)}" for key, value in constants))
-    return Kernel(_compiled(file, flags), name, device)
+    return Kernel(_compiled(file, flags), file, name, device)
 
 
 def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     """Machine code from the disk if it was compiled before."""
-    sources = [(SOURCES / one).read_bytes() for one in (file, _HEADER)]
+    sources = [source_of(file), *(one.read_bytes() for one in HEADERS)]
     key = hashlib.sha256(b"\0".join([compiler().encode(), *sources, *(flag.encode() for flag in flags)])).hexdigest()
     path = _cache() / f"{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
-    image = compile_source(file, sources[0], sources[1], flags)
+    image = compile_source(file, sources[0], flags)
     with suppress(OSError):  # a cache that cannot be written costs time, nothing else
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
@@ -140,12 +140,18 @@ def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     return image
 
 
-def compile_source(file: str, source: bytes, header: bytes, flags: tuple[str, ...]) -> bytes:
+def source_of(file: str) -> bytes:
+    """A file of `cuda_src/`, and that its structures lie as Python fills them."""
+    return (SOURCES / file).read_bytes() + assertions(file).encode()
+
+
+def compile_source(file: str, source: bytes, flags: tuple[str, ...]) -> bytes:
     """Machine code for the architecture that the flags name; needs no GPU."""
     library = _nvrtc()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(_HEADER.encode())
-    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 1, headers, names)
+    strings = ctypes.c_char_p * len(HEADERS)
+    headers, names = strings(*(one.read_bytes() for one in HEADERS)), strings(*(one.name.encode() for one in HEADERS))
+    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), len(HEADERS), headers, names)
     try:
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = status or library.nvrtcCompileProgram(program, len(flags), options)

@@ -15,7 +15,7 @@ work on buffers that the caller keeps, and return nothing:
     multiply_experts  as `multiply`, with the matrices of chosen experts
     add_experts       what the experts of a token give, in one
     cap_logits        logits scaled and capped
-    argmax            the likeliest token, which becomes the next step's, one position further on
+    argmax            the token of the largest logit, which becomes the next step's, one position further on
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from otaro.kernels import reference
 from otaro.kernels.cuda import MOST_TOKENS
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 
 MAX_TOKENS = MOST_TOKENS  # a step's products are one launch
@@ -152,7 +152,7 @@ class Steps(Protocol):
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
         """Vectors are queries, keys and values, [tokens, heads * head] each; the first two may have norms.
@@ -164,7 +164,7 @@ class Steps(Protocol):
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
@@ -209,12 +209,12 @@ class ReferenceSteps:
         self.device = torch.device(device)
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
-        """In the type of products."""
+        """Floats, in the type of products."""
         kind = torch.float16 if group_size is None else self.product_dtype
         return Activations(length, group_size, torch.zeros(tokens, length, dtype=kind, device=self.device))
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
-        """Rows of an embedding."""
+        """Decoded, or looked up."""
         x.copy_(weight[ids.long()] if isinstance(weight, torch.Tensor) else reference.embedding(ids.long(), weight))
         if scale != 1:
             x *= scale
@@ -228,7 +228,7 @@ class ReferenceSteps:
         out: Activations,
         floats: torch.Tensor | None = None,
     ) -> None:
-        """Norm."""
+        """Squares are summed in torch's order."""
         if delta is not None:
             added = delta.values
             if delta.norm is not None:
@@ -246,7 +246,7 @@ class ReferenceSteps:
         outs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
     ) -> None:
-        """Products."""
+        """One matrix after the other."""
         for weight, out, bias in zip(weights, outs, biases, strict=True):
             if isinstance(weight, torch.Tensor):
                 out.copy_(linear(x.data, weight, bias))
@@ -254,7 +254,7 @@ class ReferenceSteps:
                 out.copy_(self.product(x.data, weight, bias))
 
     def product(self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """With packed weights."""
+        """Of activations with packed weights: what prompts compute in another way."""
         product = reference.linear(x, weight)
         return product if bias is None else product + bias
 
@@ -265,10 +265,10 @@ class ReferenceSteps:
         rope: Rope,
         tokens: Tokens,
         queries: torch.Tensor,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
     ) -> None:
-        """Keys and values into the cache."""
+        """All tokens at once, until they are written."""
         positions, sequences = (one.long() for one in tokens.rows(len(queries)))
         query, key = (
             apply_rope(normed_heads(vector.float(), norm, rope.eps, cache.head), rope, positions)
@@ -280,7 +280,7 @@ class ReferenceSteps:
 
     def write(
         self,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         sequences: torch.Tensor,
         positions: torch.Tensor,
@@ -296,13 +296,13 @@ class ReferenceSteps:
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,
         out: Activations,
     ) -> None:
-        """Attention."""
+        """One token after the other, over keys and values as the cache decodes them."""
         positions, sequences = tokens.rows(len(queries))
         for token, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
             some = slice(max(0, position + 1 - window) if window else 0, position + 1)
@@ -326,7 +326,7 @@ class ReferenceSteps:
         routing.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
 
     def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
-        """Products."""
+        """One pair of a token and an expert after the other."""
         experts = routing.experts.flatten().tolist()
         each = len(experts) // len(x.data)
         for stack, out in zip(stacks, outs, strict=True):
@@ -335,7 +335,7 @@ class ReferenceSteps:
                 out[number] = self.product(x.data[row : row + 1], stack.of(expert))[0]
 
     def add_experts(self, parts: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
-        """One expert after the other."""
+        """One expert after the other, as the kernel does: sums have an order."""
         of_token = parts.float().unflatten(0, routing.weights.shape)
         total = torch.zeros(out.shape, device=out.device)
         for number, weight in enumerate(routing.weights.unbind(1)):
@@ -343,7 +343,7 @@ class ReferenceSteps:
         out.copy_(total)
 
     def cap_logits(self, logits: torch.Tensor, scale: float, cap: float) -> None:
-        """In place."""
+        """Scaled first."""
         logits.copy_(capped(logits * scale, cap))
 
     def argmax(self, logits: torch.Tensor, state: State) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.keyvalues import OFFSET_POSITIONS, key_offset
+from otaro.kernels.kv_cache import OFFSET_POSITIONS, key_offset
 from otaro.runtime.description import Angles, Description, Experts, Layer, Matrix, Taken
 from otaro.runtime.modules import SefpModule
 
@@ -263,6 +263,12 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
 def _rope_types(model: Any) -> list[str]:
     kinds = getattr(model.model.rotary_emb, "rope_type", "default")
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+
+
+def positions_of(model: Any) -> int | None:
+    """How many positions a model was made for, if it says so."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else None
 
 
 def rope_limit(model: Any) -> int | None:

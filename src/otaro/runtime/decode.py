@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any
 
@@ -30,7 +30,8 @@ import torch
 from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
-from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
+from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
 
@@ -46,8 +47,8 @@ class DecoderCache:
     pooled = True
     """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
 
-    def __init__(self, precision: Precision | None, natives: Sequence[Any] = ()) -> None:
-        self.precision, self.natives = precision, list(natives)
+    def __init__(self, precision: Precision | None, sequences: int, natives: Sequence[Any] = ()) -> None:
+        self.precision, self.sequences, self.natives = precision, sequences, list(natives)
         self._lock, self._claim = RLock(), Lock()
 
     @contextmanager
@@ -85,7 +86,7 @@ class DecoderCache:
             for native in self.natives if sequence is None else [self.natives[sequence]]:
                 native.crop(max(0, native.length + length) if length < 0 else length)
 
-    def check(self) -> None:
+    def check(self, wait: bool = True) -> None:
         """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -97,30 +98,20 @@ class DecoderCache:
         raise OtaroError("a decoder's cache serves the decoder alone; leave it out to generate with beams or other options")
 
 
-class Decoder:
+class Decoder(BaseDecoder):
     """Runs a described model on the CPU; `why_not` says which models it serves."""
 
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
+    pooled = True
     ahead = 0
-    """Steps that it pays to have begun before the last one's token is looked at."""
-    lock: AbstractContextManager[Any] = nullcontext()
-    """What a generation holds while it reads: here every step takes its turn by itself."""
 
     def __init__(self, description: Description) -> None:
-        self.description = description
-        self.vocabulary = description.lm_head.rows
+        super().__init__(description)
         self._nested = description.modules[0].packed.nested
         self._attached = [BASE] * len(description.modules)  # mantissa bits that the extension has planes for,
         self._reached = BASE  # and that it has for all modules
         self._native = self._build()
-
-    @staticmethod
-    def of(model: Any) -> Decoder:
-        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free to go."""
-        if reason := Decoder.why_not(model):
-            raise OtaroError(f"the decoder does not serve this model: {reason}")
-        return Decoder(describe(model))
 
     @staticmethod
     def why_not(model: Any) -> str | None:
@@ -136,16 +127,12 @@ class Decoder:
             return "its packed weights are not on the CPU"
         return None
 
-    def serves(self, model: Any) -> bool:
-        """Whether this decoder still has what the model consists of."""
-        return still_describes(self.description, model)
-
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> DecoderCache:
         """An empty cache for some sequences, in float16, or packed at a precision. It grows as it is filled."""
         if not 0 < sequences <= self.max_sequences:
             raise OtaroError(f"a cache holds 1 to {self.max_sequences} sequences, not {sequences}")
         bits = kv.mantissa_bits if kv else 0
-        return DecoderCache(kv, [self._native.new_cache(bits) for _ in range(sequences)])
+        return DecoderCache(kv, sequences, [self._native.new_cache(bits) for _ in range(sequences)])
 
     def forward(
         self,
@@ -155,13 +142,9 @@ class Decoder:
         sequence: int = 0,
         bits: bytes | None = None,
     ) -> torch.Tensor:
-        """Read `ids` after what a sequence holds; float32 logits [vocabulary] after the last, or [ids, vocabulary] after each.
-
-        `bits` are mantissa bits in decoder order, by default those that are set now. If anything is refused the cache is as
-        before.
-        """
-        tokens = self._checked(ids, cache, [sequence])
+        """In one pass over the weights for every 64 tokens."""
         wanted = [self.description.precisions() if bits is None else bits]
+        tokens = np.array(self._checked(ids, cache, [sequence], wanted))
         logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary)
         with cache._lock, self._restoring(cache, [sequence], len(tokens), wanted):
             for start in range(0, len(tokens), self.max_sequences):
@@ -179,49 +162,25 @@ class Decoder:
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """Read one token of each of some sequences, by default of all, in one pass over the weights; float32 logits of each.
+        """In one pass over the weights for each precision."""
+        some = self._arranged(ids, cache, sequences, bits)
+        wanted, count = some.bits or [self.description.precisions()] * len(some.ids), len(some.ids)
+        logits = torch.empty(count, self.vocabulary)
+        with cache._lock, self._restoring(cache, some.sequences, 1, wanted):
+            natives = [cache.natives[sequence] for sequence in some.sequences]
+            self._step(np.array(some.ids), natives, [1] * count, wanted, range(count), logits, cache.precision)
+        return logits if some.at == list(range(count)) else logits[some.at]
 
-        `bits` are mantissa bits in decoder order, for each token. Those of one precision share the work of unpacking.
-        """
-        those = list(range(len(cache.natives))) if sequences is None else list(sequences)
-        tokens = self._checked(ids, cache, those)
-        if len(those) != len(tokens) or len(set(those)) != len(those):
-            raise OtaroError(f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each")
-        if bits is not None and len(bits) != len(tokens):
-            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
-        wanted = [self.description.precisions()] * len(tokens) if bits is None else bits
-        order = sorted(range(len(tokens)), key=wanted.__getitem__)  # equal ones must be neighbours
-        logits = torch.empty(len(tokens), self.vocabulary)
-        with cache._lock, self._restoring(cache, those, 1, wanted):
-            natives = [cache.natives[those[i]] for i in order]
-            in_order = [wanted[i] for i in order]
-            self._step(tokens[order], natives, [1] * len(order), in_order, range(len(order)), logits, cache.precision)
-        places = [0] * len(order)
-        for place, i in enumerate(order):
-            places[i] = place
-        return logits if places == sorted(places) else logits[places]
-
-    def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int]) -> np.ndarray[Any, Any]:
-        tokens = np.asarray(ids, dtype=np.int64)
-        if tokens.ndim != 1 or not len(tokens):
-            raise OtaroError("the decoder reads one token or more, as a flat sequence")
+    def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
-        if len(strange := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
-            raise OtaroError(f"token {strange[0]} is not in the vocabulary of {self.vocabulary}")
-        for sequence in sequences:
-            if not 0 <= sequence < len(cache.natives):
-                raise OtaroError(f"sequence {sequence} is none of the {len(cache.natives)} of this cache, counted from 0")
-        return tokens
+        return super()._checked(ids, cache, sequences, bits)
 
     @contextmanager
     def _restoring(self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]) -> Iterator[None]:
         """Have what so many more tokens of some sequences need; and if anything is refused, these as they were."""
         before = {sequence: cache.natives[sequence].length for sequence in sequences}
-        matrices = len(self.description.modules)
         for one in set(bits):
-            if len(one) != matrices:
-                raise OtaroError(f"precisions of {len(one)} matrices were given for {matrices}; `all_at` makes them")
             self._attach(one)
         self._know_positions(max(before.values()) + count)
         try:
@@ -271,12 +230,13 @@ class Decoder:
         described, natives = self.description, {}
         offsets = described.key_offsets
 
-        def matrix(one: Matrix) -> tuple[Any, ...]:
+        def matrix(one: Matrix) -> dict[str, Any]:
             packed = one.module.packed
             if packed not in natives:  # tied ones share one
                 base, scales, _, *numbers = packed._packed(BASE)
                 natives[packed] = _cpu.Matrix(base.numpy(), scales.numpy(), *numbers)
-            return natives[packed], one.first, one.rows, one.stride, floats(one.bias)
+            whole, bias = natives[packed], floats(one.bias)
+            return {"matrix": whole, "first": one.first, "rows": one.rows, "stride": one.stride, "bias": bias}
 
         def floats(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.numpy()

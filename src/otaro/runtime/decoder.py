@@ -1,4 +1,4 @@
-"""What the engine asks of a decoder: `decode.Decoder` on a CPU and `gpu.GpuDecoder` on a GPU both have it.
+"""What the loop asks of a decoder, and what `decode.Decoder`, on a CPU, and `gpu.GpuDecoder` do alike.
 
 A decoder reads tokens into a cache of some sequences and returns logits. A chunk of one sequence is read by
 `forward`, one token of each of several by `step`, every token at its own precision: `bits` is one byte of
@@ -8,13 +8,17 @@ sequence alone, to the last bit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from otaro.sefp.precision import Precision
+from otaro.errors import OtaroError
+from otaro.runtime.architectures import describe, still_describes
+from otaro.runtime.description import Description
+from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 
 class Cache(Protocol):
@@ -22,6 +26,8 @@ class Cache(Protocol):
 
     pooled: bool
     """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
+
+    sequences: int
 
     @property
     def lengths(self) -> list[int]:
@@ -32,45 +38,111 @@ class Cache(Protocol):
         """Bytes of memory."""
 
     def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all."""
+        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+
+    def check(self, wait: bool = True) -> None:
+        """Refuse, if it was given a number that it cannot hold; of steps under way it need not know."""
 
 
-class Decoder(Protocol):
+@dataclass(eq=False)
+class Arranged:
+    """One token of each of some sequences, in the order in which they are computed."""
+
+    ids: list[int]
+    sequences: list[int]
+    bits: list[bytes] | None
+    """None: as the model is set."""
+    at: list[int]
+    """Where the caller's tokens are."""
+    cache: Any
+
+
+class BaseDecoder(ABC):
     """Runs a described model; its methods may be called by any thread."""
 
-    vocabulary: int
-    max_sequences: int
+    max_sequences: ClassVar[int]
     """In one step, and in one cache."""
-    exact_prompts: bool
+    pooled: ClassVar[bool]
+    """As in its caches."""
+    exact_prompts: ClassVar[bool]
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
-    ahead: int
-    """Steps that it pays to have begun before the last one's token is looked at.
+    ahead: ClassVar[int]
+    """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells how."""
 
-    Where there are some, `gpu.GpuDecoder.begin` tells how: the likeliest tokens are chosen on the device."""
-    lock: AbstractContextManager[Any]
-    """For one who goes ahead: nobody else reads meanwhile."""
+    def __init__(self, description: Description) -> None:
+        self.description, self.vocabulary = description, description.lm_head.rows
+        self._matrices = len(description.all_at(of_mantissa_bits(COARSEST)))
 
+    @classmethod
+    def of(cls, model: Any, *args: Any) -> Self:
+        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free to go."""
+        if reason := cls.why_not(model):
+            raise OtaroError(f"the decoder does not serve this model: {reason}")
+        return cls(describe(model), *args)
+
+    @staticmethod
+    @abstractmethod
+    def why_not(model: Any) -> str | None:
+        """Why this model has to go through transformers, in words; None if the decoder serves it."""
+
+    def serves(self, model: Any) -> bool:
+        """Whether this decoder still has what the model consists of."""
+        return still_describes(self.description, model)
+
+    @abstractmethod
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> Any:
-        """An empty `Cache`, in float16 or packed, with room for `capacity` tokens of each sequence from the start."""
+        """An empty `Cache`, in float16 or packed, with memory for `capacity` tokens of each sequence from the start."""
 
+    @abstractmethod
     def forward(
         self, ids: Sequence[int], cache: Any, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
     ) -> torch.Tensor:
-        """Read a chunk of one sequence: float32 logits [vocabulary] after it, or [ids, vocabulary].
+        """Read a chunk of one sequence: float32 logits [vocabulary] after it, or [ids, vocabulary] after each.
 
-        If anything is refused the cache is as before.
+        They are on the device. `bits` are by default those that are set now. If anything is refused the cache is as before.
         """
 
+    @abstractmethod
     def step(
-        self,
-        ids: Sequence[int],
-        cache: Any,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
+        self, ids: Sequence[int], cache: Any, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
     ) -> torch.Tensor:
-        """Read one token of each of some sequences: float32 logits [tokens, vocabulary].
+        """Read one token of each of some sequences, by default of all: float32 logits [tokens, vocabulary], as `forward`.
 
-        If anything is refused the cache is as before.
+        `bits` are those of each token; tokens of one precision share a pass over the weights.
         """
+
+    def _checked(self, ids: Sequence[int], cache: Any, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
+        """Tokens, if all of this can be."""
+        tokens = [int(one) for one in ids] if all(not isinstance(one, list | tuple) for one in ids) else []
+        if not tokens:
+            raise OtaroError("the decoder reads one token or more, as a flat sequence")
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            strange = next(token for token in tokens if not 0 <= token < self.vocabulary)
+            raise OtaroError(f"token {strange} is not in the vocabulary of {self.vocabulary}")
+        for sequence in sequences:
+            if not 0 <= sequence < cache.sequences:
+                raise OtaroError(f"sequence {sequence} is none of the {cache.sequences} of this cache, counted from 0")
+        for one in bits:
+            if len(one) != self._matrices:
+                told = f"precisions of {len(one)} matrices were given for {self._matrices}"
+                raise OtaroError(f"{told}; `Description.all_at` makes them")
+        return tokens
+
+    def _arranged(
+        self, ids: Sequence[int], cache: Any, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
+    ) -> Arranged:
+        """Tokens of one precision as neighbours."""
+        those = list(range(cache.sequences)) if sequences is None else list(sequences)
+        tokens = self._checked(ids, cache, those, bits or ())
+        if len(those) != len(tokens) or len(set(those)) != len(those) or len(tokens) > self.max_sequences:
+            told = f"{len(tokens)} tokens for {len(those)} sequences"
+            raise OtaroError(f"{told}: a step takes one of each, and {self.max_sequences} at most")
+        if bits is None:
+            return Arranged(tokens, those, None, list(range(len(tokens))), cache)
+        if len(bits) != len(tokens):
+            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
+        order = sorted(range(len(tokens)), key=bits.__getitem__)
+        at = sorted(range(len(tokens)), key=order.__getitem__)
+        return Arranged([tokens[i] for i in order], [those[i] for i in order], [bits[i] for i in order], at, cache)

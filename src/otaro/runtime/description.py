@@ -192,7 +192,7 @@ class Description:
     modules: Sequence[Any] = ()
     """They say how precise each matrix is, in decoder order. Without any, all are at E5M8."""
     key_offsets: torch.Tensor | None = None
-    """What a packed cache keeps keys less, float32 [layers, kv_heads * head_dim]; see `keyvalues`."""
+    """What a packed cache keeps keys less, float32 [layers, kv_heads * head_dim]; see `kv_cache`."""
     taken: Sequence[Taken] = ()
 
     def check_positions(self, count: int) -> None:

@@ -45,7 +45,7 @@ class Engine:
         )
         wake, closed, self._lock = Event(), Event(), Lock()
         self.scheduler.wake, self._closed = wake.set, closed
-        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed), name="otaro engine", daemon=True)
+        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True)
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
@@ -61,6 +61,8 @@ class Engine:
           text; `ignore_eos` goes on past that.
         - `deadline`: seconds from now after which the answer ends as it is.
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
+        - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
+          any text: `token.watched` of the first one, with `max_new_tokens=1`.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:
@@ -76,6 +78,16 @@ class Engine:
         return self.scheduler.context
 
     @property
+    def max_sequences(self) -> int:
+        """Requests that can be answered at once."""
+        return self.scheduler.max_sequences
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered; False once it was closed, or broke."""
+        return self._thread.is_alive() and not self._closed.is_set()
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
         return self.scheduler.waiting
@@ -89,6 +101,11 @@ class Engine:
     def cache_bytes(self) -> int:
         """Memory of keys and values now."""
         return self.scheduler.cache_bytes
+
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self.scheduler.cache_token_bytes
 
     def close(self, wait: bool = True) -> None:
         """Take no more requests; those under way are finished, or else cancelled."""
@@ -107,7 +124,7 @@ class Engine:
         self.close(wait=kind is None)
 
 
-def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
+def _run(scheduler: Scheduler, wake: Event, closed: Event, submitting: Lock) -> None:
     try:
         while True:
             last = closed.is_set()  # before the steps: what came in time is answered
@@ -118,8 +135,9 @@ def _run(scheduler: Scheduler, wake: Event, closed: Event) -> None:
             wake.wait()
             wake.clear()
     except BaseException as error:
-        closed.set()
-        scheduler.abandon(error)
+        with submitting:  # a request that came in before this is abandoned too, and none comes after it
+            closed.set()
+            scheduler.abandon(error)
         raise
 
 

@@ -1,9 +1,9 @@
-"""`generate` of a nested model: transformers' own, with the decoder in place of its innermost loop.
+"""`generate` of a nested model: transformers' own, with the loop of `rows.Batch` in place of its innermost one.
 
 transformers prepares inputs, generation options, logits processors, stopping criteria and streamers, then calls `_sample`
-once. `Generates`, mixed into the class of a nested model, answers that call with `decode_loop` where the decoder can serve,
-and passes it on where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what
-keeps the decoder from serving is warned, once for each model and reason.
+once. `Generates`, mixed into the class of a nested model, answers that call by a decoder where one can serve, and passes it on
+where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what keeps the decoder
+from serving is warned, once for each model and reason.
 
 On both ways the precision may change while tokens are produced:
 
@@ -18,10 +18,7 @@ begins; reading the prompt is one step. From its first phase on a generation min
 on the model: threads that generate at different precisions with one model each get what one thread alone would get. (What a
 mapping leaves out stays as it was when the phase began.)
 
-On a GPU the likeliest token is chosen there. While no streamer, processor or stopping criterion of the caller's looks on, the
-next step begins before the last one's token is known to the host: phases begin where they should all the same, but what
-another thread sets takes effect one token later. Through transformers every module asks when it is called, so that a switch
-by another thread takes effect in the midst of a step.
+Through transformers every module asks when it is called: a switch by another thread takes effect in the midst of a step.
 """
 
 from __future__ import annotations
@@ -32,99 +29,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
 
-from otaro.errors import OtaroError, OtaroWarning, PositionsWarning, PrecisionError, SlowWarning
-from otaro.kernels.ops import OVERRIDE
-from otaro.runtime.architectures import packed_modules, rope_limit
+from otaro.errors import OtaroError, PositionsWarning
+from otaro.runtime import obstacles
+from otaro.runtime.architectures import positions_of
 from otaro.runtime.decode import DecoderCache
-from otaro.runtime.modules import SefpEmbedding, own_bits
+from otaro.runtime.modules import bits_of, own_bits
+from otaro.runtime.obstacles import Obstacle, tokens_at_most, warn_of_positions, warn_slow
 from otaro.runtime.phases import Phases, described, steps_and_rows
 from otaro.runtime.precision import PrecisionLike, attachment
-from otaro.runtime.rows import Rows, Stop
-from otaro.runtime.sample import Sampler
-from otaro.runtime.serving import (
-    Reader,
-    decoder_of,
-    forget,
-    padded_on_the_left,
-    room_for,
-    rows_at_once,
-    unpadded,
-    why_not,
-)
+from otaro.runtime.report import Generation
+from otaro.runtime.rows import Batch, Call
+from otaro.runtime.serving import forget
 from otaro.sefp.precision import Precision
 
-
-@dataclass
-class Generation:
-    """How a `generate` went. `model.generation` is that of the last one to begin, in any thread.
-
-    Who shares a model with other threads passes one of his own, to be filled in: `generate(..., report=Generation())`.
-    """
-
-    served_by: str = "transformers"
-    reason: str = ""
-    """Why it was not the decoder."""
-    prompt_tokens: int = 0
-    """In a row, padding included."""
-    reused_tokens: int = 0
-    """Tokens of the prompt that a cache already held."""
-    new_tokens: int = 0
-    """In a row."""
-    queue_seconds: float = 0.0
-    """Until the engine had a place for it."""
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    precisions: list[str] = field(default_factory=list)
-    """Those that steps ran at, in order; rows that differ are set apart by slashes."""
-    cache_bytes: int | None = None
-    """Memory of keys and values; unknown where transformers keeps them."""
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens read per second, of one row."""
-        return (self.prompt_tokens - self.reused_tokens) / max(self.prefill_seconds, 1e-9)
-
-    @property
-    def decode_rate(self) -> float:
-        """New tokens of a row per second after the first, which comes with the prompt."""
-        return max(self.new_tokens - 1, 0) / max(self.decode_seconds, 1e-9)
-
-
-class Obstacle(NamedTuple):
-    """What keeps the decoder from serving, in words."""
-
-    reason: str
-    advice: str | None = None
-    """What to do about it; None where it was asked for, so that nobody is surprised."""
-
-
-_ADVICE = {
-    "it has forward hooks": "remove them",
-    "it is in training mode and drops out": "call model.eval()",
-}
-
-
-@dataclass
-class _Request:
-    """One call of `generate`, as `_sample` finds it."""
-
-    phases: Phases
-    kv: Precision | None
-    obstacle: Obstacle | None
-    """In the arguments."""
-    rows: Sequence[PrecisionLike] | None
-    """A precision for each row."""
-    report: Generation
-
-
-_request: ContextVar[_Request | None] = ContextVar("request", default=None)
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
 _classes: dict[type, type] = {}
 
 
@@ -193,16 +116,16 @@ class Generates:
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
             raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
-        request = _Request(phases, None if kv is None else Precision(kv), None, rows, report or Generation())
+        call = Call(phases, None if kv is None else Precision(kv), rows, report or Generation())
         if cache is not None and not isinstance(cache, DecoderCache):
-            request.obstacle = Obstacle(f"the cache given is a {type(cache).__name__}")
+            call.obstacle = Obstacle(f"the cache given is a {type(cache).__name__}")
         elif kwargs.get("position_ids") is not None:
-            request.obstacle = Obstacle("position_ids were given")
-        token, outer = _request.set(request), own_bits.set({})
+            call.obstacle = Obstacle("position_ids were given")
+        token, outer = _call.set(call), own_bits.set({})
         try:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            _request.reset(token)
+            _call.reset(token)
             own_bits.reset(outer)
 
     def _sample(
@@ -215,10 +138,10 @@ class Generates:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        request = _request.get() or self._no_request(Obstacle("another library called it"))
+        call = _call.get() or self._no_call(Obstacle("another library called it"))
         options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
         # The model's own first: what is advised must help.
-        obstacle = request.obstacle or _obstacle_of(self) or _obstacle(self, input_ids, options)
+        obstacle = call.obstacle or obstacles.of_model(self) or obstacles.of_call(self, input_ids, options)
         if obstacle:
             return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
@@ -228,34 +151,26 @@ class Generates:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # what a decoder keeps must stay writable when the caller's mode ends
-            return decode_loop(
-                self,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                given,
-                model_kwargs.get("attention_mask"),
-                request,
-            )
+            mask = model_kwargs.get("attention_mask")
+            batch = Batch(self, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, given, call)
+            return batch.run()
 
-    def _no_request(self, obstacle: Obstacle | None = None) -> _Request:
-        return _Request(Phases(attachment(self), {}), None, obstacle, None, Generation())
+    def _no_call(self, obstacle: Obstacle | None = None) -> Call:
+        return Call(Phases(attachment(self), {}), None, None, Generation(), obstacle)
 
     def _beam_search(
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
     ) -> Any:
         options["generation_config"] = generation_config
-        obstacle = _obstacle_of(self) or Obstacle("it searches with beams", "leave out num_beams")
+        obstacle = obstacles.of_model(self) or Obstacle("it searches with beams", "leave out num_beams")
         return self._by_transformers("_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        request = _request.get() or self._no_request()
-        if request.phases or request.kv or request.rows:
+        call = _call.get() or self._no_call()
+        if call.phases or call.kv or call.rows:
             raise OtaroError("prefill, decode, schedule, precision and kv do not go together with assisted generation")
-        self.generation = request.report
-        request.report.reason = "it is assisted by another model"
+        self.generation = call.report
+        call.report.reason = "it is assisted by another model"
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
     def _by_transformers(
@@ -268,30 +183,30 @@ class Generates:
         options: dict[str, Any],
     ) -> Any:
         """Pass the call on, watching it from a logits processor: that is called once after every step."""
-        request, reason = _request.get() or self._no_request(), obstacle.reason
-        if request.kv:
-            raise OtaroError(f"kv={request.kv} needs the decoder, which does not serve here: {reason}")
-        if request.rows is not None:
+        call, reason = _call.get() or self._no_call(), obstacle.reason
+        if call.kv:
+            raise OtaroError(f"kv={call.kv} needs the decoder, which does not serve here: {reason}")
+        if call.rows is not None:
             raise OtaroError(f"a precision for each row needs the decoder, which does not serve here: {reason}")
         if isinstance(options.get("past_key_values"), DecoderCache):
             raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
         cache = options.get("past_key_values")
-        if request.phases:
+        if call.phases:
             if any(map(_compiled, self.modules())):  # type: ignore[attr-defined]
                 raise OtaroError("a compiled model runs as it is set: use otaro.set_precision, or generate without compiling")
             options["generation_config"].disable_compile = True
-        _warn(self, obstacle)
-        report = self.generation = request.report
+        warn_slow(self, obstacle)
+        report = self.generation = call.report
         report.reason, report.prompt_tokens = reason, input_ids.shape[1]
         report.reused_tokens = 0 if cache is None else int(cache.get_seq_length())
         asked = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=None)
-        limit = _tokens_at_most(self)
+        limit = tokens_at_most(self)
         if limit is not None and (asked is None or asked > limit):
             if input_ids.shape[1] >= limit:
                 raise OtaroError(f"the prompt has {input_ids.shape[1]} tokens, and this model has positions for {limit - 1}")
             criteria = StoppingCriteriaList([*criteria, MaxLengthCriteria(limit)])
             options["generation_config"].max_length = limit
-        watch = _Watch(self, request.phases, report)
+        watch = _Watch(self, call.phases, report)
         result = getattr(super(), method)(input_ids, LogitsProcessorList([*processors, watch]), criteria, **options)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         watch.close(sequences)
@@ -306,7 +221,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
 
     def __init__(self, model: Any, phases: Phases, report: Generation) -> None:
         self.model, self.phases, self.report, self.steps = model, phases, report, 0
-        self.positions = None if _tokens_at_most(model) is not None else positions_of(model)
+        self.positions = None if tokens_at_most(model) is not None else positions_of(model)
         self.started = self.prefilled = time.perf_counter()
         self._enter()
 
@@ -314,15 +229,16 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
         if self.steps == 0:
             self.prefilled = time.perf_counter()
         if self.positions is not None and input_ids.shape[1] > self.positions:
-            _warn_of_positions(self.model, self.positions)
+            warn_of_positions(self.model, self.positions)
         self.steps += 1
         self._enter()
         return scores
 
     def _enter(self) -> None:
-        if self.phases.enter(self.steps) or self.steps == 0:
+        if self.steps in self.phases or self.steps == 0:
+            bits = self.phases.bits(self.steps) or bits_of(self.phases.modules, attachment(self.model).nested)
             own_bits.set(self.phases.own)  # until `generate` returns
-            self.report.precisions.append(described(self.phases.bits(list(attachment(self.model).modules.values()))))
+            self.report.precisions.append(described(bits))
 
     def close(self, sequences: torch.Tensor) -> None:
         self.report.new_tokens = sequences.shape[1] - self.report.prompt_tokens
@@ -332,184 +248,3 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
 
 def _compiled(module: Any) -> bool:
     return module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-
-
-def positions_of(model: Any) -> int | None:
-    """How many positions a model was made for, if it says so."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return known if isinstance(known, int) and known > 0 else None
-
-
-def _tokens_at_most(model: Any) -> int | None:
-    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not read."""
-    known = positions_of(model)
-    if known is None:
-        return None
-    words = model.get_input_embeddings()
-    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | SefpEmbedding) and one is not words)
-    tables = [one.num_embeddings for one in embeddings]
-    tables += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
-    return known + 1 if any(known <= rows <= known + 2 for rows in tables) else None  # OPT's has two rows more
-
-
-def _warn_of_positions(model: Any, positions: int) -> None:
-    told = f"this text goes past the {positions} positions that the model was made for; what it says there may be poor"
-    _warn_once(model, "positions", told, PositionsWarning)
-
-
-def _warn_once(model: Any, about: str, message: str, kind: type[OtaroWarning]) -> None:
-    """Once for each model and matter; with a lock, as threads may come at once."""
-    attached = attachment(model)
-    with attached.nested.lock:
-        if about in attached.warned:
-            return
-        attached.warned.add(about)
-    warnings.warn(message, kind, stacklevel=3)
-
-
-def _warn(model: Any, obstacle: Obstacle) -> None:
-    """Say why tokens are made more slowly than they could be, to those who did not ask for that."""
-    if obstacle.advice is None:
-        return
-    advice = obstacle.advice and f"; {obstacle.advice}"
-    if model.device.type == "cpu" and model.dtype != torch.float32:
-        advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
-    told = f"this {type(model).__name__} generates through transformers, slower than the decoder: {obstacle.reason}{advice}"
-    _warn_once(model, obstacle.advice or obstacle.reason, told, SlowWarning)
-
-
-def _obstacle_of(model: Any) -> Obstacle | None:
-    """What about this model no decoder does."""
-    reason = why_not(model)
-    if reason is None:
-        return None
-    return Obstacle(reason, None if reason.startswith(OVERRIDE) else _ADVICE.get(reason, ""))
-
-
-def _obstacle(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> Obstacle | None:
-    """What in these options the model's decoder does not do."""
-    rows, limit = rows_at_once(model), rope_limit(model)
-    config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
-    if len(input_ids) > rows:
-        told = f"the batch has {len(input_ids)} rows, and the decoder takes {rows}"
-        return Obstacle(told, f"generate {rows} at a time")
-    if limit is not None and config.max_length > limit + 1:  # the last token is not read
-        told = f"up to {config.max_length} tokens are wanted, and the decoder knows this model's rotary positions up to {limit}"
-        return Obstacle(told, "ask for fewer new tokens")
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        return Obstacle("attentions or hidden states are wanted")
-    if config.use_cache is False:
-        return Obstacle("use_cache is False")
-    if config.cache_implementation not in (None, "dynamic"):
-        return Obstacle(f"cache_implementation is {config.cache_implementation}")
-    if config.is_assistant:
-        return Obstacle("it assists another model")
-    mask = options.get("attention_mask")
-    if mask is not None and not bool((mask == 1).all()) and not (mask.dim() == 2 and padded_on_the_left(mask)):
-        return Obstacle("the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'")
-    known |= {"attention_mask", "position_ids", "cache_position", "past_key_values"}
-    unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
-    return Obstacle(f"{unknown[0]} was given", f"leave {unknown[0]} out") if unknown else None
-
-
-def decode_loop(
-    model: Any,
-    input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: Any,
-    streamer: Any,
-    given: DecoderCache | None,
-    mask: torch.Tensor | None,
-    request: _Request,
-) -> Any:
-    """What `_sample` does, by a decoder: rows of tokens, continued until a criterion holds."""
-    wants_scores = config.return_dict_in_generate and config.output_scores
-    wants_logits = config.return_dict_in_generate and config.output_logits
-    sampler = Sampler(processors, bool(config.do_sample), exact_scores=wants_scores)
-    stop = Stop(criteria, len(input_ids), config._pad_token_tensor)
-    reader = _reader(model, input_ids, mask, given, request, stop.limit - input_ids.shape[1])
-    report = model.generation = request.report
-    report.served_by, report.prompt_tokens = "decoder", input_ids.shape[1]
-    report.reused_tokens = 0 if given is None else given.length
-    ahead = reader if reader.ahead and _device_chooses(sampler, stop, config) else None
-    scores: list[torch.Tensor] = []
-    raw: list[torch.Tensor] = []
-    tokens = Rows(input_ids)
-    positions = positions_of(model) or 0
-    chosen: list[int] | None = None
-    bits: Sequence[bytes] = ()
-    clock = time.perf_counter()
-    # Nobody but us looks on while the GPU runs ahead, so nobody waits for the decoder in vain.
-    with ahead.refusing() if ahead and streamer is None else nullcontext():
-        while True:
-            if ahead and chosen is not None:
-                steps = ahead.ahead * int(streamer is None and tokens.length + 1 < stop.limit)
-                chosen = ahead.likeliest(chosen, tokens.new, steps)
-            else:
-                logits = reader.read(chosen, tokens.new)
-                if tokens.new == 0:
-                    now = time.perf_counter()
-                    report.prefill_seconds, clock = now - clock, now
-                chosen = sampler.choose(tokens.ids, logits)
-                if wants_scores:
-                    scores.append(sampler.scores)
-                if wants_logits:
-                    raw.append(logits)
-            if reader.ran_at != bits:  # a phase, or somebody else, has switched
-                bits = reader.ran_at
-                report.precisions.append(" / ".join(described(row) for row in bits))
-            if tokens.length > positions > 0:
-                _warn_of_positions(model, positions)
-                positions = 0
-            tokens.append(stop.padded(chosen))
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens.last))
-            if stop(tokens, tuple(scores) if wants_scores else None):
-                break
-    report.decode_seconds = time.perf_counter() - clock
-    reader.finish(stop.lasted(tokens.new))
-    report.new_tokens, report.cache_bytes = tokens.new, reader.cache.nbytes
-    if streamer is not None:
-        streamer.end()
-    if not config.return_dict_in_generate:
-        return tokens.ids.clone()
-    return GenerateDecoderOnlyOutput(
-        sequences=tokens.ids.clone(),
-        scores=tuple(scores) if wants_scores else None,
-        logits=tuple(raw) if wants_logits else None,
-        past_key_values=reader.cache,
-    )
-
-
-def _reader(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor | None, given: DecoderCache | None, request: _Request, most: float
-) -> Reader:
-    """What reads these rows, which go on for `most` tokens at most."""
-    decoder, prompts, phases, modules = decoder_of(model), unpadded(ids, mask), request.phases, packed_modules(model)
-
-    def bits(step: int) -> bytes:
-        phases.enter(step)
-        return phases.bits(modules)
-
-    if given is not None:
-        for prompt, length in zip(prompts, given.lengths, strict=False):
-            if length >= len(prompt):
-                raise OtaroError(
-                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
-                    "included, and one more at least"
-                )
-    rows = None
-    if request.rows is not None:
-        if len(request.rows) != len(prompts):
-            raise PrecisionError(f"{len(request.rows)} precisions were given for {len(prompts)} rows")
-        each = [Phases(attachment(model), {0: precision}) for precision in request.rows]
-        rows = [one.bits(modules) for one in each if one.enter(0)]
-    cache = given or decoder.new_cache(request.kv, len(prompts), room_for(prompts, most))
-    return Reader(decoder, cache, prompts, bits, rows, most)
-
-
-def _device_chooses(sampler: Sampler, stop: Stop, config: Any) -> bool:
-    """Whether nobody asks for more than the likeliest tokens."""
-    wants = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    return sampler.known and not sampler.do_sample and not stop.others and not sampler.processors and not wants

@@ -34,9 +34,10 @@ import torch
 from otaro.errors import OtaroError
 from otaro.kernels import ops
 from otaro.kernels.cuda_steps import CudaSteps
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
-from otaro.runtime.architectures import describe, packed_modules, still_describes, unpacked_tensors, why_not
+from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
@@ -67,42 +68,34 @@ class _Graph:
     """Which must live as long."""
 
 
-class GpuDecoder:
+class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
     ahead = 1
-    """Steps that it pays to have begun before the last one's token is looked at."""
+    pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
 
-    def __init__(self, weights: Description, steps: Steps | None = None) -> None:
-        self.weights = weights
-        self.steps: Steps = steps or steps_for(weights.device)
-        self.vocabulary = weights.lm_head.rows
+    def __init__(self, description: Description, steps: Steps | None = None) -> None:
+        super().__init__(description)
+        self.steps: Steps = steps or steps_for(description.device)
         self.precisions = b""
         """Mantissa bits of every matrix at the last step, whoever made it, of its first token."""
         self.lock = RLock()
         """For threads that share a decoder: whoever has it is alone with what `begin` began."""
-        self.state = State(weights.device)
-        self._layers, self._head = Layers(weights, self.steps), Head(weights, self.steps)
-        self._ropes = RopeTables(weights, 1)
+        self.state = State(description.device)
+        self._layers, self._head = Layers(description, self.steps), Head(description, self.steps)
+        self._ropes = RopeTables(description, 1)
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
-        self._on_gpu = weights.device.type == "cuda" and isinstance(self.steps, CudaSteps)
+        self._on_gpu = description.device.type == "cuda" and isinstance(self.steps, CudaSteps)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
         self._step = 0
-        self._going: _Going | None = None
-        self._places: list[int] = []
-        self._spare: list[KeyValues] = []
+        self._going: Arranged | None = None
+        self._under_way: list[Arranged | None] = [None] * RING
+        self._spare: list[KvCache] = []
         self._enter_stream()
-
-    @staticmethod
-    def of(model: Any, steps: Steps | None = None) -> GpuDecoder:
-        """The decoder of a nested model."""
-        if reason := GpuDecoder.why_not(model):
-            raise OtaroError(f"the decoder does not serve this model: {reason}")
-        return GpuDecoder(describe(model), steps)
 
     @staticmethod
     def why_not(model: Any) -> str | None:
@@ -121,10 +114,6 @@ class GpuDecoder:
             return reason if name == "reference" else None
         return None if device.type == "cpu" else f"it is on {device.type}"
 
-    def serves(self, model: Any) -> bool:
-        """Whether this decoder still has what the model consists of."""
-        return still_describes(self.weights, model)
-
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
         """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of each."""
@@ -139,7 +128,7 @@ class GpuDecoder:
                 found = spare
             else:
                 self._forget(spare)
-        cache = GpuCache(self.weights, kv, sequences, capacity, found)
+        cache = GpuCache(self.description, kv, sequences, capacity, found)
         finalize(cache, self._spare.extend, cache.holder)
         return cache
 
@@ -152,16 +141,12 @@ class GpuDecoder:
     def forward(
         self, ids: Sequence[int], cache: GpuCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
     ) -> torch.Tensor:
-        """Read `ids` after what a sequence of the cache holds; float32 logits [vocabulary], or [ids, vocabulary] after each.
-
-        They are on the device. `bits` are the mantissa bits of its matrices, by default those that are set now. If anything is
-        refused the cache is as before.
-        """
-        tokens = self._checked(ids, cache, [sequence], bits)
-        now = self.weights.precisions() if bits is None else bits
+        """Up to 16 tokens as one step, more in chunks by the library's products."""
+        now = self.description.precisions() if bits is None else bits
+        tokens = self._checked(ids, cache, [sequence], [now])
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.weights.device)
+        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.description.device)
         try:
             start = 0
             while start < len(tokens):
@@ -192,18 +177,15 @@ class GpuDecoder:
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """Read one token of each of some sequences, by default of all; float32 logits [tokens, vocabulary] on the device.
-
-        `bits` are the mantissa bits of each token's matrices, as `Description.all_at` gives them.
-        """
+        """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
         positions = [cache.lengths[sequence] for sequence in going.sequences]
         self._set(going.ids, positions, going.sequences)
-        logits = self._run(len(going.ids), going.spans(self.weights), cache, "all")
+        logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
         cache.check()
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
-        return logits[going.places]
+        return logits[going.at]
 
     @_alone
     def begin(
@@ -216,28 +198,33 @@ class GpuDecoder:
         """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
-        self._going, self._places = going, going.places
+        self._going = going
         return going
 
     def goes_on(self, begun: object) -> bool:
         """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
         return begun is not None and begun is self._going
 
+    def knows(self, number: int) -> bool:
+        """Whether `chosen` can still tell of this step: others may have made many since."""
+        return max(0, self._step - RING) <= number < self._step
+
     @_alone
-    def advance(self, bits: bytes | None = None) -> int:
+    def advance(self) -> int:
         """Start a step; the number it returns is for `chosen`. At most `steps.RING` may be under way.
 
-        `bits` are the mantissa bits of this step, where tokens were not given theirs; by default those that are set now.
+        Where tokens were not given mantissa bits it runs at those that are set now.
         """
         going = self._going
         if going is None:
             raise OtaroError("nothing was begun that could go on")
         cache = going.cache
         self.reserve(cache, max(cache.lengths[sequence] for sequence in going.sequences) + 1)
-        self._run(len(going.ids), going.spans(self.weights, bits), cache, "argmax")
+        self._run(len(going.ids), _spans(going, self.description), cache, "argmax")
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
+        self._under_way[number % RING] = going
         if self._on_gpu:
             self._events[number % RING].record(self._stream)
         return number
@@ -245,54 +232,30 @@ class GpuDecoder:
     @_alone
     def chosen(self, number: int) -> list[int]:
         """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
-        if not max(0, self._step - RING) <= number < self._step:
+        going = self._under_way[number % RING]
+        if going is None or not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
             self._events[number % RING].synchronize()
         row = self.state.ring[number % RING].tolist()
-        return [row[place] for place in self._places]
+        return [row[place] for place in going.at]
 
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
-    ) -> _Going:
-        those = list(range(len(cache.lengths))) if sequences is None else list(sequences)
-        tokens = self._checked(ids, cache, those, *(bits or ()))
-        if len(those) != len(tokens) or len(set(those)) != len(those) or len(tokens) > MAX_TOKENS:
-            raise OtaroError(
-                f"{len(tokens)} tokens for {len(those)} sequences: a step takes one of each, and {MAX_TOKENS} at most"
-            )
-        if bits is not None and len(bits) != len(tokens):
-            raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
-        # Tokens of one precision are multiplied together, so they must be neighbours.
-        order = sorted(range(len(tokens)), key=lambda i: bits[i] if bits else b"")
-        places = [order.index(i) for i in range(len(tokens))]
-        chosen = None if bits is None else [bits[i] for i in order]
-        self.reserve(cache, max(cache.lengths[sequence] for sequence in those) + 1)
-        return _Going([tokens[i] for i in order], [those[i] for i in order], places, chosen, cache)
+    ) -> Arranged:
+        some = super()._arranged(ids, cache, sequences, bits)
+        self.reserve(cache, max(cache.lengths[sequence] for sequence in some.sequences) + 1)
+        return some
 
-    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], *bits: bytes | None) -> list[int]:
-        tokens = [int(one) for one in ids] if all(not isinstance(one, list | tuple) for one in ids) else []
-        if not tokens:
-            raise OtaroError("the decoder reads one token or more, as a flat sequence")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise OtaroError(f"token {token} is not in the vocabulary of {self.vocabulary}")
-        if not isinstance(cache, GpuCache) or not cache.fits(self.weights):
+    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
+        if not isinstance(cache, GpuCache) or not cache.fits(self.description):
             raise OtaroError("this cache was made by the decoder of another model")
-        for sequence in sequences:
-            if not 0 <= sequence < len(cache.lengths):
-                raise OtaroError(f"sequence {sequence} is none of the {len(cache.lengths)} of this cache, counted from 0")
-        for one in bits:
-            if one is not None and len(one) != (matrices := len(self.weights.precisions())):
-                raise OtaroError(
-                    f"precisions of {len(one)} matrices were given for {matrices}; `Description.all_at` makes them"
-                )
-        return tokens
+        return super()._checked(ids, cache, sequences, bits)
 
     @_alone
     def reserve(self, cache: GpuCache, length: int) -> None:
         """Have memory and angles for so many positions; refused where the ropes do not hold so far."""
-        self.weights.check_positions(length)
+        self.description.check_positions(length)
         self._enter_stream()
         old = cache.kv_cache
         if cache.reserve(length):
@@ -300,14 +263,14 @@ class GpuDecoder:
         known = self._ropes.positions
         if length > known:
             end = -(-max(length, cache.capacity, 2 * known) // GROWTH) * GROWTH
-            self._ropes = RopeTables(self.weights, min(end, self.weights.positions or end))
+            self._ropes = RopeTables(self.description, min(end, self.description.positions or end))
             self._forget(None)
 
-    def _forget(self, kv_cache: KeyValues | None) -> None:
+    def _forget(self, kv_cache: KvCache | None) -> None:
         """Drop the graphs that point into this memory, or all."""
         gone = [key for key, one in self._graphs.items() if kv_cache is None or one.kv_cache is kv_cache]
         if gone and self._on_gpu:
-            torch.cuda.synchronize(self.weights.device)
+            torch.cuda.synchronize(self.description.device)
         for key in gone:
             del self._graphs[key]
 
@@ -322,7 +285,7 @@ class GpuDecoder:
     def _enter_stream(self) -> None:
         """Whatever stream the caller is on, it follows what we did on another one before."""
         if self._on_gpu:
-            now = torch.cuda.current_stream(self.weights.device)
+            now = torch.cuda.current_stream(self.description.device)
             if self._stream is not None and self._stream != now:
                 now.wait_stream(self._stream)
             self._stream = now
@@ -330,11 +293,11 @@ class GpuDecoder:
     def _read(self, ids: list[int], cache: GpuCache, sequence: int, bits: bytes, wanted: str) -> torch.Tensor:
         """A chunk of a prompt; logits come from the step's own product."""
         self._enter_stream()
-        device, past, count = self.weights.device, cache.lengths[sequence], len(ids)
+        device, past, count = self.description.device, cache.lengths[sequence], len(ids)
         positions = torch.arange(past, past + count, device=device)
         tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
-        steps = PromptSteps(device, self.weights.dtype, sequence, past)
-        layers = Layers(self.weights, steps, count)
+        steps = PromptSteps(device, self.description.dtype, sequence, past)
+        layers = Layers(self.description, steps, count)
         layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":
             return layers.x
@@ -368,7 +331,7 @@ class GpuDecoder:
         return logits[-1:] if wanted == "last" else logits
 
     def _capture(self, key: Any, launch: Callable[[], None], cache: GpuCache) -> _Graph:
-        device = self.weights.device
+        device = self.description.device
         torch.cuda.synchronize(device)
         before = torch.cuda.mem_get_info(device)[0]
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -397,27 +360,16 @@ class GpuDecoder:
             self.steps.argmax(self._head.logits[:tokens], self.state)
 
 
-@dataclass
-class _Going:
-    """Tokens in the order in which they are computed."""
-
-    ids: list[int]
-    sequences: list[int]
-    places: list[int]
-    """Where the caller's tokens are."""
-    bits: list[bytes] | None
-    cache: GpuCache
-
-    def spans(self, weights: Description, bits: bytes | None = None) -> list[Span]:
-        """Neighbours of one precision: their own, or else `bits`, or else as the weights are set."""
-        if self.bits is None:
-            return [Span(slice(0, len(self.ids)), bits or weights.precisions())]
-        spans, start = [], 0
-        for bits, same in groupby(self.bits):
-            count = len(list(same))
-            spans.append(Span(slice(start, start + count), bits))
-            start += count
-        return spans
+def _spans(some: Arranged, description: Description) -> list[Span]:
+    """Neighbours of one precision: their own, or else as the model is set."""
+    if some.bits is None:
+        return [Span(slice(0, len(some.ids)), description.precisions())]
+    spans, start = [], 0
+    for bits, same in groupby(some.bits):
+        count = len(list(same))
+        spans.append(Span(slice(start, start + count), bits))
+        start += count
+    return spans
 
 
 def steps_for(device: torch.device) -> Steps:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from otaro.kernels.keyvalues import KeyValues
+from typing import Any
+
+import torch
+
+from otaro.kernels.kv_cache import KvCache
 from otaro.runtime.decode import DecoderCache, cannot_hold
 from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
@@ -17,10 +21,11 @@ class GpuCache(DecoderCache):
     pooled = False
 
     def __init__(
-        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KeyValues | None = None
+        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KvCache | None = None
     ) -> None:
-        super().__init__(precision)
+        super().__init__(precision, sequences)
         self._lengths = [0] * sequences
+        self._beside: Any = None  # a stream, to look at what others write
         bits = precision.mantissa_bits if precision else 0
         self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
         self._offsets = weights.key_offsets
@@ -29,12 +34,12 @@ class GpuCache(DecoderCache):
         self.holder = [spare]
         """The memory, in a list that may outlive this object: graphs point into it, the next cache can have it."""
 
-    def _new(self, capacity: int) -> KeyValues:
+    def _new(self, capacity: int) -> KvCache:
         layers, sequences, kv_heads, head, bits, device = self._make
-        return KeyValues(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
+        return KvCache(layers, sequences, kv_heads, capacity, head, bits, device, self._offsets)
 
     @property
-    def kv_cache(self) -> KeyValues:
+    def kv_cache(self) -> KvCache:
         """Where keys and values are."""
         return self.holder[0]
 
@@ -77,8 +82,12 @@ class GpuCache(DecoderCache):
             if sequence in (None, number):
                 self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
-    def check(self) -> None:
-        """Refuse, if there was a number since the last time that the cache cannot hold; waits for the GPU."""
-        if int(self.kv_cache.refused):
+    def check(self, wait: bool = True) -> None:
+        """Refuse, if there was a number since the last time that the cache cannot hold; waits for steps under way, or not."""
+        if self._beside is None and not wait and self.kv_cache.refused.is_cuda:
+            self._beside = torch.cuda.Stream(self.kv_cache.refused.device)
+        with torch.cuda.stream(None if wait else self._beside):
+            refused = int(self.kv_cache.refused)
+        if refused:
             self.kv_cache.refused.zero_()
             raise cannot_hold(self.precision)

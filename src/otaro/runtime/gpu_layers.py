@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from otaro.errors import OtaroError
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, Activations, Delta, Rope, Routing, Steps, Tokens
 from otaro.runtime.description import MATRICES, Description, Experts, Layer, Matrix
 
@@ -101,7 +101,7 @@ class Layers:
             made.parts = self._new(self.weights.embedding.length, layer.down, each)
         return made
 
-    def run(self, count: int, tokens: Tokens, spans: list[Span], ropes: RopeTables, cache: KeyValues) -> None:
+    def run(self, count: int, tokens: Tokens, spans: list[Span], ropes: RopeTables, cache: KvCache) -> None:
         """What the layers make of the first tokens is x and delta; keys and values go into the cache."""
         steps, weights, some = self.steps, self.weights, slice(0, count)
         x, queries, attended = self.x[some], self._queries[some], self._attended.rows(some)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from otaro.kernels import ops
-from otaro.kernels.keyvalues import KeyValues
+from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import Activations, ReferenceSteps, Routing, Tokens, capped
 
@@ -43,7 +43,7 @@ class PromptSteps(ReferenceSteps):
 
     def write(
         self,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         sequences: torch.Tensor,
         positions: torch.Tensor,
@@ -58,7 +58,7 @@ class PromptSteps(ReferenceSteps):
         self,
         queries: torch.Tensor,
         tokens: Tokens,
-        cache: KeyValues,
+        cache: KvCache,
         layer: int,
         window: int,
         cap: float,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from otaro.errors import PrecisionError
 from otaro.runtime.modules import SefpModule, bits_of
 from otaro.runtime.precision import Attachment, PrecisionLike, chosen_bits
-from otaro.sefp.precision import Precision, of_mantissa_bits
+from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 
 class Phases:
@@ -16,34 +17,50 @@ class Phases:
     They belong to one generation and are set on no model. Before the first of them a model runs as it is set.
     """
 
-    def __init__(self, attached: Attachment, steps: Mapping[int, PrecisionLike]) -> None:
+    def __init__(self, attached: Attachment, steps: Mapping[int, PrecisionLike], modules: Sequence[SefpModule] = ()) -> None:
+        """`modules` are those whose mantissa bits are wanted, by default all."""
         if any(not isinstance(step, int) or step < 0 for step in steps):
             raise PrecisionError(f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}")
-        self._attached = attached
-        self._steps = {step: chosen_bits(attached, precision) for step, precision in steps.items()}
+        self._attached, self.modules = attached, modules or list(attached.modules.values())
+        self._steps = {step: self._checked(precision) for step, precision in steps.items()}
+        self._switches: deque[dict[SefpModule, int]] = deque()  # by other threads
+        self._bits = b""
         self.own: Mapping[SefpModule, int] = {}
         """Mantissa bits of every module, from the first phase on."""
-        finest = max((bits for phase in self._steps.values() for bits in phase.values()), default=None)
-        if finest is not None:
-            attached.nested.require(of_mantissa_bits(finest))  # refuse at once what the directory cannot do
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def enter(self, step: int) -> bool:
-        """Whether a phase begins with this step."""
-        if step not in self._steps:
-            return False
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    def switch(self, precision: PrecisionLike) -> None:
+        """Run at this from the next step on, whatever was to come; refused here and now if it cannot be."""
+        self._switches.append(self._checked(precision))
+
+    def bits(self, step: int) -> bytes:
+        """Mantissa bits of a step; empty where it runs as the model is set. Steps are asked for in their order."""
+        while self._switches:
+            self._steps = {step: self._switches.popleft()}
+            self._enter(step)
+        if step in self._steps:
+            self._enter(step)
+        return self._bits
+
+    def _checked(self, precision: PrecisionLike) -> dict[SefpModule, int]:
+        bits = chosen_bits(self._attached, precision)
+        self._attached.nested.require(
+            of_mantissa_bits(max(bits.values(), default=COARSEST))
+        )  # refuse at once what the directory cannot do
+        return bits
+
+    def _enter(self, step: int) -> None:
         modules = self._attached.modules.values()
         before = self.own or dict(zip(modules, bits_of(modules, self._attached.nested), strict=True))
         self.own = {**before, **self._steps[step]}
         for module, bits in self.own.items():
             module.packed.reach(bits)
-        return True
-
-    def bits(self, modules: Sequence[SefpModule]) -> bytes:
-        """Mantissa bits of some modules: its own, or else those that are set."""
-        return bytes([self.own[module] for module in modules]) if self.own else bits_of(modules, self._attached.nested)
+        self._bits = bytes([self.own[module] for module in self.modules])
 
 
 def steps_and_rows(

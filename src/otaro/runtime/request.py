@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -12,12 +11,12 @@ from typing import Any, TypedDict
 import torch
 
 from otaro.errors import OtaroError
+from otaro.runtime.loop import Row, Slot
 from otaro.runtime.phases import Phases, described
 from otaro.runtime.pieces import Pieces
-from otaro.runtime.precision import Attachment, PrecisionLike
+from otaro.runtime.precision import PrecisionLike
 from otaro.runtime.sample import Sampler, Sampling
 from otaro.runtime.session import chat_tokens
-from otaro.runtime.slots import Slot
 from otaro.runtime.stream import Stream, Token
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -36,89 +35,62 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     deadline: float | None
     logprobs: int | None
+    watched: Sequence[int]
     text: bool
+    priority: int
 
 
-class Precisions:
-    """Which steps of a request run at which mantissa bits: its own, or else those that are set."""
-
-    def __init__(
-        self, attached: Attachment, modules: Sequence[Any], steps: Mapping[int, PrecisionLike], now: Callable[[], bytes]
-    ) -> None:
-        """`now` gives the bits that are set, `modules` are those of a decoder, in its order."""
-        self._attached, self._modules, self._now = attached, modules, now
-        self._phases, self._own = Phases(attached, steps), b""
-        self._switches: deque[Phases] = deque()  # by other threads
-
-    def switch(self, precision: PrecisionLike) -> None:
-        """From the next step on; refused here and now if it cannot be."""
-        self._switches.append(Phases(self._attached, {0: precision}))
-
-    def bits(self, step: int) -> bytes:
-        """Mantissa bits of a step that begins after so many new tokens."""
-        while self._switches:
-            before, self._phases, step = self._phases.own, self._switches.popleft(), 0
-            self._phases.own = before
-        if self._phases.enter(step):
-            self._own = self._phases.bits(self._modules)
-        return self._own or self._now()
-
-
-@dataclass(eq=False)
-class Request:
+@dataclass(eq=False, kw_only=True)
+class Request(Row):
     """From its arrival to its end."""
 
     stream: Stream
-    ids: list[int]
-    """Of the prompt and the answer so far."""
-    prompt: int
-    limit: int
-    """New tokens at most."""
-    precisions: Precisions
+    phases: Phases
     sampler: Sampler
     pieces: Pieces | None
     """None where nobody wants text."""
     ends: frozenset[int]
     logprobs: int | None
+    watched: list[int]
     deadline: float
+    priority: int
     arrived: float
     began: float = 0.0
     spoke: float = 0.0
     """When its first token came."""
-    slot: Slot | None = None
     passed: int = 0
     """How often others passed it while it waited for memory."""
-
-    @property
-    def new(self) -> int:
-        """Tokens of its answer so far."""
-        return len(self.ids) - self.prompt
+    told: bytes = b""
+    """The mantissa bits that figures tell of."""
 
     @property
     def needed(self) -> int:
         """Tokens that it may have to be remembered in the end; the last is never read."""
-        return self.prompt + self.limit - 1
-
-    def bits(self) -> bytes:
-        """Mantissa bits of the step that begins now, which is reported."""
-        bits, told = self.precisions.bits(self.new), self.stream.figures.precisions
-        if not told or told[-1] != described(bits):
-            told.append(described(bits))
-        return bits
+        return self.prompt + int(self.limit) - 1
 
     def began_in(self, slot: Slot) -> None:
-        """It has a place."""
+        """It has its memory."""
         self.slot, self.began = slot, time.perf_counter()
         self.stream.figures.queue_seconds = self.began - self.arrived
         self.stream.figures.reused_tokens = len(slot.tokens)
 
-    def choose(self, logits: torch.Tensor, largest: float, likeliest: int) -> str | None:
+    def choose(self, logits: torch.Tensor, largest: float, argmax: int) -> str | None:
         """The next token, given logits [1, vocabulary] and what is largest in them; says why it is the last, if so."""
         if not abs(largest) < float("inf"):
             raise OtaroError("the model's logits are not finite; its weights are damaged, or too large for float32")
-        token = likeliest
-        if not self.sampler.takes_the_likeliest:
+        token = argmax
+        if not self.sampler.argmax:
             token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits)[0]
+        return self.take(token, *_logprobs(token, logits[0], self.logprobs, self.watched))
+
+    def take(self, token: int, *logprobs: Any) -> str | None:
+        """Go on with this token; says why it is the last, if so."""
+        now = time.perf_counter()
+        self.spoke = self.spoke or now
+        if self.ran_at != self.told:
+            self.told, told = self.ran_at, self.stream.figures.precisions
+            if told[-1:] != [described(self.told)]:
+                told.append(described(self.told))
         self.ids.append(token)
         reason, piece = None, ""
         if token in self.ends:
@@ -127,13 +99,13 @@ class Request:
             piece = self.pieces.add(token)
         if reason is None and self.new >= self.limit:
             reason = "length"
-        if reason is None and time.perf_counter() >= self.deadline:
+        if reason is None and now >= self.deadline:
             reason = "deadline"
         if self.pieces and reason and self.pieces.stopped_by is None:
             piece += self.pieces.end()
         if self.pieces and self.pieces.stopped_by is not None:
             reason, self.stream.stopped_by = "stop", self.pieces.stopped_by
-        self.stream.put(Token(token, piece, *_logprobs(token, logits[0], self.logprobs)))
+        self.stream.put(Token(token, piece, *logprobs))
         return reason
 
     def end(self, reason: str, error: BaseException | None, cache_bytes: int) -> None:
@@ -149,12 +121,15 @@ class Request:
         self.stream.finish(reason, error)
 
 
-def _logprobs(token: int, logits: torch.Tensor, wanted: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    if wanted is None:
-        return None, ()
+def _logprobs(
+    token: int, logits: torch.Tensor, wanted: int | None, watched: list[int]
+) -> tuple[float | None, tuple[tuple[int, float], ...], tuple[float, ...]]:
+    if wanted is None and not watched:
+        return None, (), ()
     every = logits.log_softmax(0)
-    values, tokens = every.topk(wanted)
-    return float(every[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    values, tokens = every.topk(wanted or 0)
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return None if wanted is None else float(every[token]), top, tuple(every[watched].tolist()) if watched else ()
 
 
 def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:

@@ -116,7 +116,7 @@ class Sampler:
                 self.min_p = warper.min_p
 
     @property
-    def takes_the_likeliest(self) -> bool:
+    def argmax(self) -> bool:
         """Whether logits alone decide, by their largest."""
         return self.known and not self.do_sample and not self.processors
 
@@ -128,14 +128,11 @@ class Sampler:
         """
         if self.known:
             scores = self._first(ids, logits.clone()) if self._first else logits
-            chosen: list[int] = (
-                [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else scores.argmax(-1).tolist()
-            )
+            chosen: list[int] = [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
             return chosen
         self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
-            chosen = self.scores.argmax(-1).tolist()
-            return chosen
+            return argmax(self.scores)
         return [_drawn(row, self.generator) for row in self.scores.softmax(-1).cpu()]
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -198,6 +195,14 @@ class Sampler:
             return None
         kept = int((above > 0).sum())
         return tokens[:kept], probabilities[:kept]
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """Where each row is largest."""
+    # numpy finds it in an eighth of the time, and on this thread alone.
+    numpy_can = logits.device.type == "cpu" and logits.dtype == torch.float32
+    found: list[int] = (logits.numpy() if numpy_can else logits).argmax(-1).tolist()
+    return found
 
 
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:

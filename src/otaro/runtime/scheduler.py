@@ -1,15 +1,10 @@
-"""Which tokens are read next: many requests, each at its own precision, by one decoder and one cache.
+"""Who joins the loop when: many requests, for `otaro.Engine`.
 
-A step reads a chunk of a prompt, then one token of every sequence whose prompt was read. So sequences join and
-leave between steps, and a long prompt holds nobody up for longer than a chunk.
+What a request says depends on the request alone, to the last bit: `loop` sees to that, each request draws from a
+generator of its own, and what others left in the cache serves it only where it makes no difference (`slots`).
 
-What a request says depends on the request alone, to the last bit. A decoder computes the same for a token whatever
-else is in the step; each request draws from a generator of its own; chunks end at the same places whoever is
-there; and what others left in the cache serves it only where it makes no difference (`slots`).
-
-Who waits is served in the order of arrival. Where memory does not suffice for the first but for a later one, that
-one may pass, a limited number of times. Among prompts being read the one that is done soonest goes first; every
-fourth chunk is the oldest one's, so that a long prompt comes to its end too.
+Who waits is served by priority, then in the order of arrival. Where memory does not suffice for the first but for a
+later one, that one may pass, a limited number of times.
 """
 
 from __future__ import annotations
@@ -18,21 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from otaro.errors import OtaroError, PrecisionError
-from otaro.runtime.architectures import packed_modules, rope_limit
-from otaro.runtime.decoder import Decoder
-from otaro.runtime.generate import positions_of
+from otaro.runtime.architectures import packed_modules, positions_of, rope_limit
 from otaro.runtime.load import load_tokenizer
+from otaro.runtime.loop import Chunks, Loop
 from otaro.runtime.modules import bits_of
-from otaro.runtime.phases import steps_and_rows
+from otaro.runtime.phases import Phases, steps_and_rows
 from otaro.runtime.pieces import Pieces
 from otaro.runtime.precision import PrecisionLike, attachment
-from otaro.runtime.request import Precisions, Prompt, Request, stops_of, tokens_of
-from otaro.runtime.sample import Sampling
+from otaro.runtime.request import Prompt, Request, stops_of, tokens_of
+from otaro.runtime.sample import Sampling, argmax
 from otaro.runtime.serving import decoder_of, why_not
 from otaro.runtime.slots import Slots
 from otaro.runtime.stream import Stream
@@ -41,10 +35,9 @@ from otaro.sefp.precision import Precision
 _CHUNK = {"cpu": 64, "cuda": 512}  # as long as a step or two of the others take
 _NEW = 256  # tokens at most where nobody said
 _PASSED = 16  # times that others may pass who waits for memory
-_OLDEST = 4  # every so many chunks the oldest prompt goes first
 
 
-class Scheduler:
+class Scheduler(Loop):
     """Runs requests step by step. Any thread may call `submit` and `cancel_all`, one at a time `step`."""
 
     def __init__(
@@ -63,14 +56,15 @@ class Scheduler:
         if reason := why_not(model):
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
         self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
-        self.decoder = cast(Decoder, decoder_of(model))
-        self._most, most = max_sequences, self.decoder.max_sequences
+        decoder = decoder_of(model)
+        self.max_sequences, most = max_sequences, decoder.max_sequences
         if not 0 < max_sequences <= most:
             raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
-        self._chunk = chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"])
+        chunks = Chunks(chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"]), decoder.exact_prompts)
         with torch.inference_mode(False):  # what is kept must stay writable when the caller's mode ends
             kept = None if kv is None else Precision(kv)
-            self._slots = Slots(self.decoder, kept, max_sequences, cache_bytes, self._chunk)
+            self._slots = Slots(decoder, kept, max_sequences, cache_bytes, chunks)
+        super().__init__(decoder, self._slots.cache, chunks)
         limits = (self._slots.most, positions_of(model), rope_limit(model))
         self.context = min(limit for limit in limits if limit is not None)
         """Tokens of a prompt and its answer that can be read."""
@@ -79,8 +73,6 @@ class Scheduler:
         self._given_tokenizer = tokenizer
         self._arrived: deque[Request] = deque()  # by other threads
         self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        self._chunks = 0
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -103,7 +95,12 @@ class Scheduler:
     @property
     def cache_bytes(self) -> int:
         """Memory of keys and values now."""
-        return self._slots.cache.nbytes
+        return int(self.cache.nbytes)
+
+    @property
+    def cache_token_bytes(self) -> float:
+        """Of that, the keys and values of one token."""
+        return self._slots.token_bytes
 
     def submit(
         self,
@@ -118,7 +115,9 @@ class Scheduler:
         ignore_eos: bool = False,
         deadline: float | None = None,
         logprobs: int | None = None,
+        watched: Sequence[int] = (),
         text: bool = True,
+        priority: int = 0,
         by_thread: bool = False,
     ) -> Stream:
         """As `Engine.submit`; `by_thread` tells that reading the stream need not make the steps."""
@@ -129,22 +128,31 @@ class Scheduler:
             raise OtaroError("stop: texts are looked for in text; give tokens, or leave out text=False")
         if logprobs is not None and not 0 <= logprobs <= self.decoder.vocabulary:
             raise OtaroError(f"logprobs={logprobs}: give a number from 0 to {self.decoder.vocabulary}")
+        for token in watched:
+            if not 0 <= token < self.decoder.vocabulary:
+                raise OtaroError(f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}")
         if deadline is not None and not deadline > 0:
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
-        precisions = Precisions(self._attached, self._modules, _steps(precision, prefill, decode), self._bits_set)
-        stream, now = Stream(precisions.switch, self.wake, None if by_thread else self.step), time.perf_counter()
+        if not isinstance(priority, int):
+            raise OtaroError(f"priority={priority!r}: give a whole number, larger for who goes first")
+        phases = Phases(self._attached, _steps(precision, prefill, decode), self._modules)
+        stream, now = Stream(phases.switch, self.wake, None if by_thread else self.step), time.perf_counter()
         stream.figures.prompt_tokens = len(ids)
+        sampler = (sampling or Sampling()).sampler()
         request = Request(
             stream=stream,
             ids=ids,
             prompt=len(ids),
             limit=limit,
-            precisions=precisions,
-            sampler=(sampling or Sampling()).sampler(),
+            phases=phases,
+            argmax=logprobs is None and not watched and sampler.argmax,
+            sampler=sampler,
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
             ends=frozenset(ends if ignore_eos else ends | self._end_of_text),
             logprobs=logprobs,
+            watched=list(watched),
             deadline=float("inf") if deadline is None else now + deadline,
+            priority=priority,
             arrived=now,
         )
         self._arrived.append(request)
@@ -167,11 +175,10 @@ class Scheduler:
         """Read prompts, a chunk at most, then one token of each that goes on; False where nothing is left to do."""
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
+            self._waiting.sort(key=lambda request: -request.priority)
         self._dismiss()
         self._admit()
-        self._read_prompts()
-        self._decode([request for request in self._running if request.new])
-        return bool(self._arrived or self._waiting or self._running)
+        return super().step() or bool(self._arrived or self._waiting)
 
     # Who comes and goes
 
@@ -188,7 +195,7 @@ class Scheduler:
         if request.slot is None:
             self._waiting.remove(request)
         else:
-            self._running.remove(request)
+            self._leave(request)
             self._slots.leave(request.slot)
         request.end(reason, error, self.cache_bytes)
 
@@ -197,83 +204,57 @@ class Scheduler:
         while place < len(self._waiting):
             request, reserved = self._waiting[place], [one.needed for one in self._running]
             if self._slots.has_room(request.needed, reserved):
-                bits = request.precisions.bits(0)
+                (bits,) = self.bits([request])
                 request.began_in(self._slots.take(request.ids, bits, request.needed, reserved))
                 self._running.append(self._waiting.pop(place))
                 for earlier in self._waiting[:place]:
                     earlier.passed += 1
-            elif request.passed >= _PASSED or len(self._running) == self._most:
+            elif request.passed >= _PASSED or len(self._running) == self.max_sequences:
                 return
             else:
                 place += 1
 
-    # Reading
+    # What they say
 
-    def _read_prompts(self) -> None:
-        """A chunk of the prompt that is done soonest, or of the oldest; short prompts share a turn."""
-        left = self._chunk
-        while prompts := [request for request in self._running if not request.new]:
-            oldest = (self._chunks + 1) % _OLDEST == 0
-            request = prompts[0] if oldest else min(prompts, key=_unread)
-            start = request.prompt - _unread(request)
-            end = self._slots.end_of_chunk(start, request.prompt)
-            if end - start > left:
-                return
-            self._chunks, left = self._chunks + 1, left - (end - start)
-            try:
-                self._read(request, start, end)
-            except Exception as error:
-                self._finish(request, "error", error)
+    def choose(self, some: list[Request], logits: torch.Tensor) -> None:
+        """Each by itself."""
+        largest = argmax(logits)
+        values = logits[range(len(some)), largest].tolist()
+        for number, request in enumerate(some):
+            self._say(request, request.choose, logits[number : number + 1], values[number], largest[number])
 
-    def _read(self, request: Request, start: int, end: int) -> None:
-        slot, ids, bits = request.slot, request.ids[start:end], request.bits()
-        assert slot is not None
-        logits = self.decoder.forward(ids, self._slots.cache, sequence=slot.number, bits=bits)
-        slot.tokens += ids
-        slot.how += [self._slots.how(start, end, bits)] * len(ids)
-        if end == request.prompt:
-            self._choose([request], logits.unsqueeze(0))
+    def take(self, some: list[Request], tokens: list[int]) -> None:
+        """Each by itself."""
+        for request, token in zip(some, tokens, strict=True):
+            self._say(request, request.take, token)
 
-    def _decode(self, requests: list[Request]) -> None:
-        """One token of each. Where they are refused together, each is read by itself: it is one's error alone."""
-        if not requests:
-            return
+    def _say(self, request: Request, say: Callable[..., str | None], *what: Any) -> None:
         try:
-            bits = [request.bits() for request in requests]
-            slots = [request.slot for request in requests if request.slot is not None]
-            tokens = [request.ids[-1] for request in requests]
-            logits = self.decoder.step(tokens, self._slots.cache, [slot.number for slot in slots], bits)
+            reason = say(*what)
         except Exception as error:
-            if len(requests) == 1:
-                self._finish(requests[0], "error", error)
-            else:
-                for request in requests:
-                    self._decode([request])
-            return
-        for slot, token, its_bits in zip(slots, tokens, bits, strict=True):
-            slot.tokens.append(token)
-            slot.how.append(its_bits)
-        self._choose(requests, logits)
+            self._finish(request, "error", error)
+        else:
+            if reason:
+                self._finish(request, reason)
 
-    def _choose(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """The next token of each, given logits [requests, vocabulary]."""
-        # numpy finds them in an eighth of the time, and on this thread alone.
-        likeliest = (logits.argmax(-1).cpu() if logits.is_cuda else logits.numpy().argmax(-1)).tolist()
-        largest = logits[range(len(requests)), likeliest].tolist()
-        for number, request in enumerate(requests):
-            request.spoke = request.spoke or time.perf_counter()
-            try:
-                reason = request.choose(logits[number : number + 1], largest[number], likeliest[number])
-            except Exception as error:
-                self._finish(request, "error", error)
-            else:
-                if reason:
-                    self._finish(request, reason)
+    def failed(self, some: list[Request], error: Exception, alone: bool) -> None:
+        """Where they are refused together, each is read by itself: it is one's error alone."""
+        if alone:
+            self._finish(some[0], "error", error)
+        else:
+            for request in some:
+                self._decode([request], ahead=False)
+
+    def bits(self, some: list[Request], later: int = 0) -> list[bytes]:
+        """Those of each request, or those that are set."""
+        now, found = b"", []
+        for request in some:
+            if not (bits := request.phases.bits(request.new + later)):
+                bits = now = now or bits_of(self._modules, self._attached.nested)
+            found.append(bits)
+        return found
 
     # What is asked for
-
-    def _bits_set(self) -> bytes:
-        return bits_of(self._modules, self._attached.nested)
 
     @cached_property
     def _end_of_text(self) -> set[int]:
@@ -295,11 +276,6 @@ class Scheduler:
             f"{told}: cache_bytes={self._slots.nbytes} holds {self.context} of a sequence; "
             "give the engine more, or fewer max_sequences"
         )
-
-
-def _unread(request: Request) -> int:
-    """Tokens of its prompt that are still to be read."""
-    return request.prompt - (len(request.slot.tokens) if request.slot else 0)
 
 
 def _steps(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError, brief
+from otaro.runtime.report import Generation
 from otaro.sefp.precision import Precision
 
 
@@ -23,8 +24,8 @@ class ChatSession:
     def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None, system: str | None = None) -> None:
         self.model, self.tokenizer, self.kv, self.system = model, tokenizer, kv, system
         self.uses_template = bool(getattr(tokenizer, "chat_template", None))
-        self.generation: Any = None
-        """How the last answer went (`generate.Generation`)."""
+        self.generation: Generation | None = None
+        """How the last answer went."""
         if system is not None:
             _check_template(tokenizer)
         self.reset()
@@ -47,8 +48,6 @@ class ChatSession:
         Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in the answer. If the
         answer is interrupted, the conversation is as it was before.
         """
-        from otaro.runtime.generate import Generation  # transformers' generation is slow to import
-
         message = {"role": "user", "content": text}
         ids = self._render(message)
         self._keep_common_prefix(ids)

@@ -8,36 +8,26 @@ they are made for, in the same chunk. So an answer never depends on who was ther
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from otaro.errors import OtaroError
-from otaro.kernels.steps import MAX_TOKENS
-from otaro.runtime.decoder import Cache, Decoder
+from otaro.runtime.decoder import BaseDecoder, Cache
+from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 
 _CONTEXT = 2048  # tokens of each sequence that there is memory for, unless told otherwise
 _SEGMENT, _ROOM = 64, 256  # tokens by which a pooled cache grows, and one that is not
 
 
-@dataclass(eq=False)
-class Slot:
-    """A sequence of the cache, with the tokens that it holds."""
-
-    number: int
-    tokens: list[int] = field(default_factory=list)
-    how: list[object] = field(default_factory=list)
-    """How each of them was read: equal where it left the same bits."""
-
-
 class Slots:
     """All slots of one cache."""
 
-    def __init__(self, decoder: Decoder, kv: Precision | None, count: int, nbytes: int | None, chunk: int) -> None:
-        """The cache takes `nbytes` at most; prompts are read `chunk` tokens at a time."""
+    def __init__(self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
+        """The cache takes `nbytes` at most."""
         probe: Cache = decoder.new_cache(kv, 1, _ROOM)
         decoder.forward([0], probe)
-        self._pooled, self._exact, self._chunk = probe.pooled, decoder.exact_prompts, chunk
+        self._pooled, self._chunks = probe.pooled, chunks
         self._grain, grain_bytes = _SEGMENT if self._pooled else _ROOM, probe.nbytes
+        self.token_bytes = grain_bytes / self._grain
         self.nbytes = count * self._grains(_CONTEXT) * grain_bytes if nbytes is None else nbytes
         self._all = self.nbytes // grain_bytes if self._pooled else self.nbytes // grain_bytes // count
         if not self._all:
@@ -73,22 +63,14 @@ class Slots:
         """Nobody uses it any more; its tokens stay."""
         self._idle.append(slot)
 
-    def how(self, start: int, end: int, bits: bytes) -> object:
-        """How tokens are read that are read together."""
-        return bits if self._exact or end - start <= MAX_TOKENS else (bits, start, end)
-
-    def end_of_chunk(self, start: int, prompt: int) -> int:
-        """Chunks end at multiples of their length, wherever they begin."""
-        return min(prompt, (start // self._chunk + 1) * self._chunk)
-
     def common(self, slot: Slot, prompt: list[int], bits: bytes) -> int:
         """How many tokens of a slot this prompt would read again; its last is read in any case."""
         most, common, start, end = min(len(slot.tokens), len(prompt) - 1), 0, 0, 0
         how: object = bits
         while common < most and slot.tokens[common] == prompt[common]:
             if common == end:
-                start, end = common, self.end_of_chunk(common, len(prompt))
-                how = self.how(start, end, bits)
+                start, end = common, self._chunks.end(common, len(prompt))
+                how = self._chunks.how(start, end, bits)
             if slot.how[common] != how:
                 break
             common += 1

@@ -15,8 +15,8 @@ from contextlib import suppress
 from threading import Condition
 from typing import NamedTuple
 
-from otaro.runtime.generate import Generation
 from otaro.runtime.precision import PrecisionLike
+from otaro.runtime.report import Generation
 
 
 class Token(NamedTuple):
@@ -29,6 +29,8 @@ class Token(NamedTuple):
     """Its log-probability by the model, before any sampling; only where it was asked for."""
     top: tuple[tuple[int, float], ...] = ()
     """As many of the likeliest tokens as were asked for, with their log-probabilities."""
+    watched: tuple[float, ...] = ()
+    """Log-probabilities of the tokens to watch, in their order, where the request named some."""
 
 
 class Answer(NamedTuple):

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "sefp.h"
 
@@ -33,6 +34,33 @@ inline void check_sizes(int64_t length, int group_size) {
 inline void check_scale_exponent(int exponent) {
   check(exponent >= kMinScaleExponent && exponent <= kMaxScaleExponent,
         "scale_exponent must lie between -13 and 7");
+}
+
+// Packed rows in these arrays, which must outlive them, at the precision that the planes make up.
+inline Packed packed_rows(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes,
+                          int64_t length, int group_size, bool truncate, int scale_exponent) {
+  Packed rows;
+  check_sizes(length, group_size);
+  check_scale_exponent(scale_exponent);
+  check(planes.size() <= kPlanes, "there are at most five planes");
+  rows.rows = static_cast<int64_t>(base.shape(0));
+  rows.length = length;
+  rows.group_size = group_size;
+  rows.truncate = truncate;
+  rows.scale_exponent = scale_exponent;
+  rows.bits = kCoarsest + static_cast<int>(planes.size());
+  const auto has = [&](const Bytes& array, int64_t columns) {
+    return static_cast<int64_t>(array.shape(0)) == rows.rows &&
+           static_cast<int64_t>(array.shape(1)) == columns;
+  };
+  check(has(base, rows.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
+  check(has(scales, rows.groups()), "scales must be [rows, groups]");
+  rows.base = base.data(), rows.scales = scales.data();
+  for (size_t p = 0; p < planes.size(); ++p) {
+    check(has(planes[p], rows.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
+    rows.planes[p] = planes[p].data();
+  }
+  return rows;
 }
 
 }  // namespace otaro

@@ -8,7 +8,7 @@ namespace otaro::avx2 {
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
 // instruction that adds four products at once.)
-constexpr int kTileRows = 16, kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
+constexpr int kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
 
 OTARO_INLINE void transpose(__m256i (&v)[8]) {
   __m256i t[8];
@@ -142,19 +142,6 @@ OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* w
   sums[2][0] = c0, sums[2][1] = c1, sums[3][0] = d0, sums[3][1] = d1;
 }
 
-// Have the cache fetch a part of the next sixteen rows, which follow these in memory, while a unit is
-// multiplied: prefetchers do not follow sixteen rows at a time. Addresses beyond the end do no harm.
-template <int M>
-OTARO_INLINE void prefetch_next(const Packed& weight, int64_t first_row, int64_t unit) {
-  const auto fetch = [&](const uint8_t* rows, int bytes) __attribute__((always_inline)) {
-    const int64_t part = kTileRows * 2 * bytes;
-    const uint8_t* from = rows + (first_row + kTileRows) * weight.blocks() * bytes + unit * part;
-    for (int64_t i = 0; i < part; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_T0);
-  };
-  fetch(weight.base, kBaseBytes);
-  for (int p = 0; p < M - kCoarsest; ++p) fetch(weight.planes[p], kPlaneBytes);
-}
-
 template <int M, bool Truncate>
 void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
                int64_t stride) {
@@ -220,12 +207,9 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
 template <int M, bool Truncate>
 void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
           int64_t stride) {
-  for (int64_t row = begin; row < end; row += kTileRows)
-    for (int first = 0; first < x.tokens; first += kTileTokens) {
-      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
-      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
-    }
+  by_tiles(x, begin, end, kTileTokens, [&](const Activations& some, int first, int64_t row, int rows) {
+    many_tile<M, Truncate>(weight, some, row, rows, out + first * stride, stride);
+  });
 }
 
 }  // namespace otaro::avx2

@@ -27,7 +27,8 @@ struct ByPair {
     return unit_blocks == 1 ? digit_weight_by_block(i, 1) : wide_weight(i);
   }
 
-  static OTARO_INLINE void lay_out(const __m256i (*codes)[2], int blocks, int8_t* digits, int16_t*) {
+  // Words 0 2 1 3 of every four, as `Quads` widens bytes.
+  static OTARO_INLINE void lay_out(const __m256i (*codes)[2], int blocks, int8_t* digits, int16_t* words) {
     for (int b = 0; b < blocks; ++b) {
       const Digits bytes(codes[b][0], codes[b][1]);
       const auto place = [&](int8_t* at, __m256i part) __attribute__((always_inline)) {
@@ -37,6 +38,9 @@ struct ByPair {
       };
       place(digits, bytes.high);
       place(digits + blocks * kBlock, bytes.low);
+      for (int half = 0; half < 2; ++half)
+        store(words + b * kBlock + half * kBlock / 2,
+              _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes[b][half], 0xd8), 0xd8));
     }
   }
 };
@@ -185,96 +189,206 @@ struct Avx512 {
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
 };
 
-// Many tokens. Sixteen rows are unpacked and turned, so that a register has four weights of each: its
-// products with four activations, broadcast, need no sum across, and a row stays in its lane to the end.
-constexpr int kTileRows = 16, kTileTokens = 64;
+// Several tokens. Sixteen rows are transposed as they are unpacked, so that a lane has a row's weights to the
+// end, and products with activations, broadcast, need no sum across.
+//
+// A register has four weights of each of sixteen rows, a quad. Bytes are multiplied with the activations'
+// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`.
+template <int M, bool Truncate>
+struct Quads {
+  static constexpr int kQuads = 2 * kBlock / 4, kPlanesUsed = M - kCoarsest;
+  static constexpr bool kWide = M == kFinest, kFactorTwo = meaning(M, Truncate).factor == 2;
+  static constexpr bool kDouble = kFactorTwo && M != 7;  // eight bits twice are no byte
 
-OTARO_INLINE void transpose(__m512i (&v)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {  // v[4 k + i] has column 4 l + i of rows 4 k to 4 k + 3 in its lane l
-    const __m512i a = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88),
-                  b = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0x88),
-                  d = _mm512_shuffle_i32x4(v[8 + i], v[12 + i], 0xdd);
-    t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-    t[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    t[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
-  for (int i = 0; i < 16; ++i) v[i] = t[i];
-}
+  const uint8_t* base[kTileRows];
+  const uint8_t* planes[kPlanesUsed ? kPlanesUsed : 1][kTileRows];
+  __m512i codes[kWide ? 2 * kQuads : kQuads];
 
-// Products of sixteen rows, four weights to a register, with 64 activation bytes.
-OTARO_INLINE __m512i turned_products(__m512i sums, const __m512i (&rows)[16], const int8_t* digits) {
+  template <class RowOf>
+  OTARO_INLINE Quads(const Packed& weight, RowOf row_of) {
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t block = row_of(r) * weight.blocks();
+      base[r] = weight.base + block * kBaseBytes;
+      for (int p = 0; p < kPlanesUsed; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
+    }
+  }
+
+  // Word w of the bases of a unit, eight words, of every row.
+  OTARO_INLINE void base_words(int64_t unit, bool both, __m512i (&words)[8]) const {
+    __m512i v[8], t[8];
+    for (int r = 0; r < 8; ++r) {  // rows 0 and 4, 1 and 5, ...; 8 and 12, ...
+      const auto row = [&](int r) __attribute__((always_inline)) {
+        const uint8_t* from = base[r] + unit * 2 * kBaseBytes;
+        return both ? load(from)
+                    : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      };
+      const int first = r / 4 * 8 + r % 4;
+      v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(row(first)), row(first + 4), 1);
+    }
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+      v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+      v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+      v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // lanes of 128 bits: words i and 4 + i of four rows, and of the next four
+      words[i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88);
+      words[4 + i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
+    }
+  }
+
+  // The words of a plane of both blocks.
+  OTARO_INLINE void plane_words(const uint8_t* const (&rows)[kTileRows], int64_t unit, bool both,
+                                __m512i (&words)[2]) const {
+    __m512i eights[2];
+    for (int h = 0; h < 2; ++h) {
+      eights[h] = _mm512_setzero_si512();
+      for (int r = 0; r < 8; ++r) {
+        const uint8_t* at = rows[8 * h + r] + unit * 2 * kPlaneBytes;
+        const __m128i two = both ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)) : _mm_loadu_si32(at);
+        eights[h] = _mm512_mask_broadcastq_epi64(eights[h], static_cast<__mmask8>(1 << r), two);
+      }
+    }
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    words[0] = _mm512_permutex2var_epi32(eights[0], even, eights[1]);
+    words[1] = _mm512_permutex2var_epi32(eights[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), eights[1]);
+  }
+
+  // FORMAT.md: byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a
+  // plane is weight 4 i + k's: so a quad is the nibbles of one word, and one bit of every byte of another.
+  OTARO_INLINE void unpack(int64_t unit, bool both) {
+    __m512i words[8], bits[kPlanesUsed ? kPlanesUsed : 1][2];
+    base_words(unit, both, words);
+    for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], unit, both, bits[p]);
 #pragma GCC unroll 16
-  for (int q = 0; q < 16; ++q) {
-    int32_t four;
-    std::memcpy(&four, digits + 4 * q, sizeof four);
-    sums = _mm512_dpbusd_epi32(sums, rows[q], _mm512_set1_epi32(four));
+    for (int q = 0; q < kQuads; ++q) {
+      const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4;
+      const __m512i word = words[4 * block + quad / 2];
+      // The lowest bit of u; where u counts double and its bits leave room for it, u is moved up by one.
+      constexpr int kLow = kDouble && !kWide ? 1 : 0;
+      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
+        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
+      };
+      const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
+      __m512i u =
+        _mm512_and_si512(moved(word, nibble, kPlanesUsed + kLow), every(15 << (kPlanesUsed + kLow)));
+      for (int p = 0; p < kPlanesUsed; ++p) {
+        const int to = kPlanesUsed - 1 - p + kLow;
+        u = _mm512_ternarylogic_epi32(moved(bits[p][block], quad, to), every(1 << to), u, 0xea);  // a & b | c
+      }
+      if constexpr (kWide) {
+        const __m512i bytes_of = _mm512_set1_epi32(0x00ff00ff), ninth = _mm512_set1_epi32(0x01000100);
+        // Weights 0 and 2, then 1 and 3. The nibble's highest bit is the ninth.
+        __m512i two[2] = {
+          _mm512_ternarylogic_epi32(moved(word, nibble + 3, 8), ninth, _mm512_and_si512(u, bytes_of), 0xea),
+          _mm512_ternarylogic_epi32(moved(word, nibble + 3, 0), ninth,
+                                    _mm512_and_si512(_mm512_srli_epi32(u, 8), bytes_of), 0xea)};
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (Truncate)  // raised where negative
+            two[i] = _mm512_add_epi16(two[i], _mm512_srli_epi16(_mm512_andnot_si512(two[i], ninth), 8));
+          codes[2 * q + i] = kDouble ? _mm512_add_epi16(two[i], two[i]) : two[i];
+        }
+      } else {
+        if constexpr (Truncate)
+          u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
+        codes[digit_quad(block, quad)] = u;
+      }
+    }
   }
-  return sums;
-}
+
+  // Where a quad's digits are: even quads of both blocks, then odd ones (`wide_weight`).
+  static constexpr int digit_quad(int block, int quad) { return quad % 2 * 8 + block * 4 + quad / 2; }
+
+  template <int Tokens>
+  OTARO_INLINE void dots(const Activations& x, int64_t unit, int token, __m512i (&dots)[Tokens]) const {
+    const int64_t block = x.first_block(unit, token);
+    const auto four = [](const void* at) __attribute__((always_inline)) {
+      int32_t bytes;
+      std::memcpy(&bytes, at, sizeof bytes);
+      return _mm512_set1_epi32(bytes);
+    };
+    const auto offset = [&](int t) __attribute__((always_inline)) {
+      return _mm512_set1_epi32(meaning(M, Truncate).constant * x.sums[(token + t) * x.units + unit]);
+    };
+    if constexpr (kWide) {
+      const int16_t* words = x.words + block * kBlock;
+      for (int t = 0; t < Tokens; ++t) dots[t] = offset(t);
+#pragma GCC unroll 32
+      for (int k = 0; k < 2 * kQuads; ++k)
+        for (int t = 0; t < Tokens; ++t)
+          dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
+    } else {
+      const int8_t* digits = x.digits + block * 2 * kBlock;
+      __m512i high[Tokens], low[Tokens];
+      for (int t = 0; t < Tokens; ++t)
+        high[t] = _mm512_setzero_si512(), low[t] = kFactorTwo && !kDouble ? high[t] : offset(t);
+#pragma GCC unroll 16
+      for (int q = 0; q < kQuads; ++q)
+        for (int t = 0; t < Tokens; ++t) {
+          const int8_t* at = digits + t * 4 * kBlock + 4 * q;
+          high[t] = _mm512_dpbusd_epi32(high[t], codes[q], four(at));
+          low[t] = _mm512_dpbusd_epi32(low[t], codes[q], four(at + 2 * kBlock));
+        }
+      for (int t = 0; t < Tokens; ++t) {
+        const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[t], 8), low[t]);
+        dots[t] = kFactorTwo && !kDouble ? _mm512_add_epi32(_mm512_add_epi32(sums, sums), offset(t)) : sums;
+      }
+    }
+  }
+};
+
+constexpr int kTileTokens = 64;
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
 
 template <int M, bool Truncate>
 void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
                int64_t stride) {
-  constexpr Meaning means = meaning(M, Truncate);
   const int64_t blocks = weight.blocks(), groups = weight.groups(), per_group = weight.units_per_group();
-  const Steps<means.shift> of_scales(weight);
-  alignas(64) float lanes[kTileTokens][kLanes][kTileRows] = {};
-  alignas(64) int32_t tops[kTileTokens][kTileRows];
-  for (int64_t unit = 0; unit < x.units; ++unit) {
-    const int8_t* digits = x.digits + x.first_block(unit, 0) * 2 * kBlock;
-    const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
-    const auto codes = [&](int r) __attribute__((always_inline)) {
-      return Avx512::Codes<M, Truncate>(Bytes<M>(weight, row_of(r)), 2 * unit, 2 * unit + 1 < blocks);
-    };
-    if constexpr (M == kFinest) {  // first, and alone: sixteen registers are half of all
-      __m512i top[16];
-      for (int r = 0; r < kTileRows; ++r) top[r] = codes(r).top;
-      transpose(top);
-      for (int t = 0; t < x.tokens; ++t) {
-        const int8_t* at = digits + t * 4 * kBlock;
-        const __m512i high = turned_products(_mm512_setzero_si512(), top, at);
-        const __m512i low = turned_products(_mm512_setzero_si512(), top, at + 2 * kBlock);
-        _mm512_store_si512(tops[t], _mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  const Steps<meaning(M, Truncate).shift> of_scales(weight);
+  const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
+  Quads<M, Truncate> quads(weight, row_of);
+  const uint8_t* scales[kTileRows];
+  for (int r = 0; r < kTileRows; ++r) scales[r] = weight.scales + row_of(r) * groups;
+  alignas(64) float lanes[kTileTokens][kLanes][kTileRows];
+  std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
+  __m512 steps = _mm512_setzero_ps();
+  for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
+    prefetch_next<M>(weight, first_row, unit);
+    quads.unpack(unit, 2 * unit + 1 < blocks);
+    if (!left) {
+      uint64_t bytes[2] = {};  // not stored byte by byte: what is loaded as a whole then has to wait
+      for (int r = 0; r < kTileRows; ++r)
+        bytes[r / 8] |= static_cast<uint64_t>(scales[r][group]) << 8 * (r % 8);
+      const auto eight = [&](int h) __attribute__((always_inline)) {
+        return of_scales.eight(reinterpret_cast<const uint8_t*>(bytes + h));
+      };
+      steps = _mm512_insertf32x8(_mm512_castps256_ps512(eight(0)), eight(1), 1);
+      left = per_group, ++group;
+    }
+    const auto add = [&](auto count, int t) __attribute__((always_inline)) {
+      __m512i dots[count.value];
+      quads.template dots<count.value>(x, unit, t, dots);
+      for (int i = 0; i < count.value; ++i) {
+        const __m512 scale = _mm512_set1_ps(x.scales[(t + i) * x.units + unit]);
+        const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[i]), _mm512_mul_ps(steps, scale));
+        float* lane = lanes[t + i][unit % kLanes];
+        _mm512_store_ps(lane, _mm512_add_ps(_mm512_load_ps(lane), term));
       }
-    }
-    __m512i low[16];
-    uint8_t scales[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) {
-      low[r] = codes(r).low;
-      scales[r] = weight.scales[row_of(r) * groups + unit / per_group];
-    }
-    transpose(low);
-    const __m512 steps =
-      _mm512_insertf32x8(_mm512_castps256_ps512(of_scales.eight(scales)), of_scales.eight(scales + 8), 1);
-    for (int t = 0; t < x.tokens; ++t) {
-      const int8_t* at = digits + t * 4 * kBlock;
-      const __m512i start = M == kFinest ? _mm512_load_si512(tops[t]) : _mm512_setzero_si512();
-      const __m512i high = turned_products(start, low, at),
-                    of_low = turned_products(_mm512_setzero_si512(), low, at + 2 * kBlock);
-      __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high, 8), of_low);
-      if constexpr (Truncate && M == kFinest) sums = _mm512_sub_epi32(sums, start);
-      if constexpr (means.factor == 2) sums = _mm512_add_epi32(sums, sums);
-      const int64_t slot = t * x.units + unit;
-      const __m512i dots =
-        _mm512_add_epi32(sums, _mm512_set1_epi32(Avx512::constant(M, Truncate) * x.sums[slot]));
-      const __m512 terms =
-        _mm512_mul_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot])));
-      float* lane = lanes[t][unit % kLanes];
-      _mm512_store_ps(lane, _mm512_add_ps(_mm512_load_ps(lane), terms));
-    }
+    };
+    int t = 0;
+#pragma GCC unroll 1
+    for (; t + 4 <= x.tokens; t += 4) add(Count<4>(), t);
+    if (x.tokens - t == 3) add(Count<3>(), t);
+    if (x.tokens - t == 2) add(Count<2>(), t);
+    if (x.tokens - t == 1) add(Count<1>(), t);
   }
   const auto wanted = static_cast<__mmask16>((1u << rows) - 1);
   for (int t = 0; t < x.tokens; ++t) {
@@ -289,12 +403,9 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
 template <int M, bool Truncate>
 void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
           int64_t stride) {
-  for (int64_t row = begin; row < end; row += kTileRows)
-    for (int first = 0; first < x.tokens; first += kTileTokens) {
-      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
-      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
-    }
+  by_tiles(x, begin, end, kTileTokens, [&](const Activations& some, int first, int64_t row, int rows) {
+    many_tile<M, Truncate>(weight, some, row, rows, out + first * stride, stride);
+  });
 }
 
 }  // namespace otaro::avx512
@@ -305,7 +416,7 @@ const Kernels kAvx512 = {"avx512",
                          avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
                          OTARO_INSTANCES(avx512::many),
-                         {16, 16, 16, 16, 16, 16},
+                         {2, 2, 2, 2, 2, 2},
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }

@@ -21,37 +21,22 @@
 
 namespace otaro::OTARO_ISA {
 
-inline float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 inline uint32_t to_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-// 2^e for e from -126 to 127.
-inline float power_of_two(int e) { return from_bits(static_cast<uint32_t>(e + 127) << 23); }
-
 // The power of two of a unit of activations: x = a * scale, a = x * inverse, rounded.
 struct Power {
   float scale, inverse;
 };
 
-// From the bits of the largest magnitude: the exponent is the smallest e with magnitude < 2^e, or one more
-// where rounding to multiples of 2^(e - 15) would pass kMaxActivation. Where a value is not finite, the scale
-// is NaN and all integers are 0.
+// From the bits of the largest magnitude. Where a value is not finite, the scale is NaN and all integers are
+// 0.
 inline Power activation_power(uint32_t largest) {
-  constexpr uint32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
   if (largest >= kInfinity) return {from_bits(kNan), 0.0f};
-  int e = static_cast<int>(largest >> 23) - 126;
-  if (e < kMinActivationExponent)
-    e = kMinActivationExponent;
-  else if (from_bits(largest) * power_of_two(kActivationBits - e) >= kMaxActivation + 0.5f)
-    ++e;
+  const int e = activation_exponent(largest);
   return {power_of_two(e - kActivationBits), power_of_two(kActivationBits - e)};
 }
 

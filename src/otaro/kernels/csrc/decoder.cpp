@@ -61,9 +61,9 @@ void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& pr
   });
 }
 
-float* room(std::vector<float>& buffer, int64_t count) {
-  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(static_cast<size_t>(count));
-  return buffer.data();
+float* buffer(std::vector<float>& memory, int64_t count) {
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(static_cast<size_t>(count));
+  return memory.data();
 }
 
 }  // namespace
@@ -112,8 +112,8 @@ void Cache::reserve(int64_t length) {
   while (static_cast<int64_t>(segments_.size()) * kSegment < length) {
     std::unique_ptr<std::byte, Free> memory(static_cast<std::byte*>(std::aligned_alloc(64, segment_bytes_)));
     if (!memory) throw std::bad_alloc();
-    std::memset(memory.get(), 0,
-                segment_bytes_);  // what lies beyond the last position is read, though never used
+    // What lies beyond the last position is read, though never used.
+    std::memset(memory.get(), 0, segment_bytes_);
     segments_.push_back(std::move(memory));
   }
 }
@@ -122,7 +122,7 @@ Packed Cache::packed(std::byte* part) const {
   Packed rows;
   rows.rows = kSegment;
   rows.length = head_;
-  rows.group_size = kCacheGroup;
+  rows.group_size = kBlock;
   rows.bits = bits_;
   rows.of_cache = true;
   if (part) {
@@ -171,12 +171,12 @@ struct Decoder::Run {
   const Shape& shape = decoder.shape;
   const int64_t of_queries = shape.heads * shape.head, of_keys = shape.kv_heads * shape.head;
   const int64_t group = shape.heads / shape.kv_heads, state = state_size(shape.head);
-  float* x = room(decoder.x_, count* shape.hidden);
-  float* delta = room(decoder.delta_, count* shape.hidden);
-  float* normed = room(decoder.normed_, count* shape.hidden);
-  float* queries = room(decoder.queries_, count* of_queries);
-  float* keys = room(decoder.keys_, count* of_keys);
-  float* values = room(decoder.values_, count* of_keys);
+  float* x = buffer(decoder.x_, count* shape.hidden);
+  float* delta = buffer(decoder.delta_, count* shape.hidden);
+  float* normed = buffer(decoder.normed_, count* shape.hidden);
+  float* queries = buffer(decoder.queries_, count* of_queries);
+  float* keys = buffer(decoder.keys_, count* of_keys);
+  float* values = buffer(decoder.values_, count* of_keys);
   std::vector<Token> tokens = {};
   std::vector<Span> spans = {};  // of all tokens
   std::vector<std::atomic<bool>> refused = std::vector<std::atomic<bool>>(sequences.size());
@@ -219,15 +219,15 @@ struct Decoder::Run {
 
   // Adds what the last part of the layers made of a token, and gives its norm, where there is one, or else
   // the sum.
-  const float* normalised(int64_t t, bool add, const float* output_norm, const float* weight) {
+  const float* add_and_norm(int64_t t, bool add, const float* output_norm, const float* weight) {
     float *row = x + t * shape.hidden, *made = delta + t * shape.hidden, *out = normed + t * shape.hidden;
     if (add) {
-      if (output_norm) floats.norm(made, output_norm, shape.eps, shape.hidden, made);
+      if (output_norm) floats.rms_norm(made, output_norm, shape.eps, shape.hidden, made);
       if (shape.residual_scale != 1) floats.scale(made, shape.residual_scale, shape.hidden);
       floats.add(row, made, shape.hidden);
     }
     if (!weight) return row;
-    floats.norm(row, weight, shape.eps, shape.hidden, out);
+    floats.rms_norm(row, weight, shape.eps, shape.hidden, out);
     return out;
   }
 
@@ -236,14 +236,14 @@ struct Decoder::Run {
     const float* before = number ? decoder.layers[static_cast<size_t>(number) - 1].mlp_output_norm : nullptr;
     const Activations hidden = activations_for(layer.query, count);
     each(count, [&](int64_t t) {
-      kernels.quantize(normalised(t, number > 0, before, layer.attention_norm), shape.hidden, hidden,
+      kernels.quantize(add_and_norm(t, number > 0, before, layer.attention_norm), shape.hidden, hidden,
                        static_cast<int>(t));
     });
     multiply(kernels, pool,
              {{layer.query, 0, hidden, spans, queries},
               {layer.key, 0, hidden, spans, keys},
               {layer.value, 0, hidden, spans, values}});
-    each(count, [&](int64_t t) { place(layer, number, t); });
+    each(count, [&](int64_t t) { rope_and_cache(layer, number, t); });
     quantize_queries();
     attend(layer, number);
     const Activations attended = activations_for(layer.output, count);
@@ -259,10 +259,10 @@ struct Decoder::Run {
 
   void mlp(const Layer& layer) {
     const int64_t width = layer.gate.weight.rows;
-    float *gate = room(decoder.gate_, count * width), *up = room(decoder.up_, count * width);
+    float *gate = buffer(decoder.gate_, count * width), *up = buffer(decoder.up_, count * width);
     const Activations hidden = activations_for(layer.gate, count);
     each(count, [&](int64_t t) {
-      const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
+      const float* row = add_and_norm(t, true, layer.attention_output_norm, layer.mlp_norm);
       kernels.quantize(row, shape.hidden, hidden, static_cast<int>(t));
     });
     multiply(kernels, pool, {{layer.gate, 0, hidden, spans, gate}, {layer.up, 0, hidden, spans, up}});
@@ -286,10 +286,10 @@ struct Decoder::Run {
   // its experts, whoever else is there.
   void experts(const Layer& layer) {
     const Experts& experts = layer.experts;
-    float* scores = room(decoder.scores_, count * experts.count);
+    float* scores = buffer(decoder.scores_, count * experts.count);
     std::vector<const float*> rows(static_cast<size_t>(count));
     each(count, [&](int64_t t) {
-      const float* row = normalised(t, true, layer.attention_output_norm, layer.mlp_norm);
+      const float* row = add_and_norm(t, true, layer.attention_output_norm, layer.mlp_norm);
       rows[static_cast<size_t>(t)] = row;
       float* of_token = scores + t * experts.count;
       for (int64_t e = 0; e < experts.count; ++e)
@@ -303,8 +303,8 @@ struct Decoder::Run {
 
     const auto some = static_cast<int64_t>(pairs.size());
     const int64_t width = layer.gate.weight.rows;
-    float *gate = room(decoder.gate_, some * width), *up = room(decoder.up_, some * width);
-    float* down = room(decoder.down_, some * shape.hidden);
+    float *gate = buffer(decoder.gate_, some * width), *up = buffer(decoder.up_, some * width);
+    float* down = buffer(decoder.down_, some * shape.hidden);
     struct Same {
       int64_t expert, first, count;
       std::vector<Span> spans;
@@ -365,26 +365,26 @@ struct Decoder::Run {
   }
 
   // Norms and rotates a token's queries and keys, and puts its keys and values into its cache.
-  void place(const Layer& layer, int64_t number, int64_t t) {
+  void rope_and_cache(const Layer& layer, int64_t number, int64_t t) {
     const Token& token = tokens[static_cast<size_t>(t)];
     Cache& cache = *token.cache;
     const int64_t segment = token.position / kSegment, at = token.position % kSegment, head = shape.head;
     const Rope* rope = layer.rope < 0 ? nullptr : &decoder.ropes_[static_cast<size_t>(layer.rope)];
-    const auto turn = [&](float* vectors, int64_t heads, const float* weight) {
-      if (weight && layer.norms_all_heads) floats.norm(vectors, weight, shape.eps, heads * head, vectors);
+    const auto norm_and_rope = [&](float* vectors, int64_t heads, const float* weight) {
+      if (weight && layer.norms_all_heads) floats.rms_norm(vectors, weight, shape.eps, heads * head, vectors);
       for (int64_t h = 0; h < heads; ++h) {
         float* vector = vectors + h * head;
-        if (weight && !layer.norms_all_heads) floats.norm(vector, weight, shape.eps, head, vector);
+        if (weight && !layer.norms_all_heads) floats.rms_norm(vector, weight, shape.eps, head, vector);
         if (rope) {
           const int64_t first = token.position * rope->half;
-          floats.rotate(vector, rope->cosines.data() + first, rope->sines.data() + first, rope->half);
+          floats.rope(vector, rope->cosines.data() + first, rope->sines.data() + first, rope->half);
         }
       }
     };
     float *of_token = queries + t * of_queries, *keys_of_token = keys + t * of_keys;
-    turn(of_token, shape.heads, layer.query_norm);
+    norm_and_rope(of_token, shape.heads, layer.query_norm);
     floats.scale(of_token, shape.scale, of_queries);
-    turn(keys_of_token, shape.kv_heads, layer.key_norm);
+    norm_and_rope(keys_of_token, shape.kv_heads, layer.key_norm);
     bool held = true;
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
       float* key = keys_of_token + h * head;
@@ -392,8 +392,7 @@ struct Decoder::Run {
       std::byte* key_part = cache.part(segment, number, h, false);
       std::byte* value_part = cache.part(segment, number, h, true);
       if (cache.bits_) {
-        // The same from all keys of a head, so that all scores of a query change alike: ../keyvalues.py says
-        // why.
+        // The same from all keys of a head, so that all scores of a query change alike (../kv_cache.py).
         if (const float* offset = layer.key_offset)
           for (int64_t i = 0; i < head; ++i) key[i] -= offset[h * head + i];
         held &= encode(key, cache.packed(key_part), at);
@@ -447,7 +446,7 @@ struct Decoder::Run {
     const int64_t pairs = count * shape.kv_heads;
     const bool split = pairs < 4 * pool.threads() && most > 1;
     const int64_t slots = split ? most : 2;
-    float* states = room(decoder.states_, pairs * slots * group * state);
+    float* states = buffer(decoder.states_, pairs * slots * group * state);
     const auto merge = [&](float* into, const float* next) {
       for (int64_t g = 0; g < group; ++g) floats.merge(into + g * state, next + g * state, shape.head);
     };
@@ -539,7 +538,7 @@ struct Decoder::Run {
     const Activations last = activations_for(decoder.head, some);
     const auto token_of = [&](int64_t i) { return wanted[static_cast<size_t>(i)]; };
     each(some, [&](int64_t i) {
-      const float* row = normalised(token_of(i), true, decoder.layers.back().mlp_output_norm, decoder.norm);
+      const float* row = add_and_norm(token_of(i), true, decoder.layers.back().mlp_output_norm, decoder.norm);
       kernels.quantize(row, shape.hidden, last, static_cast<int>(i));
     });
     const std::vector<Span> of_wanted = spans_of(some, token_of);

@@ -3,11 +3,13 @@
 #include "decoder_module.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -31,28 +33,38 @@ using Vector = Array<const float, 1>;
 // A packed matrix of the mapped file at its coarsest. It never changes: further planes are a decoder's, under
 // its mutex.
 struct Matrix {
-  Packed packed;
   Bytes base, scales;
+  Packed packed;
 
-  Matrix(Bytes base_, Bytes scales_, int64_t length, int group_size, bool truncate, int scale_exponent)
-    : base(std::move(base_)), scales(std::move(scales_)) {
-    check_sizes(length, group_size);
-    check_scale_exponent(scale_exponent);
-    packed.rows = static_cast<int64_t>(base.shape(0));
-    packed.length = length;
-    packed.group_size = group_size;
-    packed.truncate = truncate;
-    packed.scale_exponent = scale_exponent;
-    check(has_columns(base, packed, packed.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
-    check(has_columns(scales, packed, packed.groups()), "scales must be [rows, groups]");
-    packed.base = base.data();
-    packed.scales = scales.data();
+  Matrix(Bytes base, Bytes scales, int64_t length, int group_size, bool truncate, int scale_exponent)
+    : base(std::move(base)),
+      scales(std::move(scales)),
+      packed(packed_rows(this->base, this->scales, {}, length, group_size, truncate, scale_exponent)) {}
+};
+
+// What Python says of a model, a layer or a matrix: every field by its name, and none but those that are
+// taken.
+class Fields {
+ public:
+  explicit Fields(nb::handle given) : given_(nb::cast<nb::dict>(given)) {}
+
+  nb::object operator[](const char* name) {
+    check(given_.contains(name), "the description lacks " + std::string(name));
+    taken_.insert(name);
+    return given_[name];
+  }
+  template <class T>
+  T get(const char* name) {
+    return nb::cast<T>((*this)[name]);
+  }
+  void check_all_taken() const {
+    for (const auto& [name, value] : given_)
+      check(taken_.count(nb::cast<std::string>(name)), "the decoder knows no " + nb::cast<std::string>(name));
   }
 
-  static bool has_columns(const Bytes& array, const Packed& packed, int64_t columns) {
-    return static_cast<int64_t>(array.shape(0)) == packed.rows &&
-           static_cast<int64_t>(array.shape(1)) == columns;
-  }
+ private:
+  const nb::dict given_;
+  std::set<std::string> taken_;
 };
 
 // A decoder and what it points into. Python's threads may call anything at any time: whatever changes is
@@ -60,33 +72,35 @@ struct Matrix {
 class Owner {
  public:
   // What these dictionaries hold: runtime/decode.py.
-  Owner(const nb::dict& model, const nb::list& layers) {
+  Owner(const nb::dict& given, const nb::list& layers) {
+    Fields model(given);
     Shape shape;
-    const auto number = [&](const char* name) { return nb::cast<float>(model[name]); };
-    shape.heads = nb::cast<int64_t>(model["heads"]), shape.kv_heads = nb::cast<int64_t>(model["kv_heads"]);
-    shape.head = nb::cast<int64_t>(model["head_dim"]);
-    shape.eps = number("eps"), shape.scale = number("scale");
-    shape.attention_cap = number("attention_cap"), shape.logit_cap = number("logit_cap");
-    shape.embedding_scale = number("embedding_scale"), shape.residual_scale = number("residual_scale");
-    shape.logit_scale = number("logit_scale");
-    shape.gelu = nb::cast<bool>(model["gelu"]);
+    shape.heads = model.get<int64_t>("heads"), shape.kv_heads = model.get<int64_t>("kv_heads");
+    shape.head = model.get<int64_t>("head_dim");
+    shape.eps = model.get<float>("eps"), shape.scale = model.get<float>("scale");
+    shape.attention_cap = model.get<float>("attention_cap"), shape.logit_cap = model.get<float>("logit_cap");
+    shape.embedding_scale = model.get<float>("embedding_scale");
+    shape.residual_scale = model.get<float>("residual_scale");
+    shape.logit_scale = model.get<float>("logit_scale");
+    shape.gelu = model.get<bool>("gelu");
     check(shape.kv_heads > 0 && shape.heads > 0 && shape.heads % shape.kv_heads == 0,
           "heads must be a multiple of kv_heads");
     check(shape.head > 0 && shape.head % 2 == 0 && shape.head <= kMaxHead,
           "head must be even and at most " + std::to_string(kMaxHead));
     check(layers.size() > 0, "there must be a layer");
-    const auto halves = nb::cast<std::vector<int64_t>>(model["rope_angles"]);
+    const auto halves = model.get<std::vector<int64_t>>("rope_angles");
     for (const int64_t half : halves)
-      check(half > 0 && 2 * half <= shape.head, "a rope turns at most a whole head");
+      check(half > 0 && 2 * half <= shape.head, "a rope rotates at most a whole head");
     Linear embedding, head;
-    shape.vocabulary = matrix(model["embedding"][0]).packed.rows,
-    shape.hidden = matrix(model["embedding"][0]).packed.length;
+    const Packed& rows = nb::cast<const Matrix&>(Fields(model["embedding"])["matrix"]).packed;
+    shape.vocabulary = rows.rows, shape.hidden = rows.length;
     take(model["embedding"], 1, shape.vocabulary, shape.hidden, embedding);
     std::vector<Layer> all(layers.size());
-    for (size_t i = 0; i < all.size(); ++i) take(nb::cast<nb::dict>(layers[i]), shape, halves.size(), all[i]);
+    for (size_t i = 0; i < all.size(); ++i) take(Fields(layers[i]), shape, halves.size(), all[i]);
     take(model["lm_head"], 1, shape.vocabulary, shape.hidden, head);
     decoder_ = std::make_unique<Decoder>(shape, std::move(all), embedding, head,
                                          vector(model["norm"], shape.hidden), halves);
+    model.check_all_taken();
     slots_[0].linear = &decoder_->embedding;
     size_t slot = 1;
     for (Layer& layer : decoder_->layers)
@@ -206,15 +220,13 @@ class Owner {
     std::vector<Bytes> planes;
   };
 
-  const Matrix& matrix(nb::handle object) { return nb::cast<const Matrix&>(object); }
-
-  // (matrix, first row, rows of one expert, rows between two experts, bias)
+  // Of a tensor the rows of one expert from the first on, and how many lie between two experts.
   void take(nb::handle object, int64_t experts, int64_t rows, int64_t length, Linear& into) {
-    const auto given = nb::cast<nb::tuple>(object);
-    kept_.append(given);
-    const Packed& whole = matrix(given[0]).packed;
-    const auto first = nb::cast<int64_t>(given[1]), stride = nb::cast<int64_t>(given[3]);
-    check(nb::cast<int64_t>(given[2]) == rows && whole.length == length && first >= 0 && stride >= 0 &&
+    Fields given(object);
+    kept_.append(object);
+    const Packed& whole = nb::cast<const Matrix&>(given["matrix"]).packed;
+    const auto first = given.get<int64_t>("first"), stride = given.get<int64_t>("stride");
+    check(given.get<int64_t>("rows") == rows && whole.length == length && first >= 0 && stride >= 0 &&
             stride <= whole.rows && (experts == 1 || stride >= rows) &&
             first + (experts - 1) * stride + rows <= whole.rows,
           "a matrix has the wrong shape");
@@ -223,24 +235,24 @@ class Owner {
     into.weight.base += first * whole.blocks() * kBaseBytes;
     into.weight.scales += first * whole.groups();
     into.weight.rows = rows;
-    into.bias = optional(given[4], rows);
+    into.bias = optional(given["bias"], rows);
+    given.check_all_taken();
     slots_.push_back({nullptr, first, whole.rows, {}});
   }
 
-  void take(const nb::dict& parts, const Shape& shape, size_t ropes, Layer& layer) {
+  void take(Fields parts, const Shape& shape, size_t ropes, Layer& layer) {
     const int64_t of_queries = shape.heads * shape.head, of_keys = shape.kv_heads * shape.head;
     Experts& experts = layer.experts;
     if (!parts["router"].is_none()) {
-      experts.count = nb::cast<int64_t>(parts["experts"]),
-      experts.chosen = nb::cast<int64_t>(parts["chosen"]);
-      experts.normalize = nb::cast<bool>(parts["normalize"]);
+      experts.count = parts.get<int64_t>("experts"), experts.chosen = parts.get<int64_t>("chosen");
+      experts.normalize = parts.get<bool>("normalize");
       check(experts.count > 0 && experts.count <= kMostExperts && experts.chosen > 0 &&
               experts.chosen <= experts.count,
             "of some experts one or more are chosen");
       experts.router = vector(parts["router"], experts.count * shape.hidden);
     }
     const int64_t stacked = std::max<int64_t>(1, experts.count);
-    const auto width = nb::cast<int64_t>(parts["gate"][2]);
+    const auto width = Fields(parts["gate"]).get<int64_t>("rows");
     take(parts["query"], 1, of_queries, shape.hidden, layer.query);
     take(parts["key"], 1, of_keys, shape.hidden, layer.key);
     take(parts["value"], 1, of_keys, shape.hidden, layer.value);
@@ -252,14 +264,15 @@ class Owner {
     layer.attention_output_norm = optional(parts["attention_output_norm"], shape.hidden);
     layer.mlp_norm = optional(parts["mlp_norm"], shape.hidden);
     layer.mlp_output_norm = optional(parts["mlp_output_norm"], shape.hidden);
-    layer.norms_all_heads = nb::cast<bool>(parts["norms_all_heads"]);
+    layer.norms_all_heads = parts.get<bool>("norms_all_heads");
     layer.query_norm = optional(parts["query_norm"], layer.norms_all_heads ? of_queries : shape.head);
     layer.key_norm = optional(parts["key_norm"], layer.norms_all_heads ? of_keys : shape.head);
     layer.key_offset = optional(parts["key_offset"], of_keys);
-    layer.window = nb::cast<int64_t>(parts["window"]);
+    layer.window = parts.get<int64_t>("window");
     check(layer.window >= 0, "window must not be negative");
-    layer.rope = parts["rope"].is_none() ? -1 : nb::cast<int>(parts["rope"]);
+    layer.rope = parts["rope"].is_none() ? -1 : parts.get<int>("rope");
     check(layer.rope >= -1 && layer.rope < static_cast<int>(ropes), "there is no such rope");
+    parts.check_all_taken();
   }
 
   const float* vector(nb::handle object, int64_t count) {
@@ -335,8 +348,7 @@ void encode(const Array<const float, 2>& x, const Array<uint8_t, 2>& base,
   const size_t blocks = static_cast<size_t>((length + kBlock - 1) / kBlock), rows = x.shape(0);
   check(planes.size() <= kPlanes, "there are at most five planes");
   check(base.shape(0) == rows && base.shape(1) == blocks * kBaseBytes, "base must be [rows, 16 * blocks]");
-  check(exponents.shape(0) == rows && exponents.shape(1) == (x.shape(1) + kCacheGroup - 1) / kCacheGroup,
-        "exponents must be [rows, groups]");
+  check(exponents.shape(0) == rows && exponents.shape(1) == blocks, "exponents must be [rows, groups]");
   for (const auto& plane : planes)
     check(plane.shape(0) == rows && plane.shape(1) == blocks * kPlaneBytes,
           "a plane must be [rows, 4 * blocks]");

@@ -9,9 +9,8 @@
 
 namespace otaro {
 
-constexpr int kCacheGroup = 32;  // numbers of a packed key or value that share an exponent
-constexpr int kSegment =
-  64;  // positions that lie together in a cache, and that are attended to before anything is merged
+// Positions that lie together in a cache, and that are attended to before anything is merged.
+constexpr int kSegment = 64;
 constexpr int kTile = 16;    // floats that the inner loops of attention hold at a time
 constexpr int kMaxRows = 8;  // queries that share the keys of a tile
 constexpr int kMaxHead = 256;
@@ -24,12 +23,12 @@ constexpr int64_t state_size(int64_t head) { return kTile + padded(head); }
 
 struct Floats {
   // out = weight * x / sqrt(mean(x^2) + eps)
-  void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
   void (*add)(float* x, const float* y, int64_t count);
   // x *= factor
   void (*scale)(float* x, float factor, int64_t count);
   // Rotate the pairs (x[i], x[i + half]) by the angles whose cosines and sines are given.
-  void (*rotate)(float* x, const float* cosines, const float* sines, int64_t half);
+  void (*rope)(float* x, const float* cosines, const float* sines, int64_t half);
   // gate = silu(gate) * up; or gelu, by its approximation with tanh
   void (*silu)(float* gate, const float* up, int64_t count);
   void (*gelu)(float* gate, const float* up, int64_t count);
@@ -88,8 +87,8 @@ extern const Floats kFloats;
 
 #include "backend.h"
 
-#pragma GCC diagnostic ignored \
-  "-Wpsabi"  // vectors are passed only between functions of this file that are inlined
+// Vectors are passed only between functions of this file that are inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace otaro::OTARO_ISA {
 
@@ -162,7 +161,7 @@ static float dot(const float* x, const float* y, int64_t count) {
   return sum16(low, high);
 }
 
-static void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+static void rms_norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
   const float factor = 1.0f / __builtin_sqrtf(dot(x, x, count) / static_cast<float>(count) + eps);
   for (int64_t k = 0; k < count; ++k) out[k] = weight[k] * (x[k] * factor);
 }
@@ -175,7 +174,7 @@ static void scale(float* x, float factor, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-static void rotate(float* x, const float* cosines, const float* sines, int64_t half) {
+static void rope(float* x, const float* cosines, const float* sines, int64_t half) {
   float* y = x + half;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = y[i];
@@ -297,30 +296,25 @@ static bool store_value(const float* value, int64_t head, uint16_t* row) {
 
 static bool encode(const float* row, int64_t length, int bits, uint8_t* base, uint8_t* const* planes,
                    int8_t* exponents) {
-  static_assert(kCacheGroup == kBlock);
-  constexpr int kShift = 1 << (kFinest - kCoarsest - 1), kLargest = (1 << kFinest) - 1;
   for (int64_t block = 0; block * kBlock < length; ++block) {
     float values[kBlock] = {};
     const int64_t count = length - block * kBlock < kBlock ? length - block * kBlock : kBlock;
     std::memcpy(values, row + block * kBlock, static_cast<size_t>(count) * sizeof(float));
     uint32_t largest = 0;
     for (float value : values) {
-      const uint32_t magnitude = to_bits(value) & 0x7fffffff;
+      const uint32_t magnitude = to_bits(value) & kMagnitude;
       largest = magnitude > largest ? magnitude : largest;
     }
-    int exponent = static_cast<int>(largest >> 23) - 126;
-    if (exponent > 16) return false;
-    if (exponent < -15) exponent = -15;
+    int exponent = exponent_of(largest);
+    if (exponent > kMaxCacheExponent) return false;
+    if (exponent < kMinCacheExponent) exponent = kMinCacheExponent;
     exponents[block] = static_cast<int8_t>(exponent);
     const float scale = power_of_two(kFinest - exponent);
     int32_t u[kBlock];
     for (int i = 0; i < kBlock; ++i) {
       const float scaled = values[i] * scale;
-      int32_t floor = static_cast<int32_t>(scaled);
-      floor -= (scaled < static_cast<float>(floor)) |
-               ((values[i] < 0) & (scaled == 0));  // a tiny negative one scaled to -0
-      const int32_t code = floor + kShift < kLargest ? floor + kShift : kLargest;
-      u[i] = code + (1 << kFinest);
+      const int32_t whole = static_cast<int32_t>(scaled);
+      u[i] = cache_code(values[i], scaled, whole - (scaled < static_cast<float>(whole)));
     }
     for (int i = static_cast<int>(count); i < kBlock; ++i) u[i] = 0;  // FORMAT.md: padding is zero
     for (int i = 0; i < kBaseBytes; ++i)
@@ -329,7 +323,7 @@ static bool encode(const float* row, int64_t length, int bits, uint8_t* base, ui
     for (int p = 0; p < bits - kCoarsest; ++p)
       for (int byte = 0; byte < kPlaneBytes; ++byte) {
         int bits_of = 0;
-        for (int i = 0; i < 8; ++i) bits_of |= (u[4 * i + byte] >> (kPlanes - 1 - p) & 1) << i;
+        for (int i = 0; i < 8; ++i) bits_of |= (u[plane_weight(8 * byte + i)] >> (kPlanes - 1 - p) & 1) << i;
         planes[p][block * kPlaneBytes + byte] = static_cast<uint8_t>(bits_of);
       }
   }
@@ -456,9 +450,9 @@ static void finish(const float* state, float* out, int64_t head) {
   for (int64_t i = 0; i < head; ++i) out[i] = state[kTile + i] / state[1];
 }
 
-const Floats kFloats = {norm,  add,           scale,         rotate,    silu,        gelu,   cap,
-                        dot,   softmax,       exponential,   store_key, store_value, encode, score,
-                        weigh, gather_halves, gather_floats, merge,     finish};
+const Floats kFloats = {rms_norm, add,           scale,         rope,      silu,        gelu,   cap,
+                        dot,      softmax,       exponential,   store_key, store_value, encode, score,
+                        weigh,    gather_halves, gather_floats, merge,     finish};
 
 }  // namespace otaro::OTARO_ISA
 #endif

@@ -29,33 +29,6 @@ void check_aligned(const AnyArray& array, const char* what) {
   check(reinterpret_cast<uintptr_t>(array.data()) % alignof(decltype(*array.data())) == 0, what);
 }
 
-Packed packed(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length,
-              int group_size, bool truncate, int scale_exponent) {
-  Packed weight;
-  check_sizes(length, group_size);
-  check_scale_exponent(scale_exponent);
-  check(planes.size() <= kPlanes, "there are at most five planes");
-  weight.rows = static_cast<int64_t>(base.shape(0));
-  weight.length = length;
-  weight.group_size = group_size;
-  weight.truncate = truncate;
-  weight.scale_exponent = scale_exponent;
-  weight.bits = kCoarsest + static_cast<int>(planes.size());
-  const auto has = [&](const auto& array, int64_t columns) {
-    return static_cast<int64_t>(array.shape(0)) == weight.rows &&
-           static_cast<int64_t>(array.shape(1)) == columns;
-  };
-  check(has(base, weight.blocks() * kBaseBytes), "base must be [rows, 16 * blocks]");
-  check(has(scales, weight.groups()), "scales must be [rows, groups]");
-  for (size_t p = 0; p < planes.size(); ++p) {
-    check(has(planes[p], weight.blocks() * kPlaneBytes), "a plane must be [rows, 4 * blocks]");
-    weight.planes[p] = planes[p].data();
-  }
-  weight.base = base.data();
-  weight.scales = scales.data();
-  return weight;
-}
-
 Activations quantized(const Kernels& kernels, const Array<const float, 2>& x, const Packed& weight,
                       Scratch& scratch) {
   check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
@@ -70,7 +43,7 @@ Activations quantized(const Kernels& kernels, const Array<const float, 2>& x, co
 void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
             const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate,
             int scale_exponent, const Array<float, 2>& out) {
-  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
+  const Packed weight = packed_rows(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows,
         "out must be [tokens, rows]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
@@ -83,7 +56,7 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scal
 void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
           const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, int scale_exponent,
           const Array<int32_t, 3>& out) {
-  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
+  const Packed weight = packed_rows(base, scales, planes, length, group_size, truncate, scale_exponent);
   check(x.shape(0) <= kMaxTokens, "at most eight tokens");
   check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == weight.rows &&
           static_cast<int64_t>(out.shape(2)) == weight.units(),
@@ -127,13 +100,13 @@ void quantize(const Array<const float, 2>& x, int group_size, const Array<int16_
 void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& planes, int64_t length,
             int group_size, bool truncate, int scale_exponent,
             const std::optional<Array<const int64_t, 1>>& rows, const Array<float, 2>& out) {
-  const Packed weight = packed(base, scales, planes, length, group_size, truncate, scale_exponent);
+  const Packed weight = packed_rows(base, scales, planes, length, group_size, truncate, scale_exponent);
   const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : weight.rows;
   check(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == length,
         "out must be [rows, length]");
   check_aligned(out, "out must start at a multiple of 4 bytes");
-  std::vector<int64_t>
-    wanted;  // a copy: what was checked stays what is used, whoever writes to the array meanwhile
+  // A copy: what was checked stays what is used, whoever writes to the array meanwhile.
+  std::vector<int64_t> wanted;
   if (rows) {
     check_aligned(*rows, "rows must start at a multiple of 8 bytes");
     wanted.assign(rows->data(), rows->data() + count);
@@ -152,9 +125,8 @@ void decode(const Bytes& base, const Bytes& scales, const std::vector<Bytes>& pl
 
 NB_MODULE(_cpu, m) {
   using namespace otaro;
-  const auto plain = [](const char* name) {
-    return nb::arg(name).noconvert();
-  };  // a copy would swallow what is written to it
+  // A copy would swallow what is written to it.
+  const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
         "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
   m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,

@@ -58,8 +58,8 @@ class Pool {
 
   std::atomic<int> wanted_{1};
   std::vector<std::thread> helpers_;
-  int resized_ =
-    1;  // the number of threads last asked for; fewer helpers than that where the system gave no more
+  // The number of threads last asked for; fewer helpers than that where the system gave no more.
+  int resized_ = 1;
   std::mutex region_;  // held by the caller of a region
 
   // The region in progress. It is open while `epoch_` is odd. A helper counts itself in, looks whether the

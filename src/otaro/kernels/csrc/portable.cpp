@@ -8,7 +8,6 @@ namespace otaro::portable {
 
 inline void quantize(const float* x, int64_t length, const Activations& out, int token) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-  constexpr uint32_t kMagnitude = 0x7fffffff;
   const int64_t unit_weights = out.unit_weights();
   for (int64_t unit = 0; unit < out.units; ++unit) {
     const int64_t start = unit * unit_weights;
@@ -45,9 +44,9 @@ inline void quantize(const float* x, int64_t length, const Activations& out, int
 
 // The step of one group of weights or of a cache.
 inline float step_of(const Packed& weight, int64_t group, int shift) {
-  const int byte = weight.scales[group], e = byte >> 3 & 15, f = byte & 7;
+  const int byte = weight.scales[group], e = byte >> kScaleFractionBits & 15, f = byte & 7;
   if (weight.of_cache) return power_of_two(static_cast<int8_t>(byte) - shift);
-  const int exponent = (e ? e : 1) - 10 + weight.scale_exponent - shift;
+  const int exponent = (e ? e : 1) - kScaleBias - kScaleFractionBits + weight.scale_exponent - shift;
   const float size = static_cast<float>(e ? 8 + f : f) * power_of_two(exponent);
   return byte & 0x80 ? -size : size;
 }

@@ -9,7 +9,7 @@
 
 namespace otaro {
 
-// Room for the activations of some tokens; grows, never shrinks.
+// Memory for the activations of some tokens; grows, never shrinks.
 class Scratch {
  public:
   Scratch() = default;

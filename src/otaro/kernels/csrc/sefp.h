@@ -5,17 +5,14 @@
 // like this (kernels/reference.py has the same in plain torch, and is the oracle):
 //
 //   1. A row of weights is cut into *units* of 64 weights (32 where the group size is no multiple of 64); a
-//   group is one or more
-//      whole units. Activations are cut the same way.
-//   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15), |a| <=
-//   kMaxActivation.
+//      group is one or more whole units. Activations are cut the same way.
+//   2. Each unit of activations becomes 16-bit integers a with one power of two: x = a * 2^(e - 15),
+//      |a| <= kMaxActivation.
 //   3. A unit of a row and of a token gives one integer, I = sum of (n u + k) a, where u is the stored code
-//   at
-//      the precision in use and (n, k) say what it means: a weight is (n u + k) steps, and a step is scale *
-//      2^-shift. `Meaning` below. |I| < 2^31, so 32-bit integers are exact in any order.
+//      at the precision in use and (n, k) say what it means: a weight is (n u + k) steps, and a step is
+//      scale * 2^-shift. `Meaning` of sefp_format.h. |I| < 2^31, so 32-bit integers are exact in any order.
 //   4. float(I), rounded to nearest, times the product of the step and the activations' power of two, which
-//   is
-//      exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j
+//      is exact, is the unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j
 //      gets lane j + 8, then j + 4, j + 2, j + 1 added. Every operation is one of IEEE's on float32 and none
 //      is fused, so that every backend returns the same bits, whatever its registers or threads.
 //
@@ -23,41 +20,13 @@
 // told to flush them computes the same.
 #pragma once
 
-#include <cstdint>
+#include "sefp_format.h"
 
 namespace otaro {
 
-constexpr int kBlock = 32;      // weights that share their bytes
-constexpr int kBaseBytes = 16;  // of a block
-constexpr int kPlaneBytes = 4;  // of a block
-constexpr int kCoarsest = 3, kFinest = 8;
-constexpr int kPlanes = kFinest - kCoarsest;
-constexpr int kLanes = 16;     // partial sums of a row
 constexpr int kMaxTokens = 8;  // of one call of `Kernels::linear`
 
-// The largest activation integer: 127 * 256 + 127, so that it is two signed bytes, high and low, both at most
-// 127 in magnitude.
-constexpr int kMaxActivation = 32639;
-constexpr int kActivationBits = 15;
-// Exponents below this count as this: its product with the smallest step, 2^-126, is a normal number.
-constexpr int kMinActivationExponent = -80;
-constexpr int kMinScaleExponent = -13, kMaxScaleExponent = 7;
-
-// What a stored u means at m bits: the weight is (factor * u + constant) * scale * 2^-shift.
-struct Meaning {
-  int factor, constant, shift;
-  bool raise_negative;  // `truncate` stores negative weights in one's complement: where u's top bit is clear,
-                        // u counts as u + 1
-};
-
-constexpr Meaning meaning(int bits, bool truncate) {
-  return truncate ? Meaning{1, -(1 << bits), bits, true}
-                  : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
-}
-
-// A packed matrix, as it lies in the mapped file. A scale is a byte: a sign, four bits e and three bits f are
-// (1 + f/8) 2^(e-7), or f 2^-9 where e is 0, times two to the tensor's `scale_exponent`. A packed cache has
-// rows of the same form whose scales are powers of two.
+// A packed matrix, as it lies in the mapped file. A packed cache has rows of the same form.
 struct Packed {
   const uint8_t* base = nullptr;
   const uint8_t* planes[kPlanes] = {};
@@ -78,10 +47,9 @@ struct Packed {
 
 // Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up
 // with zeros. The `digits` of a unit are the high bytes of its weights, then the low bytes, in the order in
-// which the instruction set unpacks weights
-// (`Kernels::digit_weight`); `words` are the same as 16-bit integers, for those that want them
-// (`word_weight`). The tokens of a unit stand next to each other: a kernel that has unpacked a unit meets all
-// of them.
+// which the instruction set unpacks weights (`Kernels::digit_weight`); `words` are the same as 16-bit
+// integers, for those that want them (`word_weight`). The tokens of a unit stand next to each other: a kernel
+// that has unpacked a unit meets all of them.
 struct Activations {
   int tokens = 0, stride = 0;  // tokens at hand, and from one unit to the next
   int64_t units = 0;
@@ -107,8 +75,8 @@ struct Activations {
 constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
 constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 * 8 + i % 8); }
 
-// The functions of one instruction set. Those on weights come in twelve instances: [mantissa bits -
-// 3][truncate].
+// The functions of one instruction set. Those on weights come in twelve instances:
+// [mantissa bits - 3][truncate].
 struct Kernels {
   const char* name;
   // Which weight of a unit digit byte i stands for.

@@ -513,6 +513,32 @@ struct For {
   }
 };
 
+// Several tokens at once: sixteen rows of weights meet as many tokens as a tile takes.
+constexpr int kTileRows = 16;
+
+template <class Tile>
+OTARO_INLINE void by_tiles(const Activations& x, int64_t begin, int64_t end, int tile_tokens, Tile tile) {
+  for (int64_t row = begin; row < end; row += kTileRows)
+    for (int first = 0; first < x.tokens; first += tile_tokens) {
+      const int tokens = x.tokens - first < tile_tokens ? x.tokens - first : tile_tokens;
+      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+      tile(x.some(first, tokens), first, row, rows);
+    }
+}
+
+// Have the cache fetch a part of the next sixteen rows, which follow these in memory, while a unit is
+// multiplied: prefetchers do not follow sixteen rows at a time. Addresses beyond the end do no harm.
+template <int M>
+OTARO_INLINE void prefetch_next(const Packed& weight, int64_t first_row, int64_t unit) {
+  const auto fetch = [&](const uint8_t* rows, int bytes) __attribute__((always_inline)) {
+    const int64_t part = kTileRows * 2 * bytes;
+    const uint8_t* from = rows + (first_row + kTileRows) * weight.blocks() * bytes + unit * part;
+    for (int64_t i = 0; i < part; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_T0);
+  };
+  fetch(weight.base, kBaseBytes);
+  for (int p = 0; p < M - kCoarsest; ++p) fetch(weight.planes[p], kPlaneBytes);
+}
+
 template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
   constexpr Meaning means = meaning(M, Truncate);

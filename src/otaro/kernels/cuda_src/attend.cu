@@ -12,12 +12,11 @@
 // neighbours of a key, four of a value, and unpack what they loaded:
 //
 //   scores   [8 heads, 2 parts] x [8 positions]: thread (g, t) of a warp (g = lane / 4, t = lane % 4) has
-//   dimensions
-//            32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at positions 2t
-//            and 2t + 1
+//            dimensions 32 c + 8 t ... + 7 of query head g and of the key at position g; it gets head g at
+//            positions 2t and 2t + 1
 //   values   [16 dimensions] x [8 heads]: it has dimensions 32 c + 4 g ... + 3 of the values at positions 2t,
-//   2t + 1, 2t + 8, 2t + 9,
-//            and, from the scores, the weights of head g at these positions; it gets heads 2t and 2t + 1
+//            2t + 1, 2t + 8, 2t + 9, and, from the scores, the weights of head g at these positions; it gets
+//            heads 2t and 2t + 1
 //
 // Packed numbers become halves, exactly but for multiples of 2^-25 below 2^-14, at half their size: 2^16 is
 // no half.
@@ -33,14 +32,14 @@
 constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
 constexpr int kPitch = kChunks * kBlock;
-constexpr int kPlanes = KV_BITS ? KV_BITS - kCoarsest : 0;
+constexpr int kPlanesUsed = KV_BITS ? KV_BITS - kCoarsest : 0;
 constexpr int kMostSplits = 64;
 #define kNever __int_as_float(0xff800000)
 
 struct Attend {
-  const float* queries;  // [tokens, heads, HEAD], scaled
-  Rows keys, values;     // [sequences, kv heads, capacity]
-  const int* positions;  // [tokens]
+  const float* queries;    // [tokens, heads, HEAD], scaled
+  CacheRows keys, values;  // [sequences, kv heads, capacity]
+  const int* positions;    // [tokens]
   const int* sequences;
   float* partial;  // [tokens, heads, splits, kPitch]
   float* states;   // [tokens, heads, splits, 2]: largest score, sum of weights
@@ -91,8 +90,8 @@ struct Scale {
 __device__ __forceinline__ Scale scale_of(int first, int second) {
   constexpr int kBits = KV_BITS ? KV_BITS : kCoarsest;
   constexpr Meaning means = meaning(kBits, false);
-  constexpr float kFactor =
-    kBits == 8 ? 2 * means.factor : means.factor;  // a byte lacks the last of nine bits
+  // A byte lacks the last of nine bits.
+  constexpr float kFactor = kBits == 8 ? 2 * means.factor : means.factor;
   const float a = power_of_two(first - means.shift - 1), b = power_of_two(second - means.shift - 1);
   return {
     pair(to_half(kFactor * a), to_half(kFactor * b)),
@@ -118,22 +117,23 @@ __device__ __forceinline__ uint32_t quad_of(uint32_t nibbles, const uint32_t* pl
                                             uint32_t& last) {
   uint32_t u = nibbles & 0x0f0f0f0fu;
 #pragma unroll
-  for (int k = 0; k < (kPlanes < 4 ? kPlanes : 4); ++k) u = 2 * u | (planes[k] >> shift & 0x01010101u);
+  for (int k = 0; k < (kPlanesUsed < 4 ? kPlanesUsed : 4); ++k)
+    u = 2 * u | (planes[k] >> shift & 0x01010101u);
   last = 0;
-  if constexpr (kPlanes == 5) last = planes[4] >> shift & 0x01010101u;
+  if constexpr (kPlanesUsed == 5) last = planes[4] >> shift & 0x01010101u;
   return u;
 }
 
 // One token's row of a chunk: what a thread loads of it.
 struct Words {
   uint32_t base[kChunks * (KV_BITS ? 1 : 4)];  // of a value in float16, two to a chunk
-  uint32_t planes[kChunks][kPlanes ? kPlanes : 1];
+  uint32_t planes[kChunks][kPlanesUsed ? kPlanesUsed : 1];
   int exponents[kChunks];
 };
 
 // Of a key: dimensions 32 c + 8 t and on. Of a value: 32 c + 4 g and on.
 template <bool Key>
-__device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words) {
+__device__ __forceinline__ void load(const CacheRows& rows, int64_t row, Words& words) {
   const int t = threadIdx.x % 4, g = threadIdx.x % kWarp / 4;
   if constexpr (KV_BITS == 0) {
     const uint16_t* from = reinterpret_cast<const uint16_t*>(rows.base) + row * kPitch;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void load(const Rows& rows, int64_t row, Words& words
     for (int c = 0; c < kChunks; ++c) {
       words.base[c] = rows.base[(row * kChunks + c) * kBaseWords + (Key ? t : g / 2)];
 #pragma unroll
-      for (int k = 0; k < kPlanes; ++k) words.planes[c][k] = rows.planes[k][row * kChunks + c];
+      for (int k = 0; k < kPlanesUsed; ++k) words.planes[c][k] = rows.planes[k][row * kChunks + c];
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) words.exponents[c] = rows.exponents[row * kChunks + c];
@@ -404,16 +404,14 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
       state[i] = s < active ? __ldcg(states + s) : make_float2(kNever, 0.0f);
       top = fmaxf(top, state[i].x);
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mate));
+    top = warp_max(top);
 #pragma unroll
     for (int i = 0; i < kMostSplits / kWarp; ++i) {
       const float factor = __expf(state[i].x - top);
       factors[head][kWarp * i + lane] = factor;
       all += state[i].y * factor;
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) all += __shfl_xor_sync(kAll, all, mate);
+    all = warp_sum(all);
     if (lane == 0) total[head] = all;
   }
   __syncthreads();

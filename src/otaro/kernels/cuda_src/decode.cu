@@ -10,10 +10,11 @@
 // What few models have is compiled only where it is asked for:
 //
 //   embed           SCALED: rows times a scale
-//   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on; FLOATS: as
-//   floats too quantize        GELU, not SiLU rope_and_cache  ROPE_PAIRS: of a head, that are rotated;
-//   WHOLE_NORM: a norm is of all heads at once route           NORMALIZE: scores of those chosen add up to
-//   one
+//   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on;
+//                   FLOATS: as floats too
+//   quantize        GELU, not SiLU
+//   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once
+//   route           NORMALIZE: scores of those chosen add up to one
 #include "sefp.cuh"
 
 #ifndef BITS
@@ -122,16 +123,12 @@ extern "C" __global__ void embed(const __grid_constant__ Embed p) {
 
 // A sum over a block of at most 32 warps: each leaves its part, and after a barrier every thread collects
 // them.
-__device__ __forceinline__ void leave_sum(float sum, float* sums) {
-#pragma unroll
-  for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+__device__ __forceinline__ void begin_block_sum(float sum, float* sums) {
+  sum = warp_sum(sum);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
 }
-__device__ __forceinline__ float collect_sum(const float* sums) {
-  float sum = threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0.0f;
-#pragma unroll
-  for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
-  return sum;
+__device__ __forceinline__ float end_block_sum(const float* sums) {
+  return warp_sum(threadIdx.x % kWarp < blockDim.x / kWarp ? sums[threadIdx.x % kWarp] : 0.0f);
 }
 
 // x += delta, where there is one, which may be normed and scaled before; then weight * x / sqrt(mean(x^2) +
@@ -172,9 +169,9 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
     for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum += delta[v][i] * delta[v][i];
-    leave_sum(sum, sums[DELTA_NORM]);
+    begin_block_sum(sum, sums[DELTA_NORM]);
     __syncthreads();
-    const float factor = 1.0f / sqrtf(collect_sum(sums[DELTA_NORM]) / static_cast<float>(p.length) + p.eps);
+    const float factor = 1.0f / sqrtf(end_block_sum(sums[DELTA_NORM]) / static_cast<float>(p.length) + p.eps);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const int at = 4 * (v * blockDim.x + threadIdx.x);
@@ -192,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
       x[v][i] = __fadd_rn(x[v][i], scaled(delta[v][i], p.scale));
       sum += x[v][i] * x[v][i];
     }
-  if constexpr (NORM) leave_sum(sum, sums[0]);
+  if constexpr (NORM) begin_block_sum(sum, sums[0]);
   if (p.delta) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -203,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
   }
   if constexpr (NORM) {
     __syncthreads();
-    sum = collect_sum(sums[0]);
+    sum = end_block_sum(sums[0]);
   }
   const float factor = NORM ? 1.0f / sqrtf(sum / static_cast<float>(p.length) + p.eps) : 1.0f;
 #pragma unroll
@@ -264,17 +261,17 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 
 // Norms and rotates queries and keys; keys and values go into the cache. A warp has one head of one token.
 struct RopeAndCache {
-  const void* from[3];    // queries, keys, values [tokens, heads, HEAD]
-  int64_t strides[3];     // from token to token
-  const float* norms[2];  // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
-  const float* offsets;   // what packed keys are kept less [kv heads, HEAD], or null
-  const float* cosines;   // [positions, ROPE_PAIRS]
+  const void* vectors[3];  // queries, keys, values [tokens, heads, HEAD]
+  int64_t strides[3];      // from token to token
+  const float* norms[2];   // of queries and keys [HEAD], or [heads, HEAD] of all heads at once, or null
+  const float* offsets;    // what packed keys are kept less [kv heads, HEAD], or null
+  const float* cosines;    // [positions, ROPE_PAIRS]
   const float* sines;
   const int* positions;  // [tokens]
   const int* sequences;
-  float* queries;  // [tokens, heads, HEAD], scaled
-  Rows rows[2];    // keys, values [sequences, kv heads, capacity]
-  int* refused;    // set where the cache cannot hold a number
+  float* queries;     // [tokens, heads, HEAD], scaled
+  CacheRows rows[2];  // keys, values [sequences, kv heads, capacity]
+  int* refused;       // set where the cache cannot hold a number
   int64_t capacity;
   float eps, scale;
   int heads, kv_heads;
@@ -292,34 +289,31 @@ constexpr int kHeadBlocks = (HEAD + kBlock - 1) / kBlock;
 
 // A row into the cache; a block is a group. Lane l holds the weight of a block whose bit of a plane is bit l:
 // FORMAT.md, "Blocks".
-__device__ __forceinline__ void encode(const float* x, const Rows& rows, int64_t row, int* refused) {
-  const int lane = threadIdx.x % kWarp, weight = 4 * (lane % 8) + lane / 8;
+__device__ __forceinline__ void encode(const float* x, const CacheRows& rows, int64_t row, int* refused) {
+  const int lane = threadIdx.x % kWarp, weight = plane_weight(lane);
 #pragma unroll
   for (int block = 0; block < kHeadBlocks; ++block) {
     const bool there = block * kBlock + weight < HEAD;
     const float value = there ? x[block * kBlock + weight] : 0.0f;
-    const uint32_t largest = __reduce_max_sync(kAll, __float_as_uint(value) & 0x7fffffffu);
-    int exponent = static_cast<int>(largest >> 23) - 126;
-    if (exponent > 16) {
+    const uint32_t largest = __reduce_max_sync(kAll, __float_as_uint(value) & kMagnitude);
+    int exponent = exponent_of(largest);
+    if (exponent > kMaxCacheExponent) {
       if (lane == 0) *refused = 1;
-      exponent = 16;
+      exponent = kMaxCacheExponent;
     }
-    exponent = max(exponent, -15);
+    exponent = max(exponent, kMinCacheExponent);
     const int64_t at = row * kHeadBlocks + block;
     if (lane == 0) rows.exponents[at] = static_cast<int8_t>(exponent);
-    const float scaled = value * power_of_two(8 - exponent);
+    const float scaled = value * power_of_two(kFinest - exponent);
     const float floor = floorf(fminf(fmaxf(scaled, -256.0f), 255.0f));
-    int code =
-      static_cast<int>(floor) - (value < 0.0f && scaled == 0.0f);  // a tiny negative one scaled to -0
-    code = min(code + 16, 255);
-    const int u = there ? code + 256 : 0;  // padding is zero
-    const uint32_t nibble = u >> 5, other = __shfl_down_sync(kAll, nibble, 1);
+    const int u = there ? cache_code(value, scaled, static_cast<int>(floor)) : 0;  // padding is zero
+    const uint32_t nibble = u >> kPlanes, other = __shfl_down_sync(kAll, nibble, 1);
     if (lane % 2 == 0)
       reinterpret_cast<uint8_t*>(rows.base + kBaseWords * at)[4 * (lane % 8 / 2) + lane / 8] =
         static_cast<uint8_t>(nibble | other << 4);
 #pragma unroll
     for (int k = 0; k < KV_BITS - kCoarsest; ++k) {
-      const uint32_t plane = __ballot_sync(kAll, u >> (4 - k) & 1);
+      const uint32_t plane = __ballot_sync(kAll, u >> (kPlanes - 1 - k) & 1);
       if (lane == 0) rows.planes[k][at] = plane;
     }
   }
@@ -339,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   if (kind == 2 && head >= p.kv_heads) return;
   const int position = p.positions[token], sequence = p.sequences[token];
   const typename In::Stored* all =
-    static_cast<const typename In::Stored*>(p.from[kind]) + token * p.strides[kind];
+    static_cast<const typename In::Stored*>(p.vectors[kind]) + token * p.strides[kind];
   const typename In::Stored* from = all + head * HEAD;
   float first[kMine] = {}, second[kMine] = {};
 #pragma unroll
@@ -358,9 +352,7 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
 #pragma unroll
         for (int k = 0; k < kMine; ++k) sum += first[k] * first[k] + second[k] * second[k];
       }
-#pragma unroll
-      for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
-      const float factor = 1.0f / sqrtf(sum / static_cast<float>(length) + p.eps);
+      const float factor = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(length) + p.eps);
 #pragma unroll
       for (int k = 0; k < kMine; ++k) {
         const int i = lane + kWarp * k;
@@ -392,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   }
   if (position >= p.capacity) return;
   const int64_t row = (static_cast<int64_t>(sequence) * p.kv_heads + head) * p.capacity + position;
-  const Rows& rows = p.rows[kind - 1];
+  const CacheRows& rows = p.rows[kind - 1];
   if constexpr (KV_BITS) {
     const float* offsets = kind == 1 && p.offsets ? p.offsets + head * HEAD : nullptr;
 #pragma unroll
@@ -418,10 +410,12 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   }
 }
 
-// A number whose order as an unsigned integer is that of floats: NaN is above all, both zeros are equal.
-__device__ __forceinline__ uint32_t order_of(float value) {
+// The largest of these keys is that of the largest value, and of equals that of the first index. NaN is above
+// all, both zeros are equal.
+__device__ __forceinline__ unsigned long long argmax_key(float value, int index) {
   const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);
-  return value != value ? kAll : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const uint32_t order = value != value ? kAll : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return static_cast<unsigned long long>(order) << 32 | (kAll - static_cast<uint32_t>(index));
 }
 
 // The experts of a token: a warp scores one, and the block that finishes last chooses.
@@ -455,8 +449,7 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp) route(const __g
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum += a[i] * b[i];
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) sum += __shfl_xor_sync(kAll, sum, mate);
+    sum = warp_sum(sum);
     if (lane == 0) scores[expert] = sum;
   }
   __threadfence();
@@ -472,35 +465,26 @@ extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp) route(const __g
   // Lane l has experts l, l + 32, ...
   float most = __int_as_float(0xff800000), all = 0.0f;
   for (int i = lane; i < p.experts; i += kWarp) most = fmaxf(most, __ldcg(scores + i));
-#pragma unroll
-  for (int mate = kWarp / 2; mate; mate /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, mate));
+  most = warp_max(most);
   for (int i = lane; i < p.experts; i += kWarp) all += expf(__ldcg(scores + i) - most);
-#pragma unroll
-  for (int mate = kWarp / 2; mate; mate /= 2) all += __shfl_xor_sync(kAll, all, mate);
+  all = warp_sum(all);
   uint32_t mine = 0;  // bit j: expert lane + 32 j is chosen
   for (int n = 0; n < p.count; ++n) {
     unsigned long long best = 0;
     for (int j = 0; lane + kWarp * j < p.experts; ++j) {
       if (mine >> j & 1) continue;
       const int one = lane + kWarp * j;
-      const unsigned long long key = static_cast<unsigned long long>(order_of(__ldcg(scores + one))) << 32 |
-                                     (kAll - static_cast<uint32_t>(one));
+      const unsigned long long key = argmax_key(__ldcg(scores + one), one);
       best = key > best ? key : best;
     }
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) {
-      const unsigned long long other = __shfl_xor_sync(kAll, best, mate);
-      best = other > best ? other : best;
-    }
-    const uint32_t one = kAll - static_cast<uint32_t>(best);
+    const uint32_t one = kAll - static_cast<uint32_t>(warp_max(best));
     if (one % kWarp == static_cast<uint32_t>(lane)) mine |= 1u << one / kWarp;
   }
   float of_chosen = 0.0f;
   if constexpr (NORMALIZE) {
     for (int j = 0; kWarp * j < p.experts; ++j)
       if (mine >> j & 1) of_chosen += expf(__ldcg(scores + lane + kWarp * j) - most) / all;
-#pragma unroll
-    for (int mate = kWarp / 2; mate; mate /= 2) of_chosen += __shfl_xor_sync(kAll, of_chosen, mate);
+    of_chosen = warp_sum(of_chosen);
   }
   int before = 0;
   for (int j = 0; kWarp * j < p.experts; ++j) {
@@ -557,7 +541,7 @@ extern "C" __global__ void cap_logits(const __grid_constant__ CapLogits p) {
   p.logits[at] = p.cap ? p.cap * tanhf(value / p.cap) : value;
 }
 
-// The likeliest token, the first of equals; NaN is likelier than anything. It becomes the next step's, a
+// The token of the largest logit, the first of equals; NaN is above all. It becomes the next step's, a
 // position further on.
 struct Argmax {
   const float* logits;           // [tokens, count]
@@ -576,15 +560,10 @@ extern "C" __global__ void argmax(const __grid_constant__ Argmax p) {
   const float* logits = p.logits + static_cast<int64_t>(token) * p.count;
   unsigned long long best = 0;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) {
-    const unsigned long long key =
-      static_cast<unsigned long long>(order_of(logits[i])) << 32 | (kAll - static_cast<uint32_t>(i));
+    const unsigned long long key = argmax_key(logits[i], i);
     best = key > best ? key : best;
   }
-#pragma unroll
-  for (int mate = kWarp / 2; mate; mate /= 2) {
-    const unsigned long long other = __shfl_xor_sync(kAll, best, mate);
-    best = other > best ? other : best;
-  }
+  best = warp_max(best);
   if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = best;
   __syncthreads();
   if (threadIdx.x) return;

@@ -29,7 +29,7 @@
 static_assert(!EXPERTS || TOKENS == 1, "a pair is one token");
 
 constexpr int kWarps = kLanes / SPAN, kRows = 16, kMatrices = 3;
-constexpr int kPlanes = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
+constexpr int kPlanesUsed = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
 constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;  // zeros below u in its byte
 constexpr Meaning kMeaning = meaning(BITS, TRUNCATE);
 constexpr int kThreads = 4 / UNITS;          // that share a unit, and tokens of an accumulator
@@ -48,17 +48,15 @@ struct Linear {
   int first_block[kMatrices + 1];  // blocks of threads are shared out among the matrices
   Activations x;
   int tokens, blocks, units, groups;
-#if EXPERTS
-  const int* experts;              // [pairs]
+  const int* experts;              // [pairs]; this and what follows: of EXPERTS
   int64_t expert_rows[kMatrices];  // from one expert's to the next one's
   int each;                        // pairs that share a row of x
-#endif
 };
 
 // What a thread holds of a step, for its two rows.
 struct Step {
   uint32_t base[2][kParts][kWords];
-  uint32_t planes[2][kParts][kBlocks][kPlanes ? kPlanes : 1];
+  uint32_t planes[2][kParts][kBlocks][kPlanesUsed ? kPlanesUsed : 1];
   int scales[2][kTogether ? 1 : kParts];
 };
 
@@ -125,7 +123,7 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
                                        base + kBaseWords * b);
       }
 #pragma unroll
-      for (int k = 0; k < kPlanes; ++k) {
+      for (int k = 0; k < kPlanesUsed; ++k) {
         uint32_t words[2] = {};
         if constexpr (WIDE && kBlocks == 2) {
           if (past > 0) load_words<2>(matrix.planes[k] + first, words);
@@ -228,15 +226,15 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
     uint32_t u[2][kQuads], last[2][kQuads];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint32_t planes[kPlanes ? kPlanes : 1];
+      uint32_t planes[kPlanesUsed ? kPlanesUsed : 1];
 #pragma unroll
-      for (int k = 0; k < kPlanes; ++k)
+      for (int k = 0; k < kPlanesUsed; ++k)
         planes[k] =
           step.planes[r][j][block][k] >> (kWords < 4 ? 2 * (t % kThreads * kWords % kBaseWords) : 0);
       unpack<BITS, kQuads>(step.base[r][j] + kBaseWords * block, planes, u[r]);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
-        last[r][quad] = BITS == 8 ? last_bits(planes[kPlanes ? kPlanes - 1 : 0], quad) : 0;
+        last[r][quad] = BITS == 8 ? last_bits(planes[kPlanesUsed ? kPlanesUsed - 1 : 0], quad) : 0;
         if constexpr (TRUNCATE) {
           const uint32_t raised = (~u[r][quad] & 0x80808080u) >> (BITS == 8 ? 7 : BITS);
           (BITS == 8 ? last : u)[r][quad] += raised;
@@ -302,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) linear(const __grid_
   Packed matrix = p.matrix[number];
   matrix.base += kBaseWords * skipped * p.blocks;
 #pragma unroll
-  for (int k = 0; k < kPlanes; ++k) matrix.planes[k] += skipped * p.blocks;
+  for (int k = 0; k < kPlanesUsed; ++k) matrix.planes[k] += skipped * p.blocks;
   matrix.scales += skipped * p.groups;
   const Activations given = {p.x.digits + row_of_x * p.units * 2 * kUnit, p.x.terms + row_of_x * p.units};
 #else

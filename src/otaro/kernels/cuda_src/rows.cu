@@ -19,13 +19,13 @@ struct Of<2> {
 using Float = Of<DTYPE>::Type;
 using Stored = Float::Stored;
 
-#ifdef UNIT
 struct Quantize {
   const Stored* x;  // [tokens, length]
   Activations out;
   int64_t tokens, length, units;
 };
 
+#ifdef UNIT
 extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
   wait_for_predecessor();
   let_successor_start();  // not earlier: `linear` loads weights at once, and whoever wrote those must be done
@@ -39,7 +39,6 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 }
 #endif
 
-#ifdef BITS
 struct Decode {
   Packed packed;
   const int64_t* ids;  // rows to decode, or null for all
@@ -48,10 +47,11 @@ struct Decode {
   int blocks, groups, group_size;
 };
 
+#ifdef BITS
 // A thread decodes the eight weights of one base word.
 extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   constexpr Meaning means = meaning(BITS, TRUNCATE);
-  constexpr int kPlanes = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
+  constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
   let_successor_start();
   wait_for_predecessor();
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x,
@@ -62,9 +62,10 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   const bool there = !IDS || (row >= 0 && row < p.packed.rows);
   const int64_t block = there ? row * p.blocks + word / kBaseWords : 0, start = 8 * word;
   const int in_block = static_cast<int>(word % kBaseWords);
-  uint32_t base[1] = {p.packed.base[kBaseWords * block + in_block]}, planes[kPlanes ? kPlanes : 1], u[2];
+  uint32_t base[1] = {p.packed.base[kBaseWords * block + in_block]}, planes[kPlanesUsed ? kPlanesUsed : 1],
+           u[2];
 #pragma unroll
-  for (int k = 0; k < kPlanes; ++k) planes[k] = p.packed.planes[k][block] >> (2 * in_block);
+  for (int k = 0; k < kPlanesUsed; ++k) planes[k] = p.packed.planes[k][block] >> (2 * in_block);
   unpack<BITS, 2>(base, planes, u);
   const float factor = step_factor(p.packed, means.shift + kSpare);
   const float step = step_of(p.packed.scales[there ? row * p.groups + start / p.group_size : 0], factor);
@@ -73,10 +74,10 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   for (int i = 0; i < 8; ++i) {
     const uint32_t byte = u[i / 4] >> (8 * (i % 4)) & 255;
     int code = static_cast<int>(byte);
-    if (BITS == 8) code = 2 * code + (planes[kPlanes ? kPlanes - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
+    if (BITS == 8) code = 2 * code + (planes[kPlanesUsed ? kPlanesUsed - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
     if (means.raise_negative) code += byte < 128 ? 1 << kSpare : 0;
     const float value = static_cast<float>(means.factor * code + means.constant * (1 << kSpare)) * step;
-    values[i] = Float::store(there ? value : __int_as_float(0x7fc00000));
+    values[i] = Float::store(there ? value : from_bits(kNan));
   }
   Stored* out = p.out + number * p.length + start;
   if (p.length % 8 == 0) {  // so rows, and eights, lie at multiples of 16 bytes

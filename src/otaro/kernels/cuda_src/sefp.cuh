@@ -1,48 +1,23 @@
 // The words of the GPU kernels: types, packed rows, activations as integers. What is computed stands in
 // ../reference.py.
 //
-// Sources are compiled at first use by NVRTC (../nvrtc.py), which has no headers of its own: nothing is
-// included, and what they would bring (halves, bytes) is spelt out here. Constants in CAPITALS are set by the
-// caller, with -D.
+// Sources are compiled at first use by NVRTC (../nvrtc.py), which has no headers of its own: what they would
+// bring (halves, bytes) is spelt out here and in sefp_format.h. Constants in CAPITALS are set by the caller,
+// with -D.
 #pragma once
 
-#ifdef __CUDACC_RTC__
-using uint8_t = unsigned char;
-using int8_t = signed char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
-using int64_t = long long;
-#else
-#include <cstdint>
-#endif
+#include "sefp_format.h"
+
+using namespace otaro;
 
 constexpr int kWarp = 32;
-constexpr int kBlock = 32;     // weights that share their bytes
-constexpr int kBaseWords = 4;  // of a block
-constexpr int kCoarsest = 3;
-constexpr int kLanes = 16;  // partial sums of a row
-constexpr int kMaxActivation = 32639;
-constexpr int kActivationBits = 15;
-constexpr int kMinActivationExponent = -80;
+constexpr int kBaseWords = kBaseBytes / 4;  // of a block
 constexpr unsigned kAll = 0xffffffffu;
 
-// What a stored u means at m bits: the weight is (factor * u + constant) * scale * 2^-shift.
-struct Meaning {
-  int factor, constant, shift;
-  bool raise_negative;  // where u's top bit is clear, u counts as u + 1
-};
-
-__host__ __device__ constexpr Meaning meaning(int bits, bool truncate) {
-  return truncate ? Meaning{1, -(1 << bits), bits, true}
-                  : Meaning{2, 1 - (2 << bits) - (1 << (bits - kCoarsest)), bits + 1, false};
-}
-
-// A packed matrix. Scales are bytes (../../sefp/codec.py, `scale_values`); signed ones, so that a load
-// spreads the sign.
+// A packed matrix. Scale bytes are signed, so that a load spreads the sign.
 struct Packed {
   const uint32_t* base;
-  const uint32_t* planes[5];
+  const uint32_t* planes[kPlanes];
   const int8_t* scales;
   int64_t rows;
   int scale_exponent;
@@ -61,8 +36,6 @@ struct Activations {
   int8_t* digits;  // [tokens, units, 2, unit]
   Term* terms;     // [tokens, units]
 };
-
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 __device__ __forceinline__ float from_half(uint16_t bits) {
   float value;
@@ -111,9 +84,9 @@ struct Choice<false, A, B> {
 
 // Keys or values of one layer's cache: in float16, rows of whole blocks, or packed. Rows are numbered through
 // sequences, heads and positions.
-struct Rows {
+struct CacheRows {
   uint32_t* base;  // or halves
-  uint32_t* planes[5];
+  uint32_t* planes[kPlanes];
   int8_t* exponents;
 };
 
@@ -134,10 +107,11 @@ __device__ __forceinline__ void let_successor_start() {
 // small: a subnormal one where the byte's exponent is 0, which a GPU multiplies like any other. So one
 // product gives the step scale * 2^-shift.
 __device__ __forceinline__ float step_factor(const Packed& matrix, int shift) {
-  return power_of_two(120 + matrix.scale_exponent - shift);
+  return power_of_two(127 - kScaleBias + matrix.scale_exponent - shift);
 }
 __device__ __forceinline__ float step_of(int scale, float factor) {
-  return __fmul_rn(__uint_as_float(static_cast<uint32_t>(scale) << 20 & 0x87f00000u), factor);
+  return __fmul_rn(__uint_as_float(static_cast<uint32_t>(scale) << (23 - kScaleFractionBits) & 0x87f00000u),
+                   factor);
 }
 
 // Quantizes one unit of 64 or 32 activations with one warp. Lane i holds weight i, and i + 32 in `second` if
@@ -146,15 +120,11 @@ template <int Unit>
 __device__ __forceinline__ void quantize_unit(float first, float second, int64_t slot,
                                               const Activations& out) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t largest = __float_as_uint(first) & 0x7fffffffu;
-  if (Unit == 64) largest = max(largest, __float_as_uint(second) & 0x7fffffffu);
+  uint32_t largest = __float_as_uint(first) & kMagnitude;
+  if (Unit == 64) largest = max(largest, __float_as_uint(second) & kMagnitude);
   largest = __reduce_max_sync(kAll, largest);
-  const bool finite = largest < 0x7f800000u;
-  int exponent =
-    static_cast<int>(largest >> 23) - 126;  // of numbers below 2^-126 too small, and raised anyway
-  exponent = max(exponent, kMinActivationExponent);
-  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f)
-    ++exponent;
+  const bool finite = largest < kInfinity;
+  const int exponent = activation_exponent(largest);
   const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
   const int a = finite ? __float2int_rn(first * inverse) : 0,
             b = Unit == 64 && finite ? __float2int_rn(second * inverse) : 0;
@@ -167,8 +137,7 @@ __device__ __forceinline__ void quantize_unit(float first, float second, int64_t
     digits[Unit + 32 + lane] = low_b;
   }
   const int sum = __reduce_add_sync(kAll, a + b);
-  if (lane == 0)
-    out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+  if (lane == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : from_bits(kNan)};
 }
 
 // (a & mask) | (b & ~mask) in one instruction. The compiler would rather split it, to share a mask that costs
@@ -214,6 +183,26 @@ __device__ __forceinline__ uint32_t last_bits(uint32_t plane, int quad) {
   return (plane >> quad) & 0x01010101u;
 }
 
+// Of all lanes of a warp, for each of them.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) value += __shfl_xor_sync(kAll, value, mate);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, mate));
+  return value;
+}
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long value) {
+#pragma unroll
+  for (int mate = kWarp / 2; mate; mate /= 2) {
+    const unsigned long long other = __shfl_xor_sync(kAll, value, mate);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 // Asynchronous copies to shared memory.
 template <int Bytes>
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
@@ -235,13 +224,11 @@ __device__ __forceinline__ void quantize_quads(const float (&x)[4], bool there, 
   const int at = static_cast<int>(threadIdx.x) % kMates;
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+  for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(x[i]) & kMagnitude);
 #pragma unroll
   for (int mate = kMates / 2; mate; mate /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, mate));
-  const bool finite = largest < 0x7f800000u;
-  int exponent = max(static_cast<int>(largest >> 23) - 126, kMinActivationExponent);
-  if (__uint_as_float(largest) * power_of_two(kActivationBits - exponent) >= kMaxActivation + 0.5f)
-    ++exponent;
+  const bool finite = largest < kInfinity;
+  const int exponent = activation_exponent(largest);
   const float inverse = finite ? power_of_two(kActivationBits - exponent) : 0.0f;
   uint32_t high = 0, low = 0;
   int sum = 0;
@@ -258,6 +245,5 @@ __device__ __forceinline__ void quantize_quads(const float (&x)[4], bool there, 
   uint32_t* digits = reinterpret_cast<uint32_t*>(out.digits + slot * 2 * Unit);
   digits[at] = high;
   digits[kMates + at] = low;
-  if (at == 0)
-    out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : __int_as_float(0x7fc00000)};
+  if (at == 0) out.terms[slot] = {sum, finite ? power_of_two(exponent - kActivationBits) : from_bits(kNan)};
 }

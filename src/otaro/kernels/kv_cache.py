@@ -35,8 +35,8 @@ def key_offset(
 ) -> torch.Tensor:
     """What a bias [kv heads * head_dim] adds to keys on average over some positions.
 
-    Cosines and sines of the positions' angles are [positions, n], for 2n dimensions of a head. Dimensions that turn slowly,
-    and it is these that have large biases, are hardly turned within a context: the mean is the bias itself. Of those that turn
+    Cosines and sines of the positions' angles are [positions, n], for 2n dimensions of a head. Dimensions that rotate slowly,
+    and it is these that have large biases, hardly rotate within a context: the mean is the bias itself. Of those that rotate
     fast nothing is left.
     """
     heads = bias.detach().float().view(-1, head_dim)
@@ -48,8 +48,8 @@ def key_offset(
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), 1).flatten()
 
 
-class KeyValues:
-    """Room for `capacity` positions of each sequence. `bits` are mantissa bits, 0 is float16."""
+class KvCache:
+    """Memory for `capacity` positions of each sequence. `bits` are mantissa bits, 0 is float16."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class KeyValues:
         self.head, self.bits = head, bits
         self.offsets = offsets if bits else None
         self.number = next(_numbers)
-        """No other room has it."""
+        """No other cache has it."""
         shape = (2, layers, sequences, kv_heads, capacity)
         self.planes: list[torch.Tensor] = []
         self.exponents: torch.Tensor | None = None
@@ -93,10 +93,10 @@ class KeyValues:
         """Bytes of memory."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def grown(self, capacity: int) -> KeyValues:
-        """The same in a larger room."""
+    def grown(self, capacity: int) -> KvCache:
+        """The same with memory for more positions."""
         device = self.base.device
-        new = KeyValues(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device, self.offsets)
+        new = KvCache(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device, self.offsets)
         for ours, theirs in zip(self.tensors, new.tensors, strict=True):
             theirs[..., : self.capacity, :] = ours
         new.refused.copy_(self.refused)

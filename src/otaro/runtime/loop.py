@@ -1,0 +1,212 @@
+"""The loop that all tokens come from: sequences, each at its own precision, by one decoder and one cache.
+
+A step reads a chunk of a prompt, then one token of every sequence whose prompt was read. So sequences join and leave between
+steps, and a long prompt holds nobody up for longer than a chunk. `Scheduler` says who joins, for `otaro.Engine`; `rows.Batch`
+is the loop of one call of `generate`, whose rows go on in step. They say what follows from logits, too.
+
+What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token whatever else is in the
+step, and chunks end at the same positions whoever is there.
+
+A GPU chooses the likeliest token by itself. Where that is all that is asked for, it begins a step before the host knows the
+last one's token (`Ahead`). What was begun counts only if nothing has changed when its turn comes: a sequence that ends or
+joins, or another precision, and it is dropped, so going ahead makes no difference to what is said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.decoder import BaseDecoder, Cache
+
+_OLDEST = 4  # every so many chunks the oldest prompt goes first
+
+
+@dataclass(eq=False)
+class Slot:
+    """A sequence of the cache, with the tokens that it holds."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    how: list[object] = field(default_factory=list)
+    """How each of them was read: equal where it left the same bits."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """A sequence to go on with."""
+
+    ids: list[int]
+    """Of the prompt and what was said so far."""
+    prompt: int
+    limit: float
+    """New tokens at most."""
+    argmax: bool
+    """Whether the largest logit decides, and nobody wants to see logits."""
+    slot: Slot | None = None
+    ran_at: bytes = b""
+    """Mantissa bits of its last step."""
+
+    @property
+    def new(self) -> int:
+        """Tokens said so far."""
+        return len(self.ids) - self.prompt
+
+    @property
+    def unread(self) -> int:
+        """Tokens of its prompt that are still to be read; 0 or less once it was."""
+        return self.prompt - (len(self.slot.tokens) if self.slot else 0)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How prompts are cut. Chunks end at multiples of their length, wherever they begin."""
+
+    length: int
+    exact: bool
+    """Whether tokens leave the same bits however they are cut."""
+
+    def end(self, start: int, prompt: int) -> int:
+        """Where the chunk ends that begins here."""
+        return min(prompt, (start // self.length + 1) * self.length)
+
+    def how(self, start: int, end: int, bits: bytes) -> object:
+        """How tokens are read that are read together."""
+        return bits if self.exact or end - start <= MAX_TOKENS else (bits, start, end)
+
+
+class Loop:
+    """Goes on with what is in `_running`, step by step; one thread at a time."""
+
+    def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks) -> None:
+        self.decoder, self.cache, self._chunks = decoder, cache, chunks
+        self._running: list[Any] = []
+        self._turns = 0
+        self._ahead = Ahead(decoder, cache) if decoder.ahead else None
+
+    def step(self) -> bool:
+        """Read prompts, a chunk at most, then one token of each that goes on; False where nothing is left to do."""
+        self._read_prompts()
+        if ready := [one for one in self._running if one.new]:
+            self._decode(ready)
+        return bool(self._running)
+
+    def bits(self, some: list[Any], later: int = 0) -> list[bytes]:
+        """Mantissa bits of each in the step that begins now, or in a later one, as far as that is known."""
+        raise NotImplementedError
+
+    def choose(self, some: list[Any], logits: torch.Tensor) -> None:
+        """Say what follows these sequences, given logits [sequences, vocabulary]."""
+        raise NotImplementedError
+
+    def take(self, some: list[Any], tokens: list[int]) -> None:
+        """These tokens follow these sequences."""
+        raise NotImplementedError
+
+    def failed(self, some: list[Any], error: Exception, alone: bool) -> None:
+        """Nothing was read of them; `alone`: it cannot have been another's fault."""
+        raise NotImplementedError
+
+    def _leave(self, one: Any) -> None:
+        self._running.remove(one)
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
+
+    def _read_prompts(self) -> None:
+        """A chunk of the prompt that is done soonest, or of the oldest; short prompts share a turn."""
+        left, read = self._chunks.length, dict[Any, torch.Tensor]()
+        while prompts := [one for one in self._running if one.unread > 0]:
+            oldest = (self._turns + 1) % _OLDEST == 0
+            one = prompts[0] if oldest else min(prompts, key=lambda each: each.unread)
+            start = one.prompt - one.unread
+            end = self._chunks.end(start, one.prompt)
+            if end - start > left:
+                break
+            self._turns, left = self._turns + 1, left - (end - start)
+            try:
+                ids, (bits,) = one.ids[start:end], self.bits([one])
+                logits = self.decoder.forward(ids, self.cache, sequence=one.slot.number, bits=bits)
+            except Exception as error:
+                self.failed([one], error, alone=True)
+                continue
+            one.ran_at = bits
+            one.slot.tokens += ids
+            one.slot.how += [self._chunks.how(start, end, bits)] * len(ids)
+            if end == one.prompt:
+                read[one] = logits
+        if some := [one for one in self._running if one in read]:
+            self.choose(some, torch.stack([read[one] for one in some]))
+
+    def _decode(self, some: list[Any], ahead: bool = True) -> None:
+        """One token of each."""
+        ahead = ahead and self._ahead is not None and all(one.argmax for one in some)
+        tokens: list[int] = []
+        try:
+            bits = self.bits(some)
+            if ahead and self._ahead is not None:
+                tokens = self._ahead.tokens(some, bits, lambda: len(some) == len(self._running) and self._go_on(some, bits))
+            else:
+                self._drop()
+                read = [one.ids[-1] for one in some]
+                logits = self.decoder.step(read, self.cache, [one.slot.number for one in some], bits)
+        except Exception as error:
+            self._drop()
+            self.failed(some, error, alone=len(some) == 1 and not ahead)
+            return
+        for one, its_bits in zip(some, bits, strict=True):
+            one.ran_at = its_bits
+            one.slot.tokens.append(one.ids[-1])
+            one.slot.how.append(its_bits)
+        if ahead:
+            self.take(some, tokens)
+        else:
+            self.choose(some, logits)
+
+    def _go_on(self, some: list[Any], bits: list[bytes]) -> bool:
+        """Whether these will go on after the step that begins now, at the same mantissa bits."""
+        return all(one.new + 1 < one.limit for one in some) and self.bits(some, 1) == bits
+
+
+class Ahead:
+    """Steps that a device has begun before their turn."""
+
+    def __init__(self, decoder: Any, cache: Cache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._some: list[Any] = []
+        self._bits: list[bytes] = []
+        self._begun: object = None
+        self._under_way: deque[int] = deque()
+
+    def tokens(self, some: list[Any], bits: list[bytes], further: Callable[[], bool]) -> list[int]:
+        """What follows these sequences at these mantissa bits; `further` tells whether they go on in the next step."""
+        decoder, under_way = self._decoder, self._under_way
+        with decoder.lock:  # others may read between two steps, but not within one
+            if some != self._some or bits != self._bits or (under_way and not decoder.knows(under_way[0])):
+                self.drop()
+            if not under_way:
+                if self._begun is None or not decoder.goes_on(self._begun):
+                    numbers = [one.slot.number for one in some]
+                    self._begun = decoder.begin([one.ids[-1] for one in some], self._cache, numbers, bits)
+                    self._some, self._bits = list(some), bits
+                under_way.append(decoder.advance())
+            if len(under_way) <= decoder.ahead and decoder.goes_on(self._begun) and further():
+                under_way.append(decoder.advance())
+            tokens: list[int] = decoder.chosen(under_way[0])
+            self._cache.check(wait=False)
+            under_way.popleft()
+        return tokens
+
+    def drop(self) -> None:
+        """Forget what was begun."""
+        for one in self._some if self._under_way else ():
+            self._cache.crop(-len(self._under_way), one.slot.number)
+        self._under_way.clear()
+        self._some, self._begun = [], None
