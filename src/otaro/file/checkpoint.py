@@ -87,6 +87,7 @@ class Checkpoint:
         else:
             self.config, architecture = read_config(self.gguf)
             self._model = build_on_meta(self.config)
+            self.config.architectures = [type(self._model).__name__]
             files = [GgufTensors(self.gguf, self._model, architecture)]
         self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
         """{tied tensor: the one that is stored}"""

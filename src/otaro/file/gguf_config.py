@@ -120,6 +120,9 @@ def read_config(gguf: Gguf) -> tuple[Any, Architecture]:
         if (value := gguf.fields.get(f"{gguf.architecture}.{_KEYS.get(method, method)}")) is not None:
             settings[name] = _number(gguf, _KEYS.get(method, method), value)
     settings |= _of_kind(kind, gguf, settings)
+    # For activations, on GPUs. Those of Gemma are too large for float16.
+    wide = "BF16" in gguf.kinds or entry.norm_offset
+    settings["dtype"] = "float32" if set(gguf.kinds) == {"F32"} else "bfloat16" if wide else "float16"
     try:
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # whatever odd numbers make transformers stumble over

@@ -24,7 +24,7 @@ _SAME = {
 }  # fmt: skip
 
 
-def write_tokenizer(fields: Mapping[str, Any], directory: Path) -> str:
+def write_tokenizer(fields: Mapping[str, Any], directory: Path, positions: int | None = None) -> str:
     """Write the files of the tokenizer; returns why not, in words, where there is none or none that is known here."""
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,8 @@ def write_tokenizer(fields: Mapping[str, Any], directory: Path) -> str:
                 special[f"{word}_token"] = tokens[number]
         _add(made, tokens, kinds, stated, special.get("bos_token"))
         template = fields.get("tokenizer.chat_template")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
+        limit = {"model_max_length": positions} if positions else {}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **limit, **special)
         tokenizer.save_pretrained(directory)
     except Exception as error:  # whatever odd tokens make the library stumble over; its own panics are no `Exception`
         return f"no tokenizer can be made of its tokens: {str(error)[:100]}"

@@ -241,7 +241,7 @@ def _write_origin(checkpoint: Checkpoint, coding: Coding, directory: Path) -> No
         OtaroWarning,
         stacklevel=4,
     )
-    if why := write_tokenizer(checkpoint.gguf.fields, directory):
+    if why := write_tokenizer(checkpoint.gguf.fields, directory, checkpoint.config.max_position_embeddings):
         warnings.warn(f"no tokenizer is written: {why}; copy the original model's beside", OtaroWarning, stacklevel=4)
 
 
