@@ -103,6 +103,10 @@ class Source:
         """The scales of a packed tensor as they are stored."""
         return self.nested.scale_bytes(name)
 
+    def largest_scale(self, name: str) -> float:
+        """The largest magnitude of its scales."""
+        return float(scale_values(self.scale_bytes(name), self.nested.schema.scale_exponents[name]).abs().max())
+
     def stored(self, name: str) -> torch.Tensor:
         """A tensor that is not packed."""
         return self.nested.base.tensor(name)
