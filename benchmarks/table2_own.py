@@ -16,7 +16,6 @@ from typing import Any
 import table2_decode
 import torch
 from llama3 import GIB
-from otaro.runtime.caches import GpuCache
 from table2_decode import PAPER, Contender, accounted, roofline, rounds_of
 from table2_model import ALL_PLANES, PackedModel, fill, half_weights
 from table2_products import Settings, say
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from otaro.errors import OtaroError
 from otaro.kernels import nvrtc
+from otaro.runtime.caches import GpuCache
 from otaro.runtime.gpu import GpuDecoder
 from otaro.sefp.precision import PRECISIONS, Precision
 
