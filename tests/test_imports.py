@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "builtin": set(),
     "sefp": set(),
     "file": {"sefp", "builtin", "packable"},
+    "export": {"sefp", "file", "packable"},
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels", "packable"},
     "serve": {"sefp", "file", "runtime", "(top)"},
@@ -32,6 +33,7 @@ MAY_IMPORT = {
     "cli": {
         "sefp",
         "file",
+        "export",
         "kernels",
         "runtime",
         "serve",

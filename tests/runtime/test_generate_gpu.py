@@ -434,6 +434,8 @@ def test_rooms_of_caches_that_are_gone_do_not_pile_up(make_nested, device):
     for rows in (1, 2, 3):
         by_decoder(model, ROWS[:rows])
     decoder = serving.decoder_of(model)
+    gc.collect()
+    assert [spare.sequences for spare in decoder._spare][-1:] == [3]  # the last one has let go of it
     cache = decoder.new_cache(sequences=3, capacity=100)
     assert not decoder._spare
     cache.kv_cache.refused.fill_(1)

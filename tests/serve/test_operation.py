@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from uuid import UUID
 
 import openai
 import pytest
@@ -78,6 +79,25 @@ def test_without_a_key_only_health_and_the_page_answer(locked):
     with pytest.raises(openai.AuthenticationError):
         locked.client.models.list()
     assert locked.post("/v1/completions", SHORT, headers={"authorization": "Bearer first-key"}).status_code == 200
+
+
+def test_a_precision_is_changed_by_who_has_a_key_and_the_id(locked):
+    """The id is 128 bits from the system's randomness but for six, so that nobody finds another's answer."""
+    key = {"authorization": "Bearer first-key"}
+    ids = set()
+    with locked.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers=key) as stream:
+        for line in stream.iter_lines():
+            if line:
+                ids.add(json.loads(line.removeprefix("data: "))["id"])
+                break
+        (name,) = ids
+        path, coarse = f"/v1/answers/{name}/precision", {"precision": "E5M3"}
+        assert UUID(name.removeprefix("cmpl-")).version == 4
+        assert locked.post(path, coarse).status_code == 401
+        for body in ({}, {"precision": "E5M9"}, {"precision": 3}, {"precision": "auto"}, {**coarse, "more": 1}):
+            assert locked.post(path, body, headers=key).status_code == 400
+        guess = locked.post("/v1/answers/cmpl-0/precision", coarse, headers=key)
+        assert (guess.status_code, guess.json()["error"]["code"]) == (404, "answer_not_found")
 
 
 @pytest.mark.parametrize(

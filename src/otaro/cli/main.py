@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, bench, chat, console, demo, generate, inspect, pack, report, serve, tune, verify
+from otaro.cli import analyze, bench, chat, console, demo, export, generate, inspect, pack, report, serve, tune, verify
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("pack")(pack.pack)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)

@@ -2,8 +2,8 @@
 
 `new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every file to disk and
 renames the sibling into place in one step; leaving it by an exception removes it. A process that is killed leaves only the
-sibling, which nothing loads and which the next writer to the same target sweeps away. `write_text` does the same for one file,
-and `update_text` for one whose new text depends on the old.
+sibling, which nothing loads and which the next writer to the same target sweeps away. `new_file` does the same for one file,
+`write_text` for one of a few words, and `update_text` for one whose new text depends on the old.
 """
 
 from __future__ import annotations
@@ -74,10 +74,33 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
             partial.mkdir()
             try:
                 yield partial
-                _flush(partial)
+                for path in [*partial.rglob("*"), partial]:
+                    if not path.is_symlink():  # which has no content of its own, and may lead nowhere
+                        _flush(path)
                 _move_into_place(partial, target)
             finally:
                 _remove(partial)
+
+
+@contextmanager
+def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """The same for one large file: yield the path to write, which becomes `target` when the block ends well."""
+    target = Path(os.path.realpath(target))
+    partial = _partial(target)
+    with explained(target):
+        if target.is_dir():
+            raise TargetError(f"{target} is a directory; choose another place")
+        if target.exists() and not overwrite:
+            raise TargetError(f"{target} exists; choose another place")
+        with alone(target):
+            partial.unlink(missing_ok=True)  # what a killed writer left
+            try:
+                yield partial
+                _flush(partial)
+                os.rename(partial, target)
+                _flush(target.parent)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -153,15 +176,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        if path.is_symlink():  # has no content of its own, and may lead nowhere
-            continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
@@ -175,11 +195,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
             _remove(old)
     else:
         os.rename(partial, target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _flush(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:

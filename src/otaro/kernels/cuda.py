@@ -130,9 +130,9 @@ def products(
     kernel(
         (ends[-1],) if experts is None else (ends[-1], pairs), threads, shared,
         matrix=[packed_fields(one) for one in matrices], bias=biases,
-        out=[out[first:] for out in outs], stride=[out.stride(0) for out in outs],
+        out=[out[first:] for out in outs] if first else outs, stride=[out.stride(0) for out in outs],
         first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
-        x=Digits(*(part[first:] for part in digits))._asdict(),
+        x=(Digits(*(part[first:] for part in digits)) if first else digits)._asdict(),
         tokens=columns, blocks=count, units=units, groups=-(-like.length // like.group_size),
         experts=None if experts is None else experts.numbers, expert_rows=() if experts is None else experts.strides,
         each=pairs // tokens,

@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parent / "cuda_src"
 HEADERS = (SOURCES / "sefp.cuh", SOURCES.parent / "shared" / "sefp_format.h")
 
 _NUMBERS = {"int": c_int, "int64_t": c_int64, "float": c_float}
-_PLAIN = (int, float, type(None))
+_PLAIN = {int, float, type(None)}
 
 
 @cache
@@ -60,18 +60,17 @@ def filled(kind: Any, values: dict[str, Any]) -> Structure:
     """A structure with all its fields, by name: tensors give their addresses, None is null, what arrays lack is zero."""
     if values.keys() != kind.names:
         raise KernelError(f"{kind.__name__} was given too much or too little: {', '.join(sorted(values.keys() ^ kind.names))}")
-    made: Structure = kind(*[_value(of_field, values[name]) for name, of_field in kind._fields_])
+    given = ((of_field, values[name]) for name, of_field in kind._fields_)
+    made: Structure = kind(*[one if type(one) in _PLAIN else _value(of_field, one) for of_field, one in given])
     return made
 
 
 def _value(kind: Any, value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, dict):
         return filled(kind, value)
-    return kind(*[_value(kind._type_, one) for one in value])
+    return kind(*[one if type(one) in _PLAIN else _value(kind._type_, one) for one in value])
 
 
 def _number(file: str, name: str) -> int:

@@ -315,8 +315,8 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
     for layer in described.layers:
         if layer.key is None or layer.key.bias is None or layer.key_norm is not None:
             return None
-        turned = () if layer.rope is None else tables[layer.rope]
-        offsets.append(key_offset(layer.key.bias, described.head_dim, *turned))
+        angles = () if layer.rope is None else tables[layer.rope]
+        offsets.append(key_offset(layer.key.bias, described.head_dim, *angles))
     return torch.stack(offsets)
 
 

@@ -1,11 +1,8 @@
 """A decoder for CPUs whose cost is the weights: all layers of a step are one call into the C++ extension.
 
 `Decoder.of(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
-type is: norms and biases are pointed into where they are float32, else copied, exactly. `forward` reads tokens of one
-sequence into a cache and returns logits, `step` a token of each of several, at its own precision each. A token's arithmetic
-does not depend on the tokens it is read with: a prompt leaves the same bits read at once, in pieces, token by token or beside
-others. A step that is given no mantissa bits asks the model's modules for theirs, so that `otaro.set_precision` takes
-effect at the next token and the cache stays.
+type is: norms and biases are pointed into where they are float32, else copied, exactly. A prompt leaves the same bits read at
+once, in pieces, token by token or beside others.
 
     decoder = Decoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
@@ -21,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, RLock
 from typing import Any
 
 import numpy as np
@@ -31,6 +27,7 @@ from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import DecoderCache, cannot_hold
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
@@ -39,63 +36,6 @@ _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 _POSITIONS = 1024  # whose angles are computed at a time
-
-
-class DecoderCache:
-    """Keys and values of the tokens that some sequences consist of so far; made by `Decoder.new_cache`."""
-
-    pooled = True
-    """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
-
-    def __init__(self, precision: Precision | None, sequences: int, natives: Sequence[Any] = ()) -> None:
-        self.precision, self.sequences, self.natives = precision, sequences, list(natives)
-        self._lock, self._claim = RLock(), Lock()
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """For one generation at a time: two would read each other's tokens."""
-        if not self._claim.acquire(blocking=False):
-            raise OtaroError("another generation is using this cache; give each one its own")
-        try:
-            yield
-        finally:
-            self._claim.release()
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be refused."""
-        with self._lock:
-            return [int(native.length) for native in self.natives]
-
-    @property
-    def length(self) -> int:
-        """How many tokens the longest sequence has."""
-        return max(self.lengths)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, which grow by 64 tokens at a time."""
-        return sum(int(native.nbytes) for native in self.natives)
-
-    def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all.
-
-        Negative: so many of the last, as transformers' caches have it.
-        """
-        with self._lock:
-            for native in self.natives if sequence is None else [self.natives[sequence]]:
-                native.crop(max(0, native.length + length) if length < 0 else length)
-
-    def check(self, wait: bool = True) -> None:
-        """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """`length` by the name that transformers knows."""
-        return self.length
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' own attention would call: refused, as it cannot read this cache."""
-        raise OtaroError("a decoder's cache serves the decoder alone; leave it out to generate with beams or other options")
 
 
 class Decoder(BaseDecoder):
@@ -135,12 +75,7 @@ class Decoder(BaseDecoder):
         return DecoderCache(kv, sequences, [self._native.new_cache(bits) for _ in range(sequences)])
 
     def forward(
-        self,
-        ids: Sequence[int],
-        cache: DecoderCache,
-        all_logits: bool = False,
-        sequence: int = 0,
-        bits: bytes | None = None,
+        self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
     ) -> torch.Tensor:
         """In one pass over the weights for every 64 tokens."""
         wanted = [self.description.precisions() if bits is None else bits]
@@ -152,7 +87,9 @@ class Decoder(BaseDecoder):
                 last = start + len(some) == len(tokens)
                 numbers = range(len(some)) if all_logits else range(len(some) - 1, len(some)) if last else ()
                 rows = logits[start : start + len(some)] if all_logits else logits
-                self._step(some, [cache.natives[sequence]], [len(some)], wanted, numbers, rows, cache.precision)
+                out = rows.numpy() if numbers else None
+                if self._native.step(some, [cache.natives[sequence]], [len(some)], wanted, list(numbers), out):
+                    raise cannot_hold(cache.precision)
         return logits if all_logits else logits[0]
 
     def step(
@@ -168,7 +105,8 @@ class Decoder(BaseDecoder):
         logits = torch.empty(count, self.vocabulary)
         with cache._lock, self._restoring(cache, some.sequences, 1, wanted):
             natives = [cache.natives[sequence] for sequence in some.sequences]
-            self._step(np.array(some.ids), natives, [1] * count, wanted, range(count), logits, cache.precision)
+            if self._native.step(np.array(some.ids), natives, [1] * count, wanted, list(range(count)), logits.numpy()):
+                raise cannot_hold(cache.precision)
         return logits if some.at == list(range(count)) else logits[some.at]
 
     def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
@@ -191,19 +129,6 @@ class Decoder(BaseDecoder):
             if isinstance(error, ValueError):
                 raise OtaroError(str(error)) from error
             raise
-
-    def _step(
-        self,
-        tokens: np.ndarray[Any, Any],
-        natives: list[Any],
-        counts: list[int],
-        bits: Sequence[bytes],
-        wanted: Sequence[int],
-        logits: torch.Tensor,
-        kv: Precision | None,
-    ) -> None:
-        if self._native.step(tokens, natives, counts, bits, list(wanted), logits.numpy() if len(wanted) else None):
-            raise cannot_hold(kv)
 
     def _attach(self, bits: bytes) -> None:
         """Have the planes that so many mantissa bits of each matrix need."""
@@ -244,12 +169,8 @@ class Decoder(BaseDecoder):
         numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap", "embedding_scale",
                    "residual_scale", "logit_scale")  # fmt: skip
         model = {name: getattr(described, name) for name in numbers}
-        model |= {
-            "embedding": matrix(described.embedding),
-            "lm_head": matrix(described.lm_head),
-            "norm": floats(described.norm),
-        }
-        model["gelu"] = described.activation == "gelu_tanh"
+        model |= {name: matrix(getattr(described, name)) for name in ("embedding", "lm_head")}
+        model["norm"], model["gelu"] = floats(described.norm), described.activation == "gelu_tanh"
         model["rope_angles"] = [rope(0, 1)[0].shape[1] for rope in described.ropes]
         layers = []
         for number, layer in enumerate(described.layers):
@@ -265,19 +186,6 @@ class Decoder(BaseDecoder):
                 parts |= {"experts": len(experts.router), "chosen": experts.chosen, "normalize": experts.normalize}
             layers.append(parts)
         return _cpu.Decoder(model, layers)
-
-
-def cannot_hold(kv: Precision | None) -> OtaroError:
-    """What to say where a cache, in float16 or at a precision, cannot hold a key or value."""
-    instead = "past_key_values=DynamicCache(config=model.config), transformers' own, keeps them in the model's type"
-    if kv is None:
-        return OtaroError(
-            "a key or value is 65520 or more, or not finite: a cache in float16 cannot hold it; "
-            f"kv='E5M8' holds less than 65536, and {instead}"
-        )
-    return OtaroError(
-        f"a key or value is 65536 or more, or not finite: a cache at {kv} cannot hold it, nor can any other kv; {instead}"
-    )
 
 
 def _choose() -> str:

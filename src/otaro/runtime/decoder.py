@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -19,29 +19,6 @@ from otaro.errors import OtaroError
 from otaro.runtime.architectures import describe, still_describes
 from otaro.runtime.description import Description
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
-
-
-class Cache(Protocol):
-    """Keys and values of some sequences."""
-
-    pooled: bool
-    """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
-
-    sequences: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens each sequence has."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-
-    def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
-
-    def check(self, wait: bool = True) -> None:
-        """Refuse, if it was given a number that it cannot hold; of steps under way it need not know."""
 
 
 @dataclass(eq=False)
@@ -93,7 +70,7 @@ class BaseDecoder(ABC):
 
     @abstractmethod
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> Any:
-        """An empty `Cache`, in float16 or packed, with memory for `capacity` tokens of each sequence from the start."""
+        """Empty, in float16 or packed, with memory for `capacity` tokens of each sequence from the start."""
 
     @abstractmethod
     def forward(

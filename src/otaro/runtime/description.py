@@ -174,7 +174,7 @@ class Description:
     lm_head: Matrix
     ropes: Sequence[Angles]
     """Each gives cosines and sines, float32 [positions, at most head_dim / 2], of positions from one number up to another.
-    The first 2n dimensions of a head are turned by n angles, dimension i with i + n."""
+    The first 2n dimensions of a head are rotated by n angles, dimension i with i + n."""
     device: torch.device
     dtype: torch.dtype = torch.float16
     """In which prompts are read."""

@@ -50,7 +50,7 @@ class Engine:
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 
     def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """A request, answered as soon as there is a place; refused at once where it can never be.
+        """A request, answered as soon as there is memory; refused at once where it can never be.
 
         - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of new
           tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1. Without any
@@ -63,6 +63,7 @@ class Engine:
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
         - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
           any text: `token.watched` of the first one, with `max_new_tokens=1`.
+        - `priority`: who has a higher one begins first, then who came first; 0 by default, and it may be negative.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:
@@ -89,7 +90,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that have not begun."""
         return self.scheduler.waiting
 
     @property

@@ -8,14 +8,13 @@ prompts are read in chunks, with decoded weights and the device's library. Both 
     decoder = GpuDecoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
     logits = decoder.forward(prompt, cache)         # as `decode.Decoder` has it
-    decoder.begin([int(logits.argmax())], cache)    # or: let the GPU choose the likeliest token and go on
+    decoder.begin([int(logits.argmax())], cache)    # or: let the GPU choose by argmax and go on
     first, second = decoder.advance(), decoder.advance()
     tokens = decoder.chosen(first)                  # waits for the first step only
 
-A step that is given no mantissa bits asks the weights for theirs, so that `otaro.set_precision` takes effect at the next token.
-Threads may share a decoder: every call has it for itself, and `lock` keeps it over several. What is launched depends on the
-number of tokens, the precisions and the cache, so there is a graph for each combination that occurs twice; `graph_bytes` counts
-their memory. The same code runs on the steps in torch (`kernels.steps`), without graphs, on any device.
+Every call has the decoder for itself, and `lock` keeps it over several. What is launched depends on the number of tokens,
+the precisions and the cache: there is a graph for each combination that occurs twice; `graph_bytes` counts their memory. The
+same code runs on the steps in torch (`kernels.steps`), without graphs, on any device.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import GROWTH, GpuCache
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
-from otaro.runtime.gpu_cache import GROWTH, GpuCache
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
 from otaro.sefp.precision import Precision
@@ -93,7 +92,7 @@ class GpuDecoder(BaseDecoder):
         self._stream: Any = None
         self._step = 0
         self._going: Arranged | None = None
-        self._under_way: list[Arranged | None] = [None] * RING
+        self._order: list[list[int]] = [[]] * RING  # of the tokens of the last steps, as callers gave them
         self._spare: list[KvCache] = []
         self._enter_stream()
 
@@ -171,11 +170,7 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def step(
-        self,
-        ids: Sequence[int],
-        cache: GpuCache,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
+        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
     ) -> torch.Tensor:
         """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
@@ -189,13 +184,9 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def begin(
-        self,
-        ids: Sequence[int],
-        cache: GpuCache,
-        sequences: Sequence[int] | None = None,
-        bits: Sequence[bytes] | None = None,
+        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
     ) -> object:
-        """Go on from these tokens, one for each of some sequences, by the likeliest: see `advance`, and `goes_on`."""
+        """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
         self._going = going
@@ -204,6 +195,12 @@ class GpuDecoder(BaseDecoder):
     def goes_on(self, begun: object) -> bool:
         """Whether `advance` would go on with what `begin` returned: nothing else was read or begun since."""
         return begun is not None and begun is self._going
+
+    @_alone
+    def end(self, begun: object) -> None:
+        """Let go of the cache of what `begin` returned, if nobody else has begun anything since."""
+        if self.goes_on(begun):
+            self._going = None
 
     def knows(self, number: int) -> bool:
         """Whether `chosen` can still tell of this step: others may have made many since."""
@@ -224,7 +221,7 @@ class GpuDecoder(BaseDecoder):
         for sequence in going.sequences:
             cache.lengths[sequence] += 1
         number, self._step = self._step, self._step + 1
-        self._under_way[number % RING] = going
+        self._order[number % RING] = going.at
         if self._on_gpu:
             self._events[number % RING].record(self._stream)
         return number
@@ -232,13 +229,12 @@ class GpuDecoder(BaseDecoder):
     @_alone
     def chosen(self, number: int) -> list[int]:
         """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
-        going = self._under_way[number % RING]
-        if going is None or not self.knows(number):
+        if not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
             self._events[number % RING].synchronize()
         row = self.state.ring[number % RING].tolist()
-        return [row[place] for place in going.at]
+        return [row[index] for index in self._order[number % RING]]
 
     def _arranged(
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None

@@ -55,14 +55,7 @@ class PromptSteps(ReferenceSteps):
         cache.write(1, layer, self._sequence, self._past, value)
 
     def attend(
-        self,
-        queries: torch.Tensor,
-        tokens: Tokens,
-        cache: KvCache,
-        layer: int,
-        window: int,
-        cap: float,
-        out: Activations,
+        self, queries: torch.Tensor, tokens: Tokens, cache: KvCache, layer: int, window: int, cap: float, out: Activations
     ) -> None:
         """The library's attention, where scores are not capped."""
         # Keys are float16, or packed at less: bfloat16 could not hold them.

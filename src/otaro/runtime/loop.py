@@ -7,7 +7,7 @@ is the loop of one call of `generate`, whose rows go on in step. They say what f
 What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token whatever else is in the
 step, and chunks end at the same positions whoever is there.
 
-A GPU chooses the likeliest token by itself. Where that is all that is asked for, it begins a step before the host knows the
+A GPU finds the argmax by itself. Where that is all that is asked for, it begins a step before the host knows the
 last one's token (`Ahead`). What was begun counts only if nothing has changed when its turn comes: a sequence that ends or
 joins, or another precision, and it is dropped, so going ahead makes no difference to what is said.
 """
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS
-from otaro.runtime.decoder import BaseDecoder, Cache
+from otaro.runtime.caches import DecoderCache
+from otaro.runtime.decoder import BaseDecoder
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -152,7 +153,7 @@ class Loop:
         try:
             bits = self.bits(some)
             if ahead and self._ahead is not None:
-                tokens = self._ahead.tokens(some, bits, lambda: len(some) == len(self._running) and self._go_on(some, bits))
+                tokens = self._ahead.tokens(some, bits, lambda: self._go_on(some) and self.bits(some, 1) == bits)
             else:
                 self._drop()
                 read = [one.ids[-1] for one in some]
@@ -170,15 +171,15 @@ class Loop:
         else:
             self.choose(some, logits)
 
-    def _go_on(self, some: list[Any], bits: list[bytes]) -> bool:
-        """Whether these will go on after the step that begins now, at the same mantissa bits."""
-        return all(one.new + 1 < one.limit for one in some) and self.bits(some, 1) == bits
+    def _go_on(self, some: list[Any]) -> bool:
+        """Whether these, and no others, will go on after the step that begins now."""
+        return len(some) == len(self._running) and all(one.new + 1 < one.limit for one in some)
 
 
 class Ahead:
     """Steps that a device has begun before their turn."""
 
-    def __init__(self, decoder: Any, cache: Cache) -> None:
+    def __init__(self, decoder: Any, cache: DecoderCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._some: list[Any] = []
         self._bits: list[bytes] = []
@@ -209,4 +210,6 @@ class Ahead:
         for one in self._some if self._under_way else ():
             self._cache.crop(-len(self._under_way), one.slot.number)
         self._under_way.clear()
+        if self._begun is not None:
+            self._decoder.end(self._begun)
         self._some, self._begun = [], None

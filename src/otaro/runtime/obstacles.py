@@ -10,10 +10,10 @@ import torch
 
 from otaro.errors import OtaroWarning, PositionsWarning, SlowWarning
 from otaro.kernels.ops import OVERRIDE
+from otaro.runtime import serving
 from otaro.runtime.architectures import positions_of, rope_limit
 from otaro.runtime.modules import SefpEmbedding
 from otaro.runtime.precision import attachment
-from otaro.runtime.serving import rows_at_once, why_not
 
 
 class Obstacle(NamedTuple):
@@ -24,10 +24,7 @@ class Obstacle(NamedTuple):
     """What to do about it; None where it was asked for, so that nobody is surprised."""
 
 
-_ADVICE = {
-    "it has forward hooks": "remove them",
-    "it is in training mode and drops out": "call model.eval()",
-}
+_ADVICE = {"it has forward hooks": "remove them", "it is in training mode and drops out": "call model.eval()"}
 
 
 def tokens_at_most(model: Any) -> int | None:
@@ -71,7 +68,7 @@ def warn_slow(model: Any, obstacle: Obstacle) -> None:
 
 def of_model(model: Any) -> Obstacle | None:
     """What about this model no decoder does."""
-    reason = why_not(model)
+    reason = serving.why_not(model)
     if reason is None:
         return None
     return Obstacle(reason, None if reason.startswith(OVERRIDE) else _ADVICE.get(reason, ""))
@@ -79,7 +76,7 @@ def of_model(model: Any) -> Obstacle | None:
 
 def of_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> Obstacle | None:
     """What in these options the model's decoder does not do."""
-    rows, limit = rows_at_once(model), rope_limit(model)
+    rows, limit = serving.kind_of(model).max_sequences, rope_limit(model)
     config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
     if len(input_ids) > rows:
         told = f"the batch has {len(input_ids)} rows, and the decoder takes {rows}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from otaro.errors import PrecisionError
 from otaro.runtime.modules import SefpModule, bits_of
@@ -67,7 +68,7 @@ def steps_and_rows(
     prefill: PrecisionLike | None,
     decode: PrecisionLike | None,
     schedule: Mapping[int, PrecisionLike] | None,
-    precision: PrecisionLike | Sequence[PrecisionLike] | None,
+    precision: PrecisionLike | Mapping[int, PrecisionLike] | Sequence[PrecisionLike] | None,
 ) -> tuple[dict[int, PrecisionLike], list[PrecisionLike] | None]:
     """The precisions of steps, or those of rows, that the arguments of `generate` name."""
     if schedule is not None and (prefill is not None or decode is not None):
@@ -81,8 +82,10 @@ def steps_and_rows(
         return steps, None
     if steps:
         raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
+    if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision):
+        return dict(cast(Mapping[int, PrecisionLike], precision)), None
     if isinstance(precision, str | Precision | Mapping):
-        return {0: precision}, None
+        return {0: cast(PrecisionLike, precision)}, None
     if not isinstance(precision, Iterable):
         raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
     return {}, list(precision)

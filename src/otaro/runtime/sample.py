@@ -88,11 +88,7 @@ class Sampler:
     """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
     def __init__(
-        self,
-        processors: Any,
-        do_sample: bool,
-        exact_scores: bool = False,
-        generator: torch.Generator | None = None,
+        self, processors: Any, do_sample: bool, exact_scores: bool = False, generator: torch.Generator | None = None
     ) -> None:
         """Without a `generator` of its own it draws from torch's."""
         self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores
@@ -128,8 +124,7 @@ class Sampler:
         """
         if self.known:
             scores = self._first(ids, logits.clone()) if self._first else logits
-            chosen: list[int] = [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
-            return chosen
+            return [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
         self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
             return argmax(self.scores)
@@ -206,7 +201,7 @@ def argmax(logits: torch.Tensor) -> list[int]:
 
 
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:
-    """A place, drawn with these probabilities, which need not add up to one."""
+    """An index, drawn with these probabilities, which need not add up to one."""
     sums = probabilities.double().cumsum(0)
     at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1], right=True))
     return min(at, len(sums) - 1)

@@ -84,7 +84,7 @@ class Scheduler(Loop):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that have not begun."""
         return len(self._waiting) + len(self._arrived)
 
     @property
@@ -135,7 +135,10 @@ class Scheduler(Loop):
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         if not isinstance(priority, int):
             raise OtaroError(f"priority={priority!r}: give a whole number, larger for who goes first")
-        phases = Phases(self._attached, _steps(precision, prefill, decode), self._modules)
+        steps, rows = steps_and_rows(prefill, decode, None, precision)
+        if rows is not None:
+            raise PrecisionError("a request has one precision, or a schedule of them; make others for others")
+        phases = Phases(self._attached, steps, self._modules)
         stream, now = Stream(phases.switch, self.wake, None if by_thread else self.step), time.perf_counter()
         stream.figures.prompt_tokens = len(ids)
         sampler = (sampling or Sampling()).sampler()
@@ -200,19 +203,19 @@ class Scheduler(Loop):
         request.end(reason, error, self.cache_bytes)
 
     def _admit(self) -> None:
-        place = 0
-        while place < len(self._waiting):
-            request, reserved = self._waiting[place], [one.needed for one in self._running]
-            if self._slots.has_room(request.needed, reserved):
+        index = 0
+        while index < len(self._waiting):
+            request, reserved = self._waiting[index], [one.needed for one in self._running]
+            if self._slots.has_memory(request.needed, reserved):
                 (bits,) = self.bits([request])
                 request.began_in(self._slots.take(request.ids, bits, request.needed, reserved))
-                self._running.append(self._waiting.pop(place))
-                for earlier in self._waiting[:place]:
+                self._running.append(self._waiting.pop(index))
+                for earlier in self._waiting[:index]:
                     earlier.passed += 1
             elif request.passed >= _PASSED or len(self._running) == self.max_sequences:
                 return
             else:
-                place += 1
+                index += 1
 
     # What they say
 
@@ -276,16 +279,3 @@ class Scheduler(Loop):
             f"{told}: cache_bytes={self._slots.nbytes} holds {self.context} of a sequence; "
             "give the engine more, or fewer max_sequences"
         )
-
-
-def _steps(
-    precision: PrecisionLike | Mapping[int, PrecisionLike] | None,
-    prefill: PrecisionLike | None,
-    decode: PrecisionLike | None,
-) -> dict[int, PrecisionLike]:
-    schedule: Any = precision if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision) else None
-    rest: Any = None if schedule is not None else precision
-    steps, rows = steps_and_rows(prefill, decode, schedule, rest)
-    if rows is not None:
-        raise PrecisionError("a request has one precision, or a schedule of them; make others for others")
-    return steps

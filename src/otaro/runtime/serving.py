@@ -21,11 +21,6 @@ def why_not(model: Any) -> str | None:
     return kind_of(model).why_not(model)
 
 
-def rows_at_once(model: Any) -> int:
-    """How many rows of tokens the decoder of this model's device takes."""
-    return kind_of(model).max_sequences
-
-
 @torch.inference_mode(False)
 def decoder_of(model: Any) -> Decoder | GpuDecoder:
     """The decoder of a model, made when it is first needed, and anew when the model was changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -76,11 +77,8 @@ class ChatSession:
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
         """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in any case."""
-        common = 0
-        for ours, theirs in zip(self._ids[: self.cached_tokens], ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
+        both = zip(self._ids[: self.cached_tokens], ids[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if common < self.cached_tokens:
             try:
                 self._cache.crop(common - self.cached_tokens)  # negative: so many tokens less

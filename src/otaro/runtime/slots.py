@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from otaro.errors import OtaroError
-from otaro.runtime.decoder import BaseDecoder, Cache
+from otaro.runtime.caches import DecoderCache
+from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 
 _CONTEXT = 2048  # tokens of each sequence that there is memory for, unless told otherwise
-_SEGMENT, _ROOM = 64, 256  # tokens by which a pooled cache grows, and one that is not
+_POOLED, _FIXED = 64, 256  # tokens of a block: of a pooled cache, and of one that is not
 
 
 class Slots:
@@ -23,27 +24,27 @@ class Slots:
 
     def __init__(self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
         """The cache takes `nbytes` at most."""
-        probe: Cache = decoder.new_cache(kv, 1, _ROOM)
+        probe: DecoderCache = decoder.new_cache(kv, 1, _FIXED)
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
-        self._grain, grain_bytes = _SEGMENT if self._pooled else _ROOM, probe.nbytes
-        self.token_bytes = grain_bytes / self._grain
-        self.nbytes = count * self._grains(_CONTEXT) * grain_bytes if nbytes is None else nbytes
-        self._all = self.nbytes // grain_bytes if self._pooled else self.nbytes // grain_bytes // count
+        self._block, block_bytes = _POOLED if self._pooled else _FIXED, probe.nbytes
+        self.token_bytes = block_bytes / self._block
+        self.nbytes = count * self._blocks(_CONTEXT) * block_bytes if nbytes is None else nbytes
+        self._all = self.nbytes // block_bytes if self._pooled else self.nbytes // block_bytes // count
         if not self._all:
-            least = grain_bytes if self._pooled else grain_bytes * count
+            least = block_bytes if self._pooled else block_bytes * count
             raise OtaroError(f"cache_bytes={nbytes}: keys and values of {count} sequences take {least} at least")
-        self.most = self._all * self._grain
+        self.most = self._all * self._block
         """Tokens that one sequence can have."""
-        self.cache: Cache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
+        self.cache: DecoderCache = decoder.new_cache(kv, count, 0 if self._pooled else self.most)
         self._idle = [Slot(number) for number in range(count)]  # the oldest first
 
-    def has_room(self, needed: int, reserved: Sequence[int]) -> bool:
+    def has_memory(self, needed: int, reserved: Sequence[int]) -> bool:
         """Whether a sequence that may come to need so many tokens can begin beside those that run."""
         return bool(self._idle) and self._suffices([*reserved, needed])
 
     def take(self, prompt: list[int], bits: bytes, needed: int, reserved: Sequence[int]) -> Slot:
-        """A slot, if there is room, for a prompt that is to be read at these mantissa bits.
+        """A slot, if there is memory, for a prompt that is to be read at these mantissa bits.
 
         It is cut to the tokens that the prompt can use. Other idle slots give their memory, the oldest first.
         """
@@ -82,8 +83,8 @@ class Slots:
 
     def _suffices(self, lengths: Sequence[int]) -> bool:
         """Whether there is memory for sequences of these lengths together."""
-        grains = [self._grains(length) for length in lengths]
-        return (sum(grains) if self._pooled else max(grains)) <= self._all
+        blocks = [self._blocks(length) for length in lengths]
+        return (sum(blocks) if self._pooled else max(blocks)) <= self._all
 
-    def _grains(self, length: int) -> int:
-        return -(-length // self._grain)
+    def _blocks(self, length: int) -> int:
+        return -(-length // self._block)

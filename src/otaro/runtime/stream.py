@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from threading import Condition
 from typing import NamedTuple
 
@@ -64,7 +66,7 @@ class Stream:
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def cancel(self) -> None:
-        """Stop; its place is free at the next step."""
+        """Stop; its memory is free at the next step."""
         self.cancelled = True
         self._wake()
 
@@ -88,23 +90,19 @@ class Stream:
         return Answer(text, self.tokens, self.finish_reason, self.figures)
 
     def __iter__(self) -> Iterator[Token]:
-        number = 0
-        while True:
+        for number in count():
             while not self._knows(number):
                 if self._drive is not None:
                     self._drive()
-                    continue
-                with self._changed:
-                    if not self._knows(number):
-                        self._changed.wait()
+                else:
+                    with self._changed:
+                        self._changed.wait_for(partial(self._knows, number))
             if (token := self._at(number)) is None:
                 return
             yield token
-            number += 1
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        number = 0
-        while True:
+        for number in count():
             while not self._knows(number):
                 if self._drive is not None:
                     self._drive()
@@ -118,7 +116,6 @@ class Stream:
             if (token := self._at(number)) is None:
                 return
             yield token
-            number += 1
 
     def put(self, token: Token) -> None:
         """For the scheduler: one more."""

@@ -1,13 +1,16 @@
-"""Keys and values on a GPU: memory of a fixed size for each sequence, exchanged for more when it is full."""
+"""Keys and values of the tokens that some sequences consist of so far: the caches of the decoders."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock, RLock
 from typing import Any
 
 import torch
 
+from otaro.errors import OtaroError
 from otaro.kernels.kv_cache import KvCache
-from otaro.runtime.decode import DecoderCache, cannot_hold
 from otaro.runtime.description import Description
 from otaro.sefp.precision import Precision
 
@@ -15,8 +18,65 @@ GROWTH = 256
 """Positions by which a cache grows at least."""
 
 
+class DecoderCache:
+    """What `decode.Decoder.new_cache` makes: memory that grows with each sequence."""
+
+    pooled = True
+    """Whether sequences grow and shrink one by one, or have as much memory each from the start."""
+
+    def __init__(self, precision: Precision | None, sequences: int, natives: Sequence[Any] = ()) -> None:
+        self.precision, self.sequences, self.natives = precision, sequences, list(natives)
+        self._lock, self._claim = RLock(), Lock()
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For one generation at a time: two would read each other's tokens."""
+        if not self._claim.acquire(blocking=False):
+            raise OtaroError("another generation is using this cache; give each one its own")
+        try:
+            yield
+        finally:
+            self._claim.release()
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be refused."""
+        with self._lock:
+            return [int(native.length) for native in self.natives]
+
+    @property
+    def length(self) -> int:
+        """How many tokens the longest sequence has."""
+        return max(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, which grow by 64 tokens at a time."""
+        return sum(int(native.nbytes) for native in self.natives)
+
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Forget all but the first `length` tokens of one sequence, or of all.
+
+        Negative: so many of the last, as transformers' caches have it.
+        """
+        with self._lock:
+            for native in self.natives if sequence is None else [self.natives[sequence]]:
+                native.crop(max(0, native.length + length) if length < 0 else length)
+
+    def check(self, wait: bool = True) -> None:
+        """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """`length` by the name that transformers knows."""
+        return self.length
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers' own attention would call: refused, as it cannot read this cache."""
+        raise OtaroError("a decoder's cache serves the decoder alone; leave it out to generate with beams or other options")
+
+
 class GpuCache(DecoderCache):
-    """What `GpuDecoder.new_cache` makes. With several sequences, `length` is that of the longest."""
+    """What `GpuDecoder.new_cache` makes: memory of a fixed size for each sequence, exchanged for more when it is full."""
 
     pooled = False
 
@@ -47,10 +107,6 @@ class GpuCache(DecoderCache):
     def lengths(self) -> list[int]:
         """How many tokens each sequence has."""
         return self._lengths
-
-    @lengths.setter
-    def lengths(self, lengths: list[int]) -> None:
-        self._lengths = lengths
 
     @property
     def nbytes(self) -> int:
@@ -91,3 +147,16 @@ class GpuCache(DecoderCache):
         if refused:
             self.kv_cache.refused.zero_()
             raise cannot_hold(self.precision)
+
+
+def cannot_hold(kv: Precision | None) -> OtaroError:
+    """What to say where a cache, in float16 or at a precision, cannot hold a key or value."""
+    instead = "past_key_values=DynamicCache(config=model.config), transformers' own, keeps them in the model's type"
+    if kv is None:
+        return OtaroError(
+            "a key or value is 65520 or more, or not finite: a cache in float16 cannot hold it; "
+            f"kv='E5M8' holds less than 65536, and {instead}"
+        )
+    return OtaroError(
+        f"a key or value is 65536 or more, or not finite: a cache at {kv} cannot hold it, nor can any other kv; {instead}"
+    )
