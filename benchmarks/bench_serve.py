@@ -84,13 +84,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of the load; one client before it gets a quarter")
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
     parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--checkpoint", type=Path, help="the model before it was packed, for transformers")
     args = parser.parse_args()
-    cases = make_cases(args.cases, args.tokens)
+    cases = make_cases(args.cases, args.tokens, [int(length) for length in args.words.split(",")])
     summaries = []
     with tempfile.TemporaryDirectory() as scratch:
         for contender in contenders(args, Path(scratch)):
@@ -102,11 +103,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def make_cases(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Requests: prompts of 5 to 120 words, half of the answers sampled."""
-    words, cases = documentation_text("heldout").split(), []
+def make_cases(count: int, tokens: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """Requests: prompts of so many words in turns, half of the answers sampled."""
+    words, cases = [word for word in documentation_text("heldout").split() if word.strip(".,;:()").isalpha()], []
     for number in range(count):
-        start, length = 131 * number % (len(words) - 200), [5, 20, 60, 120][number % 4]
+        length = lengths[number % len(lengths)]
+        start = 131 * number % (len(words) - length)
         sampled = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
         cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": number, **sampled})
     return cases
