@@ -4,6 +4,7 @@ Run it twice, as runs/vllm_test.sh does, since the two live with different versi
 
     python runs/vllm_compare.py ours DIR FILE                     # where OTARo is at home: writes FILE
     python runs/vllm_compare.py vllm DIR FILE [--processes 2]     # where vLLM is: reads it, and compares
+    python runs/vllm_compare.py serve DIR FILE                    # the same for `vllm serve`, which is asked over HTTP
 
 Both compute in float32. `ours` continues prompts greedily and keeps the log-probabilities of the likeliest tokens at every
 position of the whole text. vLLM, one engine that switches, has to give the same ones, and to continue the prompts alike.
@@ -14,8 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +131,56 @@ def _compare(llm: Any, precision: Precision, expected: dict[str, list[Any]]) -> 
     )
 
 
+def served(directory: Path, file: Path) -> None:
+    """Start `vllm serve` at E5M4, ask it, switch it to E5M6 over HTTP as docs/serve.md tells, and ask again."""
+    expected = json.loads(file.read_text())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("vllm"), "serve", directory, "--quantization", "sefp"]
+    command += ["--hf-overrides", '{"sefp": {"precision": "E5M4"}}', "--enforce-eager", "--dtype", "float32"]
+    command += ["--max-model-len", "128", "--max-num-seqs", "8", "--port", str(port)]
+    with subprocess.Popen(list(map(str, command)), env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for(url, server)
+            _ask(url, directory, Precision("E5M4"), expected)
+            said = _post(f"{url}/collective_rpc", {"method": "set_precision", "args": ["E5M6"]})
+            _post(f"{url}/reset_prefix_cache", {})
+            if said != {"results": ["E5M6"]}:
+                raise SystemExit(f"the switch was answered with {said}")
+            _ask(url, directory, Precision("E5M6"), expected)
+        finally:
+            server.terminate()
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if server.poll() is not None:
+            raise SystemExit(f"vllm serve ended with {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{url}/health").close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise SystemExit("vllm serve did not answer for ten minutes")
+
+
+def _ask(url: str, directory: Path, precision: Precision, expected: dict[str, list[Any]]) -> None:
+    answers, same = expected[str(precision)], 0
+    for one in answers:
+        body = {"model": str(directory), "prompt": one["prompt"], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        said = _post(f"{url}/v1/completions", body | {"return_token_ids": True})
+        same += _same(precision, one, said["choices"][0]["token_ids"])
+    print(f"{precision}: {same} of {len(answers) * TOKENS} tokens the same", flush=True)
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.loads(answer.read() or "null")
+
+
 def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
     """How far vLLM's log-probabilities are from ours at the first positions of a text, of tokens that both name."""
     furthest = 0.0
@@ -150,15 +207,17 @@ def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("who", choices=["ours", "vllm"])
+    parser.add_argument("who", choices=["ours", "vllm", "serve"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     if args.who == "ours":
         ours(args.directory, args.file)
-    else:
+    elif args.who == "vllm":
         with_vllm(args.directory, args.file, args.processes)
+    else:
+        served(args.directory, args.file)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def _sizes(layer: Any) -> list[int]:
     if isinstance(layer, QKVParallelLinear):  # its own list counts a head once for each process that has it
         heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
         return [heads * layer.head_size, kv_heads * layer.head_size, kv_heads * layer.v_head_size]
-    return list(getattr(layer, "output_sizes", [layer.output_size]))
+    return list(getattr(layer, "output_sizes", None) or [layer.output_size])
 
 
 def _rows(layer: Any, size: int, each: int) -> slice:
