@@ -226,8 +226,7 @@ def test_what_came_of_another_file_is_not_gone_on_with(server, packed, tmp_path)
         fetch(server.address, out, E5M3)
     server.files.update(content(packed))
     server.always_cut = None
-    for name in set(content(out)):
-        (out / name).unlink()
+    assert content(out) == {}
     assert fetch(server.address, out, E5M3).bytes == len(server.files[SHARDS[0]])
     assert same(out, packed, 3)
 

@@ -41,12 +41,16 @@ class LocalHub:
     address: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    sent: int = 0
-    """Bytes of everything answered."""
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    """Path and bytes of every file, or part of one, that was answered."""
 
     def fetched(self) -> list[str]:
         """Names of the files that were downloaded."""
         return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+
+    def sent_of(self, name: str) -> int:
+        """Bytes of all files of this name together."""
+        return sum(size for path, size in self.sent if path.endswith(f"/{name}"))
 
     def answer(self, method: str, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body."""
@@ -92,7 +96,8 @@ def local_hub() -> Iterator[LocalHub]:
                 end = min(int(wanted[2] or size - 1), size - 1)
                 status, body = 206, body[start : end + 1]
                 headers["Content-Range"] = f"bytes {start}-{end}/{size}"
-            hub.sent += len(body) if self.command == "GET" else 0
+            if self.command == "GET":
+                hub.sent.append((urlsplit(self.path).path, len(body)))
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)

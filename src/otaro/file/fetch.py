@@ -6,8 +6,8 @@ two headers that are alike are those of two files that are alike; and what came 
 exactly if it begins with the header that the source has now.
 
 What is under way lies in OUT/.fetch, one file for each shard that grows from its beginning. A shard goes to its place by a
-rename, when every digest is right: planes in their order, before them the base shard, before it the files beside it, so
-that OUT opens as soon as it has a base shard, and at every moment from then on.
+rename, when every digest is right: the base shard first, right behind the files beside it, then planes in their order. So
+OUT has nothing but that folder until it opens, and it opens at every moment from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
-from otaro.file.atomic import alone, explained
+from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
 from otaro.file.header import BASE, Entry, Header, Schema, check_header, check_plane, header_length, shard_name
 from otaro.file.hub import Hub
@@ -36,6 +36,7 @@ from otaro.readable import size as readable_size
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 FOLDER = ".fetch"  # in OUT: what is under way
+_BESIDE = "beside"  # in that: files beside the shards, until they go to their places
 _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try
 _PROGRESS = 1 << 20  # bytes after which tries are counted anew
 _CHUNK = 1 << 18
@@ -175,14 +176,21 @@ def fetch(
         under_way.mkdir(parents=True, exist_ok=True)
         count = _Count(progress, sum(offer.size for offer in offers))
         try:
-            names = _bring_beside(source, target)
+            names = _bring_beside(source, under_way / _BESIDE, target if nested else None)
             for offer in offers:
-                _bring_shard(remote, offer, target, count)
+                part = _bring_shard(remote, offer, under_way, count)
+                _place_all(under_way / _BESIDE, target)
+                os.rename(part, target / offer.name)
+                flush(target)
+            _place_all(under_way / _BESIDE, target)
             nested = nested or NestedDirectory(target)
             nested.require(precision or nested.finest)
             shutil.rmtree(under_way)
         finally:
-            _tidy(target, made)
+            shutil.rmtree(under_way / _BESIDE, ignore_errors=True)
+            for folder in [under_way, target] if made else [under_way]:
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
         more = _beyond(remote, nested)
     return Fetched(nested, [*names, *(offer.name for offer in offers)], count.moved, more)
 
@@ -269,16 +277,16 @@ def _begun(offer: Offer, under_way: Path) -> int:
         return 0
 
 
-def _bring_shard(remote: RemoteModel, offer: Offer, target: Path, count: _Count) -> None:
-    """Fetch, check, put in place."""
-    part, first = _part(offer, target / FOLDER), offer
+def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Count) -> Path:
+    """Fetch and check; returns the file, which is ready to be put in place."""
+    part, first = _part(offer, under_way), offer
     wrong = tries = 0
     while True:
-        before = _begun(offer, part.parent)
+        before = _begun(offer, under_way)
         try:
             _download(remote.source, offer, part, count)
         except CutOff as error:
-            have = _begun(offer, part.parent)
+            have = _begun(offer, under_way)
             tries = 0 if have - before >= _PROGRESS else tries + 1
             if tries > len(_PAUSES):
                 raise FetchError(
@@ -309,11 +317,9 @@ def _bring_shard(remote: RemoteModel, offer: Offer, target: Path, count: _Count)
                 f"{remote.source} serves a damaged {offer.name}: three times over the bytes of {damaged} were not those that "
                 "its header promises; have the file put there anew"
             )
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.rename(part, target / offer.name)
-    _flush_folder(target)
+    flush(part)
     count.finish(first.size)
+    return part
 
 
 def _download(source: Source, offer: Offer, part: Path, count: _Count) -> None:
@@ -359,19 +365,23 @@ def _sound(path: Path, header: Header) -> tuple[int, str | None]:
     return header.file_size, None
 
 
-def _bring_beside(source: Source, target: Path) -> list[str]:
-    """Fetch what lies beside the shards and is not here: the configuration, which must be there, tokenizer, licence."""
-    brought = []
-    for name in source.beside():
-        if (target / name).exists():
-            continue
-        part = target / FOLDER / f"{name}.part"
-        if read_small(source, name, part):
-            os.rename(part, target / name)
-            brought.append(name)
-    if not (target / CONFIG).is_file():
+def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str]:
+    """Fetch what lies beside the shards and `target` lacks: the configuration, which must be there, tokenizer, licence.
+
+    Before there is a base shard that is everything, also if it has come before: it might have been another model's.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    names = [name for name in source.beside() if target is None or not (target / name).exists()]
+    brought = [name for name in names if read_small(source, name, folder / name)]
+    if not any(place is not None and (place / CONFIG).is_file() for place in (folder, target)):
         raise FormatError(f"{source} has no {CONFIG}, which a nested model needs")
     return brought
+
+
+def _place_all(folder: Path, target: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        os.rename(path, target / path.name)
 
 
 def read_small(source: Source, name: str, path: Path) -> bool:
@@ -426,15 +436,6 @@ def _check_json(path: Path, name: str, source: Source) -> None:
         raise FormatError(f"{CONFIG} at {source} does not describe a nested model")
 
 
-def _tidy(target: Path, made: bool) -> None:
-    """Leave no empty folder behind a refusal. With files in `target` but no base shard, the folder says that it is begun."""
-    under_way = target / FOLDER
-    for path in [under_way, target] if made else [under_way]:
-        begun = path == under_way and not (target / shard_name(BASE)).exists() and len(list(target.iterdir())) > 1
-        if path.is_dir() and not begun and not any(path.iterdir()):
-            path.rmdir()
-
-
 @contextmanager
 def _said_of(source: Source) -> Iterator[None]:
     """Say whose shards they are that are refused."""
@@ -454,11 +455,3 @@ def _patiently(action: Callable[[], _T], what: str, advice: str) -> _T:
                 raise FetchError(f"{what} could not be fetched: {str(error) or 'it keeps changing'}{advice}") from error
             time.sleep(pause)
     raise AssertionError
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
