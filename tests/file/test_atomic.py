@@ -12,7 +12,7 @@ import pytest
 import otaro
 from otaro.errors import TargetError
 from otaro.file import atomic
-from otaro.file.atomic import alone, new_directory, write_text
+from otaro.file.atomic import alone, new_directory, new_file, write_text
 from otaro.file.io import NestedDirectory
 
 
@@ -383,3 +383,26 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(TargetError, match="the disk is full"):
         write_text(tmp_path / "new" / "file.json", "third")
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["second"]
+
+
+def test_a_large_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "large"
+    with pytest.raises(KeyboardInterrupt), new_file(target) as partial:
+        partial.write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with new_file(target) as partial:
+        partial.write_bytes(b"whole")
+        assert not target.exists()
+    with pytest.raises(TargetError, match=r"large exists; choose another place"), new_file(target):
+        pass
+    with pytest.raises(ValueError, match="no"), new_file(target, overwrite=True) as partial:
+        partial.write_bytes(b"other")
+        raise ValueError("no")
+    assert target.read_bytes() == b"whole"
+    with new_file(target, overwrite=True) as partial:
+        partial.write_bytes(b"new")
+    assert target.read_bytes() == b"new"
+    with pytest.raises(TargetError, match=r"is a directory; choose another place"), new_file(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
