@@ -385,24 +385,26 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["second"]
 
 
+def put(target, data, error=None, **options):
+    with new_file(target, **options) as partial:
+        partial.write_bytes(data)
+        if error is not None:
+            raise error
+
+
 def test_a_large_file_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "large"
-    with pytest.raises(KeyboardInterrupt), new_file(target) as partial:
-        partial.write_bytes(b"half")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        put(target, b"half", KeyboardInterrupt())
     assert not list(tmp_path.iterdir())
-    with new_file(target) as partial:
-        partial.write_bytes(b"whole")
-        assert not target.exists()
-    with pytest.raises(TargetError, match=r"large exists; choose another place"), new_file(target):
-        pass
-    with pytest.raises(ValueError, match="no"), new_file(target, overwrite=True) as partial:
-        partial.write_bytes(b"other")
-        raise ValueError("no")
+    put(target, b"whole")
+    with pytest.raises(TargetError, match=r"large exists; choose another place"):
+        put(target, b"other")
+    with pytest.raises(ValueError, match="no"):
+        put(target, b"other", ValueError("no"), overwrite=True)
     assert target.read_bytes() == b"whole"
-    with new_file(target, overwrite=True) as partial:
-        partial.write_bytes(b"new")
+    put(target, b"new", overwrite=True)
     assert target.read_bytes() == b"new"
-    with pytest.raises(TargetError, match=r"is a directory; choose another place"), new_file(tmp_path):
-        pass
+    with pytest.raises(TargetError, match=r"is a directory; choose another place"):
+        put(tmp_path, b"other")
     assert [path.name for path in tmp_path.iterdir()] == ["large"]
