@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -57,7 +57,7 @@ class Answers:
         """Of all answers."""
         return sum(len(stream.tokens) for stream in self.streams)
 
-    async def tokens(self) -> AsyncIterator[tuple[int, Token | None]]:
+    async def tokens(self) -> AsyncGenerator[tuple[int, Token | None], None]:
         """Number of the choice and token, as they come; None where a choice has ended."""
         if len(self.streams) == 1:
             async for token in self._tokens(self.streams[0]):
