@@ -1,6 +1,6 @@
 """Typed decisions at two precisions: what `precision: "auto"` of /v1/systemone gives up, and what it saves.
 
-    python benchmarks/bench_decisions.py DIR --data FOLDER [--sets boolq,arc_easy] [--limit 400]
+    python benchmarks/bench_decisions.py DIR --data FOLDER [--sets arc_easy,piqa] [--limit 400]
 
 FOLDER has zero-shot sets as `otaro eval --data-dir` takes them, SET.jsonl.gz. Each row becomes one question. On the even
 rows every question is asked at E5M3 and at E5M8; the margin below which a decision is asked again is the smallest
@@ -32,10 +32,11 @@ from otaro.serve.settings import Settings
 COARSE, FINE = "E5M3", "E5M8"
 
 
-def letters(question: str, options: list[str], right: int, state: str = "") -> tuple[dict[str, Any], str]:
-    """A choice, and the name of the right one."""
+def choice(question: str, options: list[str], right: int, state: str = "") -> tuple[dict[str, Any], str]:
+    """A choice by the answers' own words, and the name of the right one. Small models say A whatever is asked."""
     names = [f"option {number + 1}" for number in range(len(options))]
-    asked = {"type": "choice", "instructions": question, "criteria": dict(zip(names, options, strict=True))}
+    criteria = dict(zip(names, options, strict=True))
+    asked = {"type": "choice", "by": "text", "instructions": question, "criteria": criteria}
     return {"state": state, "questions": {"q": asked}}, names[right]
 
 
@@ -50,15 +51,15 @@ def boolq(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def arc(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
     right = row["choices"]["label"].index(row["answerKey"])
-    return letters(row.get("question") or row["question_stem"], row["choices"]["text"], right)
+    return choice(row.get("question") or row["question_stem"], row["choices"]["text"], right)
 
 
 def piqa(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    return letters(row["goal"], [row["sol1"], row["sol2"]], int(row["label"]))
+    return choice(row["goal"], [row["sol1"], row["sol2"]], int(row["label"]))
 
 
 def winogrande(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    return letters(f"Who or what is _ ? {row['sentence']}", [row["option1"], row["option2"]], int(row["answer"]) - 1)
+    return choice(f"Who or what is _ ? {row['sentence']}", [row["option1"], row["option2"]], int(row["answer"]) - 1)
 
 
 SETS: dict[str, Callable[[dict[str, Any]], tuple[dict[str, Any], str]]] = {
@@ -85,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--sets", default="boolq,arc_easy")
+    parser.add_argument("--sets", default="arc_easy,piqa")
     parser.add_argument("--limit", type=int, default=400, help="rows of a set, half of them to choose the margin")
     parser.add_argument("--agreement", type=float, default=0.99)
     args = parser.parse_args()
