@@ -30,6 +30,8 @@ class Misbehaving:
     always_flip: int | None = None
     stated: int | None = 0
     """Added to every length that is stated of shards; None: no length is stated."""
+    honest_first: bool = False
+    """Lengths are wrong only when the data is asked for, not the header."""
     endless: str | None = None
     statuses: dict[str, list[int]] = field(default_factory=dict)
     """Answers by name before it behaves."""
@@ -72,6 +74,8 @@ def misbehaving(files: dict[str, bytes]) -> Iterator[Misbehaving]:
 
         def answer(self, name: str, body: bytes, wanted: str | None, data: bool) -> None:
             tag, size, added = hashlib.sha1(body).hexdigest(), len(body), server.stated or 0
+            if server.honest_first and not data:
+                added = 0
             part = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "") if server.ranges else None
             if part and self.headers.get("If-Range") in (None, f'"{tag}"'):
                 start, end = int(part[1]), min(int(part[2] or size - 1), size - 1)

@@ -1,5 +1,6 @@
 """Fetching against a server that breaks off, lies and serves other bytes: OUT is right, or as it was."""
 
+import io
 import json
 import os
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import namedtuple
 from pathlib import Path
 
@@ -145,6 +148,20 @@ def test_a_wrong_length_is_refused_before_anything_comes(stated, words, ranges, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("stated", [-1000, 1000])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_length_that_becomes_wrong_is_refused(stated, ranges, server, packed, tmp_path):
+    out = tmp_path / "out"
+    fetch(server.address, out, E5M3)
+    server.stated, server.ranges, server.honest_first = stated, ranges, ranges
+    with pytest.raises((FetchError, FormatError), match="another length than its header implies" if ranges else "bytes"):
+        fetch(server.address, out, E5M4)
+    assert content(out).keys() == {name for name in content(packed) if name not in SHARDS[1:]}
+    server.stated = 0
+    fetch(server.address, out, E5M4)
+    assert same(out, packed, 4)
+
+
 def test_a_byte_that_was_flipped_once_comes_again(server, packed, tmp_path):
     """From the beginning of its tensor, not of the shard."""
     server.flips = [10]
@@ -205,6 +222,12 @@ def test_a_redirect_leads_to_http_alone(where, server, tmp_path):
     with pytest.raises(FetchError, match=r"cannot be fetched: .*HTTP 302"):
         fetch(server.address, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_redirect_does_not_give_up_encryption():
+    request = urllib.request.Request("https://host/x")
+    with pytest.raises(urllib.error.HTTPError, match="it redirects to http://"):
+        sources._Redirects().redirect_request(request, io.BytesIO(), 302, "Found", {}, "http://host/x")
 
 
 def test_a_redirect_to_another_host_gets_no_token(server, packed):

@@ -41,8 +41,8 @@ def fetch(
 ) -> None:
     """Fetch as much of a nested model as a precision needs, and what is not there yet.
 
-    Every shard is checked before it is put in place, and OUT runs as soon as it has its first. After a cut, the same
-    command goes on where it stopped.
+    Every shard is checked before it is put in place, and OUT runs as soon as it has its first.
+    After a cut, the same command goes on where it stopped.
     """
     started = time.perf_counter()
     wanted = None if precision is None else Precision(precision)
