@@ -398,3 +398,27 @@ def test_inspect_reads_headers_alone(server, packed):
     headers = sum(NestedDirectory(packed).plane(plane).header.data_start for plane in range(3, 9))
     assert server.sent == headers
     assert "not in the headers" in run("inspect", server.address).output
+
+
+def test_progress_counts_bytes_of_all_shards_also_after_a_cut(server, tmp_path):
+    server.cuts, seen = [300_000, 0], []
+    fetch(server.address, tmp_path / "out", E5M4, progress=lambda *at: seen.append(at))
+    whole = sum(len(server.files[name]) for name in SHARDS[:2])
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1] == (SHARDS[1], whole, whole)
+    assert {name for name, *_ in seen} == set(SHARDS[:2])
+
+
+def test_an_interrupted_command_says_that_it_can_go_on(server, packed, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching, "_sound", interrupted)
+        ended = run("fetch", server.address, tmp_path / "out")
+    assert ended.exit_code == 130
+    assert "the same command goes on from there" in ended.output
+    first = len(server.files[SHARDS[0]])
+    assert fetch(server.address, tmp_path / "out", E5M3).bytes == 0  # all of it had come, and was not checked yet
+    assert (tmp_path / "out" / SHARDS[0]).stat().st_size == first
+    assert same(tmp_path / "out", packed, 3)
