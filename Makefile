@@ -5,10 +5,10 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
 
-.PHONY: help setup demo test slow check sanitize portability format clean
+.PHONY: help setup demo test slow check sanitize portability vllm-test format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup: $(READY) ## make .venv with everything the project needs, developer tools included
 
@@ -48,10 +48,13 @@ sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 portability: setup ## the numerical tests again, as other CPUs and numbers of threads would compute them
 	@.ci/portability $(BIN)/python
 
+vllm-test: setup ## vLLM for CPUs in .venv-vllm, with our plug-in, beside our own runtime; MODEL= for another model
+	@MODEL='$(MODEL)' PYTHON='$(PYTHON)' runs/vllm_test.sh
+
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
 clean: ## remove what make made
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

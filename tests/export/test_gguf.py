@@ -138,6 +138,13 @@ def test_refusals_name_what_llama_cpp_does_otherwise(make_nested, make_fitting, 
             export(make_nested(architecture), out, precision="E5M3", to="gguf")
     with pytest.raises(OtaroError, match=r"unknown type 'Q4_K'; choose from Q4_0"):
         export(make_nested("llama"), out, precision="E5M3", to="gguf", type="Q4_K")
+    changed = copy_of(make_nested("qwen3_moe_mixed"))
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
+    with pytest.raises(
+        OtaroError, match=r"GGUF's qwen3_moe models have no model.layers.0.mlp.gate_proj.weight; export --to hf"
+    ):
+        export(changed, out, precision="E5M3", to="gguf")
     changes = {
         "its activation is gelu": {"hidden_act": "gelu"},
         "positions are of type dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

@@ -177,6 +177,7 @@ def test_flipped_bytes_of_the_header_end_in_words_or_in_a_model(make_fitting, tm
     [
         ({"general.architecture": "bert"}, "its architecture is 'bert', and llama, qwen2, .* are read here"),
         ({"llama.block_count": 1 << 20}, "it states 1048576 layers and has 21 tensors"),
+        ({"split.count": 3}, "it is one of 3 parts"),
         ({"llama.attention.key_length": 23}, "its heads are 23 wide"),
         ({"llama.block_count": "two"}, "its llama.block_count is 'two'"),
         ({"llama.embedding_length": None}, "it does not say llama.embedding_length"),

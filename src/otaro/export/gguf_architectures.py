@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.export.source import Piece, Source, layer_of
+from otaro.export.source import Piece, Source
 from otaro.file.gguf_config import ARCHITECTURES, Architecture, head_size, llama3_factors
 
 
@@ -158,6 +158,5 @@ def pieces(source: Source, entry: Architecture, names: Any) -> list[Piece]:
 def _renamed(name: str, names: Any, source: Source) -> str:
     full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     if (found := names.get_name(full, (".weight", ".bias"))) is None:
-        layer = "" if layer_of(name) is None else f" in layer {layer_of(name)}"
-        raise OtaroError(f"GGUF's {source.config.model_type} models have no {name}{layer}; export --to hf instead")
+        raise OtaroError(f"GGUF's {source.config.model_type} models have no {name}; export --to hf instead")
     return str(found)

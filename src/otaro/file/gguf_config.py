@@ -109,6 +109,8 @@ def read_config(gguf: Gguf) -> tuple[Any, Architecture]:
     """The config of transformers that a file implies."""
     from transformers import AutoConfig
 
+    if (parts := gguf.fields.get("split.count", 1)) != 1:
+        raise gguf.refused(f"it is one of {str(parts)[:20]} parts, which llama.cpp's llama-gguf-split --merge makes one")
     known = [kind for kind, entry in ARCHITECTURES.items() if entry.name == gguf.architecture]
     if not known:
         readable = ", ".join(dict.fromkeys(entry.name for entry in ARCHITECTURES.values()))

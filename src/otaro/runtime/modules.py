@@ -98,9 +98,9 @@ class PackedWeight(nn.Module):
         """Name and shape, as `print(model)` shows them."""
         return f"{self.name}, {list(self.shape)}"
 
-    @staticmethod
-    def _rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(-1, tensor.shape[-1])
+    def _rows(self, stored: torch.Tensor) -> torch.Tensor:
+        """What is held of a stored tensor: all of it, leading dimensions flattened."""
+        return stored.reshape(-1, stored.shape[-1])
 
 
 class SefpModule(nn.Module):
