@@ -79,7 +79,7 @@ END
     echo "runs/vllm_test.sh, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
     echo
     echo "== tests of the plug-in"
-    quietly "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/vllm_plugin --durations 0 -r s
+    quietly "$venv/bin/python" -m pytest -q -o addopts= -p no:cacheprovider tests/vllm_plugin
     $home/otaro pack builtin "$scratch/builtin-sefp" >/dev/null
     compare "$scratch/builtin-sefp" 1 2
     echo

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model_loader
 
 import otaro.vllm
-from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import Precision
 from otaro.vllm import loader, quantization, worker
@@ -31,9 +31,9 @@ def nested(tiny):
     return NestedDirectory(tiny)
 
 
-def config_of(**hf_config):
+def config_of(directory="owner/name", **hf_config):
     config = get_quantization_config("sefp").from_config({})
-    config.maybe_update_config("DIR", hf_config=SimpleNamespace(**hf_config))
+    config.maybe_update_config(str(directory), hf_config=SimpleNamespace(**hf_config))
     return config
 
 
@@ -55,6 +55,20 @@ def test_the_precision_comes_from_the_overrides_or_else_from_the_environment(mon
     monkeypatch.setenv("OTARO_PRECISION", "e5m3")
     assert config_of().precision == Precision("E5M3")
     assert config_of(sefp={"precision": "E5M4"}).precision == Precision("E5M4")
+
+
+def test_a_directory_is_opened_at_its_finest_and_what_it_lacks_is_refused_at_once(copy_of, tiny):
+    some = copy_of(tiny, planes=(3, 4))
+    assert config_of(some).precision == Precision("E5M4")
+    with pytest.raises(ShardMissingError, match=r"E5M5 needs model-m5.safetensors"):
+        config_of(some, sefp={"precision": "E5M5"})
+
+
+def test_the_precision_is_part_of_what_vllm_tells_compiled_models_apart_by(tiny, monkeypatch):
+    hf_config = SimpleNamespace()
+    monkeypatch.setenv("OTARO_PRECISION", "E5M3")
+    get_quantization_config("sefp").from_config({}).maybe_update_config(str(tiny), hf_config=hf_config)
+    assert hf_config.sefp == {"precision": "E5M3"}
 
 
 @pytest.mark.parametrize("wrong", [{"precison": "E5M4"}, "E5M4"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +38,20 @@ class SefpConfig(QuantizationConfig):
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Take the precision from `--hf-overrides`, or else from the environment."""
+        """Take the precision from `--hf-overrides`, or else from the environment; missing planes are refused at once.
+
+        It is noted in the model's configuration, by which vLLM tells compiled models in its cache apart.
+        """
         asked = getattr(hf_config, METHOD, None) or {}
         if not isinstance(asked, dict) or asked.keys() - {"precision"}:
             raise OtaroError(f"""--hf-overrides: {METHOD} is {asked!r}, and must look like {{"precision": "E5M4"}}""")
         chosen = asked.get("precision") or os.environ.get(PRECISION)
         self.precision = Precision(chosen) if chosen else None
+        if Path(model_name).is_dir():  # on the Hub, it is known when it is fetched
+            nested = NestedDirectory(model_name)
+            self.precision = self.precision or nested.finest
+            nested.require(self.precision)
+        setattr(hf_config, METHOD, {"precision": str(self.precision) if self.precision else None})
 
     def get_name(self) -> str:
         """As `--quantization` says it."""
