@@ -1,4 +1,5 @@
-"""What vLLM asks of the plug-in. Needs vLLM, which lives in an environment of its own: `make vllm-test` runs these."""
+"""What vLLM asks of the plug-in. Needs vLLM, which lives in an environment of its own: `make vllm-test` runs
+these."""
 
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model_loader
 
 import otaro.vllm
-from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError
+from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError, SlowWarning
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import Precision
 from otaro.vllm import loader, quantization, worker
@@ -89,6 +90,13 @@ def test_models_that_are_not_nested_get_vllms_own_loader(monkeypatch):
     monkeypatch.setattr(loader.DefaultModelLoader, "load_weights", lambda self, model, config: asked.append(model))
     ours.load_weights("a model", SimpleNamespace(quantization=None))
     assert asked == ["a model"]
+
+
+def test_a_device_without_kernels_is_warned_of(monkeypatch):
+    monkeypatch.delenv("OTARO_KERNELS", raising=False)
+    monkeypatch.setattr(loader.ops, "backend", lambda device: ("reference", "nobody compiled them"))
+    with pytest.warns(SlowWarning, match="nobody compiled them"):
+        loader._warn_of_slowness(torch.device("cpu"))
 
 
 def test_other_layers_keep_their_own_method():
