@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "_plugin": set(),
     "builtin": set(),
     "sefp": set(),
-    "file": {"sefp", "builtin", "packable"},
+    "file": {"sefp", "builtin", "packable", "readable"},
     "export": {"sefp", "file", "packable"},
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels", "packable"},

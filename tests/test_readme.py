@@ -46,6 +46,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(workplace):
     assert "for all six precisions" in outputs["pack"]
     assert "E5M3" in outputs["inspect"]
     assert "is sound" in outputs["verify"]
+    assert "is complete up to E5M4" in outputs["fetch"]
     assert outputs["generate"].startswith("The statement")
     assert outputs["serve"].startswith("tiny at http://127.0.0.1:")
     assert "a plain read of memory runs at" in outputs["bench"]

@@ -35,6 +35,10 @@ class DigestError(FormatError):
     """The bytes of a shard are not those its header promises."""
 
 
+class FetchError(OtaroError):
+    """A model could not be had from where it lies; what has come of it is kept."""
+
+
 class TargetError(OtaroError):
     """The place to write to cannot be used: it exists, is read-only, or is full."""
 

@@ -150,7 +150,7 @@ def test_a_second_writer_is_refused_while_the_first_one_writes(target):
     assert left_in_room(target) == ["model"]
 
 
-@pytest.mark.parametrize("step", ["_flush", "_move_into_place"])
+@pytest.mark.parametrize("step", ["flush", "_move_into_place"])
 def test_a_second_writer_is_refused_while_the_first_one_finishes(target, monkeypatch, step):
     """Flushing a large model takes minutes, in which a second writer must not sweep away what the first one wrote."""
     original, refusals = getattr(atomic, step), []
@@ -322,7 +322,7 @@ DEATHS = {
     "beside the tokenizer": "die_at(pack_module, '_write_sidecars', 1)",
     "at the first header": "die_at(io._ShardWriter, 'close', 1)",
     "at the last header": "die_at(io._ShardWriter, 'close', 6)",
-    "before flushing": "die_at(atomic, '_flush', 1)",
+    "before flushing": "die_at(atomic, 'flush', 1)",
     "while flushing": "die_at(os, 'fsync', 3)",
     "before moving": "die_at(atomic, '_move_into_place', 1)",
     "after moving": "die_at(atomic, '_remove', 2)",  # the first call sweeps what an earlier writer left

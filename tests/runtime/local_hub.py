@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,10 +41,16 @@ class LocalHub:
     address: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    """Path and bytes of every file, or part of one, that was answered."""
 
     def fetched(self) -> list[str]:
         """Names of the files that were downloaded."""
         return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+
+    def sent_of(self, name: str) -> int:
+        """Bytes of all files of this name together."""
+        return sum(size for path, size in self.sent if path.endswith(f"/{name}"))
 
     def answer(self, method: str, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body."""
@@ -70,7 +77,7 @@ class LocalHub:
             return 403, headers, b""
         if file not in files:
             return 404, {**headers, "X-Error-Code": "EntryNotFound"}, b""
-        return 200, {**headers, "ETag": f'"{blobs[file]}"'}, files[file]
+        return 200, {**headers, "ETag": f'"{blobs[file]}"', "Accept-Ranges": "bytes"}, files[file]
 
 
 @contextmanager
@@ -84,6 +91,13 @@ def local_hub() -> Iterator[LocalHub]:
             scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
             known = token if scheme == "Bearer" else None
             status, headers, body = hub.answer(self.command, urlsplit(self.path).path, known)
+            if status == 200 and (wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")):
+                start, size = int(wanted[1]), len(body)
+                end = min(int(wanted[2] or size - 1), size - 1)
+                status, body = 206, body[start : end + 1]
+                headers["Content-Range"] = f"bytes {start}-{end}/{size}"
+            if self.command == "GET":
+                hub.sent.append((urlsplit(self.path).path, len(body)))
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)

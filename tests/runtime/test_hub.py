@@ -38,6 +38,7 @@ def repository(hub):
     repository = Repository(name=f"someone/model-{next(NUMBERS)}")
     hub.repositories[repository.name] = repository
     hub.requests.clear()
+    hub.sent.clear()
     return repository
 
 
@@ -193,6 +194,36 @@ for command in {commands!r}:
     assert TOKEN not in json.dumps(kept)
     same = NestedDirectory(tmp_path / "packed").base.header.model
     assert same == NestedDirectory(make_nested("llama")).base.header.model
+
+
+def test_fetch_brings_one_commit_and_inspect_its_headers_alone(hub, repository, online, make_nested, tmp_path, home):
+    """By revision and with the token, past the cache; what `main` points to later is another model, and is not mixed in."""
+    repository.token = TOKEN
+    wanted, out = make_nested("llama"), tmp_path / "out"
+    repository.commit("v1", wanted)
+    other = repository.commit("main", make_nested("llama", "truncate"))
+    run = """
+from otaro.cli.main import app
+for command in {}:
+    app(command.split(), standalone_mode=False)
+"""
+    options = f"--revision v1 --token {TOKEN} --json"
+    [shown] = online(run.format([f"inspect {repository.name} {options}"]))
+    sizes = {path.name: path.stat().st_size for path in wanted.glob("*.safetensors")}
+    assert [row["bytes"] for row in shown["precisions"]][::5] == [sum(sizes.values()), sizes["model-m3.safetensors"]]
+    assert shown["modules"] == []
+    headers = sum(NestedDirectory(wanted).plane(plane).header.data_start for plane in range(3, 9))
+    assert sum(hub.sent_of(name) for name in sizes) == headers
+    commands = [f"fetch {repository.name} {out} -p {precision} {options}" for precision in ("E5M4", "E5M8")]
+    first, second = online(run.format(commands))
+    assert (first["finest"], second["fetched"]) == ("E5M4", PLANES[1:])
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {p.name: p.read_bytes() for p in wanted.iterdir()}
+    assert not any(other in path for _, path, _ in hub.requests)
+    assert not list((home / "hub").glob(f"*{repository.name.rpartition('/')[2]}/snapshots/*/*"))
+    (out / PLANES[4]).unlink()
+    [message] = online(f"from otaro.file.fetch import fetch, Hub\nrefusal(lambda: fetch({repository.name!r}, {str(out)!r}, "
+                       f"hub=Hub(token={TOKEN!r})))")  # fmt: skip
+    assert "belongs to another model" in message
 
 
 def test_a_wrong_token_is_a_refusal_in_one_line(repository, online, nested_dir, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,39 +12,79 @@ from otaro.cli import console
 from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
+    from otaro.evaluate.quality import Quality
+    from otaro.file.hub import Hub
     from otaro.file.summary import PrecisionSummary, Summary
 
 
 def inspect(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id or http(s)://HOST/PATH of one.")
+    ],
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured."""
-    from otaro.evaluate.quality import QualityError, read_quality
-    from otaro.file.checkpoint import resolve_nested
-    from otaro.file.coding import Coding
-    from otaro.file.hub import Hub
-    from otaro.file.io import NestedDirectory
-    from otaro.file.summary import summarize
+    """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured.
 
-    nested = NestedDirectory(resolve_nested(directory, hub=Hub(revision, token, cache_dir)))
-    with console.progress_bar("reading (million weights)", 1_000_000) as progress:
-        summary = summarize(nested, lambda done, total: progress("", done, total))
-    try:
-        coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
-        quality = read_quality(nested.path, summary.model, coding)
-    except QualityError as error:
-        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
-        quality = None
+    Of a model elsewhere the headers alone are read, which have all but the numbers per kind of module.
+    """
+    from otaro.file.hub import Hub
+
+    hub = Hub(revision, token, cache_dir)
+    summary, quality = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
     if json:
         console.print_json({**summary.to_dict(), "quality": quality and quality.to_dict()})
     else:
         show(summary)
         if quality is not None:
             show_quality(quality.entries)
+
+
+def _elsewhere(directory: str) -> bool:
+    """Whether this is a URL or a Hub id; offline, a model of the Hub is what its cache has, and that lies here."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    from otaro.file.checkpoint import BUILTIN
+
+    return "://" in directory or not (HF_HUB_OFFLINE or Path(directory).exists() or directory == BUILTIN)
+
+
+def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None]:
+    from otaro.file.checkpoint import resolve_nested
+    from otaro.file.io import NestedDirectory
+    from otaro.file.summary import summarize
+
+    nested = NestedDirectory(resolve_nested(directory, hub=hub))
+    with console.progress_bar("reading (million weights)", 1_000_000) as progress:
+        summary = summarize(nested, lambda done, total: progress("", done, total))
+    return summary, _quality(nested.path, summary)
+
+
+def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None]:
+    from otaro.file.fetch import RemoteModel, read_small
+    from otaro.file.replace import QUALITY_FILE
+    from otaro.file.source import find_source
+    from otaro.file.summary import summarize_headers
+
+    source = find_source(model, hub)
+    summary = summarize_headers(RemoteModel(source), model)
+    with TemporaryDirectory() as folder:
+        read_small(source, QUALITY_FILE, Path(folder) / QUALITY_FILE)
+        return summary, _quality(Path(folder), summary)
+
+
+def _quality(directory: Path, summary: Summary) -> Quality | None:
+    """What was measured of a model, where a record says so that can be read."""
+    from otaro.evaluate.quality import QualityError, read_quality
+    from otaro.file.coding import Coding
+
+    try:
+        return read_quality(directory, summary.model, Coding(summary.group_size, summary.reconstruction))
+    except QualityError as error:
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        return None
 
 
 def show(summary: Summary) -> None:
@@ -81,7 +123,10 @@ def show(summary: Summary) -> None:
             f"{module.min_scale:.2g} to {module.max_scale:.2g}",
             f"{module.zero_share:.1%}",
         )
-    console.out.print(modules)
+    if summary.modules:
+        console.out.print(modules)
+    else:
+        console.remark("note: scales and zeros per kind of module are not in the headers; `otaro fetch` the model to see them")
     left = Table(title="Not packed, the same at every precision", title_justify="left")
     left.add_column("tensor", overflow="fold")  # a name that is cut off is none
     for heading in ("tensors", "weights", "type", "size"):

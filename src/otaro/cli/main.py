@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, bench, chat, console, demo, export, generate, inspect, pack, report, serve, tune, verify
+from otaro.cli import analyze, bench, chat, console, demo, export, fetch, generate, inspect, pack, report, serve, tune, verify
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("pack")(pack.pack)
+app.command("fetch")(fetch.fetch)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("export")(export.export)

@@ -76,7 +76,7 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
                 yield partial
                 for path in [*partial.rglob("*"), partial]:
                     if not path.is_symlink():  # which has no content of its own, and may lead nowhere
-                        _flush(path)
+                        flush(path)
                 _move_into_place(partial, target)
             finally:
                 _remove(partial)
@@ -96,9 +96,9 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
             partial.unlink(missing_ok=True)  # what a killed writer left
             try:
                 yield partial
-                _flush(partial)
+                flush(partial)
                 os.rename(partial, target)
-                _flush(target.parent)
+                flush(target.parent)
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -176,7 +176,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk hold what a file contains, or which names a directory has."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -195,7 +196,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
             _remove(old)
     else:
         os.rename(partial, target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -113,6 +113,18 @@ class Header:
     """Stated by the base shard only."""
     data_start: int
 
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole shard."""
+        return self.data_start + max((entry.end for entry in self.entries.values()), default=0)
+
+    @property
+    def unpacked(self) -> dict[str, Entry]:
+        """Of a base shard: what is stored as it came."""
+        assert self.schema is not None
+        packed = self.schema.packed_entries(BASE)
+        return {name: entry for name, entry in self.entries.items() if name not in packed}
+
 
 def draft_header(
     plane: int, schema: Schema, unpacked: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -193,6 +205,11 @@ def _digest_of_lines(items: list[str]) -> str:
 def read_header(path: Path, plane: int) -> Header:
     """Read and check the header of the shard at `path`, which should be `plane`'s."""
     size, text = _read_text(path)
+    return check_header(path, plane, text, size)
+
+
+def check_header(path: Path, plane: int, text: bytes, size: int | None) -> Header:
+    """Check a header's text; `size` is that of the file, None where only the header came and nobody said."""
     header = _parse_object(text, f"{path}: the header")
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or "otaro" not in metadata:
@@ -203,7 +220,7 @@ def read_header(path: Path, plane: int) -> Header:
             "pack the checkpoint anew with `otaro pack CHECKPOINT OUT`, or use the release that wrote it"
         )
     _check_seal(path, text, metadata)
-    entries = _check_entries(path, header, size - 8 - len(text))
+    entries = _check_entries(path, header, None if size is None else size - 8 - len(text))
     digests = _parse_object(metadata.get("digests", ""), f"{path}: 'digests'")
     if digests.keys() != entries.keys() or not all(is_digest(value) for value in digests.values()):
         raise FormatError(f"{path}: 'digests' does not give one SHA-256 for every tensor")
@@ -218,6 +235,17 @@ def read_header(path: Path, plane: int) -> Header:
     if schema is not None:
         check_schema(path, entries, schema, plane)
     return Header(path, plane, metadata["model"], entries, digests, schema, 8 + len(text))
+
+
+def check_plane(header: Header, base: Header) -> None:
+    """Refuse a plane that is not of the base shard's model."""
+    assert base.schema is not None  # check_header sees to it for the base shard
+    if header.model != base.model:
+        raise FormatError(
+            f"{header.path} belongs to another model (identity {header.model[:12]}, the base shard's is "
+            f"{base.model[:12]}); fetch the shard of this model"
+        )
+    check_schema(header.path, header.entries, base.schema, header.plane)
 
 
 def check_schema(path: Path, entries: Mapping[str, Entry], schema: Schema, plane: int) -> None:
@@ -241,12 +269,17 @@ def _read_text(path: Path) -> tuple[int, bytes]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise FormatError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
-        if length > MAX_HEADER:
-            raise FormatError(f"{path}: a header of {length} bytes is over the limit of {MAX_HEADER}")
-        return size, file.read(length)
+        return size, file.read(header_length(path, file.read(8), size))
+
+
+def header_length(path: Path, prefix: bytes, size: int | None) -> int:
+    """Of the header's text, as the first eight bytes of a shard state it: neither beyond the file nor over the limit."""
+    length = int.from_bytes(prefix, "little")
+    if size is not None and (size < 8 or length > size - 8):
+        raise FormatError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
+    if length > MAX_HEADER:
+        raise FormatError(f"{path}: a header of {length} bytes is over the limit of {MAX_HEADER}")
+    return length
 
 
 def _parse_object(text: str | bytes, what: str) -> dict[str, Any]:
@@ -274,7 +307,7 @@ def _check_seal(path: Path, text: bytes, metadata: Mapping[str, Any]) -> None:
         raise DigestError(f"{path}: the header does not match its seal; the file is damaged, fetch it again")
 
 
-def _check_entries(path: Path, header: Mapping[str, Any], data_size: int) -> dict[str, Entry]:
+def _check_entries(path: Path, header: Mapping[str, Any], data_size: int | None) -> dict[str, Entry]:
     """Entries must tile the data without gap or overlap, each exactly as large as its dtype and shape say."""
     entries: dict[str, Entry] = {}
     for name, raw in header.items():
@@ -295,7 +328,7 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int) -> dic
             kind = "overlaps the tensor before it" if entry.start < reached else "leaves a gap before it"
             raise FormatError(f"{path}: {name} {kind}")
         reached = entry.end
-    if reached != data_size:
+    if data_size is not None and reached != data_size:
         problem = "is truncated" if reached > data_size else "has bytes after its last tensor"
         raise FormatError(f"{path} {problem}: {reached} bytes of data promised, {data_size} found; fetch it again")
     return entries

@@ -53,6 +53,31 @@ class Hub:
                 f"{model} is not a directory, and fetching it{at} from the Hub failed: {brief(error)}"
             ) from error
 
+    def files(self, model: str) -> tuple[str, list[str]]:
+        """The commit that the revision stands for now, and the names of its files."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            info = HfApi().model_info(model, revision=self.revision, token=self.token)
+        except HFValidationError:
+            raise CheckpointError(f"{model} is neither a directory, a URL nor a Hub id (owner/name)") from None
+        except Exception as error:  # whatever the network and the Hub come up with
+            at = f" at revision {self.revision}" if self.revision else ""
+            raise CheckpointError(
+                f"{model} is not a directory, and asking the Hub for it{at} failed: {brief(error)}"
+            ) from error
+        if info.sha is None:
+            raise CheckpointError(f"the Hub does not say which commit {model} is at; ask for one by its revision")
+        return info.sha, [file.rfilename for file in info.siblings or ()]
+
+    def address(self, model: str, commit: str, name: str) -> tuple[str, dict[str, str]]:
+        """Where a file of a commit lies, and what to send along."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        return hf_hub_url(model, name, revision=commit), build_hf_headers(token=self.token)
+
     def fetch_planes(self, model: str, base: Path, precision: Precision | None) -> None:
         """Fetch what `precision` needs beside the base shard of `model`; without one, all planes of the repository.
 

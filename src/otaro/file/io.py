@@ -29,7 +29,7 @@ from otaro.file.header import (
     Entry,
     Header,
     Schema,
-    check_schema,
+    check_plane,
     draft_header,
     model_identity,
     packed_identity,
@@ -126,11 +126,21 @@ class NestedDirectory:
         assert self.base.header.schema is not None  # read_header sees to it for the base shard
         return self.base.header.schema
 
+    @property
+    def model(self) -> str:
+        """The model's identity."""
+        return self.base.header.model
+
     @cached_property
     def unpacked(self) -> dict[str, Entry]:
         """Norms, biases and whatever else is stored as it came."""
-        packed = self.schema.packed_entries(BASE)
-        return {name: entry for name, entry in self.base.header.entries.items() if name not in packed}
+        return self.base.header.unpacked
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the files that are present right now, by plane."""
+        paths = {plane: self.path / shard_name(plane) for plane in range(BASE, FINEST + 1)}
+        return {plane: path.stat().st_size for plane, path in paths.items() if path.is_file()}
 
     @property
     def finest(self) -> Precision:
@@ -153,12 +163,7 @@ class NestedDirectory:
         if not path.is_file():
             raise ShardMissingError(f"{self.path} lacks {path.name}; fetch that file into the directory")
         shard = Shard.open(path, plane)
-        if shard.header.model != self.base.header.model:
-            raise FormatError(
-                f"{path} belongs to another model (identity {shard.header.model[:12]}, the base shard's is "
-                f"{self.base.header.model[:12]}); fetch the shard of this model"
-            )
-        check_schema(path, shard.header.entries, self.schema, plane)
+        check_plane(shard.header, self.base.header)
         return shard
 
     def require(self, precision: Precision) -> None:

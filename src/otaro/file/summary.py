@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from otaro.file.header import BASE, Entry, shard_name
+from otaro.file.header import BASE, Entry, Schema, shard_name
 from otaro.file.io import NestedDirectory
-from otaro.sefp.codec import scale_values
+from otaro.sefp.codec import Reconstruction, scale_values
 from otaro.sefp.precision import COARSEST, PRECISIONS, Precision
 
 _CHUNK = 1 << 24  # bytes looked at together
@@ -64,13 +64,14 @@ class Summary:
     path: str
     model: str
     group_size: int
-    reconstruction: str
+    reconstruction: Reconstruction
     packed_weights: int
     other_parameters: int
     exact_zeros: float
     """Share of packed weights that were zero before they were encoded."""
     precisions: list[PrecisionSummary]
     modules: list[ModuleSummary]
+    """Empty where only headers were read."""
     unpacked: list[UnpackedSummary]
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,41 +79,59 @@ class Summary:
         return asdict(self)
 
 
+class Described(Protocol):
+    """A nested model as its headers describe it, whether it lies here (`NestedDirectory`) or elsewhere (`RemoteModel`)."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+    @property
+    def schema(self) -> Schema: ...  # noqa: D102
+    @property
+    def unpacked(self) -> Mapping[str, Entry]: ...  # noqa: D102
+    @property
+    def sizes(self) -> Mapping[int, int]: ...  # noqa: D102
+
+
 def summarize(nested: NestedDirectory, progress: Callable[[int, int], None] = lambda done, total: None) -> Summary:
     """Count and look at everything; reads the base shard once. `progress` gets weights done and in total."""
-    schema = nested.schema
     nested.require(nested.finest)  # sizes are only worth showing of shards that belong here
+    summary = summarize_headers(nested, str(nested.path))
+    return replace(summary, modules=list(_modules(nested, summary.packed_weights, progress)))
+
+
+def summarize_headers(nested: Described, path: str) -> Summary:
+    """What headers alone tell: all but the numbers per kind of module."""
+    schema, left = nested.schema, unpacked(nested)
     weights = sum(map(prod, schema.packed.values()))
-    left = unpacked(nested)
     return Summary(
-        path=str(nested.path),
-        model=nested.base.header.model,
+        path=path,
+        model=nested.model,
         group_size=schema.group_size,
         reconstruction=schema.reconstruction,
         packed_weights=weights,
         other_parameters=sum(group.weights for group in left),
-        exact_zeros=schema.zeros / weights,
+        exact_zeros=schema.zeros / max(weights, 1),  # a stranger may pack nothing
         precisions=[precision_summary(nested, p) for p in PRECISIONS],
-        modules=list(_modules(nested, weights, progress)),
+        modules=[],
         unpacked=left,
     )
 
 
-def precision_summary(nested: NestedDirectory, precision: Precision) -> PrecisionSummary:
+def precision_summary(nested: Described, precision: Precision) -> PrecisionSummary:
     """Sizes of one precision, from headers alone."""
-    planes = range(BASE, precision.mantissa_bits + 1)
-    paths = [nested.path / shard_name(plane) for plane in planes]
-    missing = [path.name for path in paths if not path.is_file()]
-    size = None if missing else sum(path.stat().st_size for path in paths)
+    planes, sizes = range(BASE, precision.mantissa_bits + 1), nested.sizes
+    missing = [shard_name(plane) for plane in planes if plane not in sizes]
+    size = None if missing else sum(sizes[plane] for plane in planes)
     left = unpacked(nested)
     weights = sum(map(prod, nested.schema.packed.values())) + sum(group.weights for group in left)
     stored = sum(prod(shape) for plane in planes for _, shape in nested.schema.packed_entries(plane).values())
     stored += sum(group.bytes for group in left)
     ratio = None if size is None else size / (2 * weights)
-    return PrecisionSummary(str(precision), [path.name for path in paths], missing, size, 8 * stored / weights, ratio)
+    names = [shard_name(plane) for plane in planes]
+    return PrecisionSummary(str(precision), names, missing, size, 8 * stored / weights, ratio)
 
 
-def unpacked(nested: NestedDirectory) -> list[UnpackedSummary]:
+def unpacked(nested: Described) -> list[UnpackedSummary]:
     """What is stored as it is, the largest first."""
     alike: dict[tuple[str, str], list[Entry]] = {}
     for name, entry in nested.unpacked.items():

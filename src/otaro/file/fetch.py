@@ -1,0 +1,457 @@
+"""Fetching a nested model: the shards that a precision needs and that are not there yet, each checked before it is used.
+
+Of every shard the header comes first, by itself. It is bounded and sealed, tells how long the shard is and which model it
+belongs to, and has a digest of each tensor. So a length that a server states, too short, too long or none, decides nothing;
+two headers that are alike are those of two files that are alike; and what came of a shard before a cut is gone on with
+exactly if it begins with the header that the source has now.
+
+What is under way lies in OUT/.fetch, one file for each shard that grows from its beginning. A shard goes to its place by a
+rename, when every digest is right: the base shard first, right behind the files beside it, then planes in their order. So
+OUT has nothing but that folder until it opens, and it opens at every moment from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
+from otaro.file.atomic import alone, explained, flush
+from otaro.file.checkpoint import HUB
+from otaro.file.header import BASE, Entry, Header, Schema, check_header, check_plane, header_length, shard_name
+from otaro.file.hub import Hub
+from otaro.file.io import NestedDirectory
+from otaro.file.run import refuse_run
+from otaro.file.source import CONFIG, Changed, CutOff, Directory, Piece, Source, find_source
+from otaro.readable import size as readable_size
+from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
+
+FOLDER = ".fetch"  # in OUT: what is under way
+_BESIDE = "beside"  # in that: files beside the shards, until they go to their places
+_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try
+_PROGRESS = 1 << 20  # bytes after which tries are counted anew
+_CHUNK = 1 << 18
+_LARGEST_BESIDE = 256_000_000  # the largest vocabularies take tens of megabytes
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A shard at its source, of which the header is known."""
+
+    header: Header
+    start: bytes
+    """The first bytes of the file, up to the data."""
+    tag: str | None
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return self.header.path.name
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as its header implies them."""
+        return self.header.file_size
+
+
+class RemoteModel:
+    """A nested model at its source, as headers describe it; planes must belong to its base shard, or to the one given."""
+
+    def __init__(self, source: Source, base: Header | None = None) -> None:
+        self.source = source
+        self._base = base
+        self._offers: dict[int, Offer | None] = {}
+
+    @cached_property
+    def base(self) -> Header:
+        """Of the base shard."""
+        if self._base is None:
+            return self.base_offer().header
+        return self._base
+
+    def base_offer(self) -> Offer:
+        """The base shard, without which there is no model."""
+        if (offer := self.offer(BASE)) is None:
+            raise FormatError(f"{self.source} is not a nested model: it has no {shard_name(BASE)}")
+        return offer
+
+    @property
+    def model(self) -> str:
+        """The model's identity."""
+        return self.base.model
+
+    @property
+    def schema(self) -> Schema:
+        """As the base shard states it."""
+        assert self.base.schema is not None  # check_header sees to it for the base shard
+        return self.base.schema
+
+    @property
+    def unpacked(self) -> dict[str, Entry]:
+        """What is stored as it came."""
+        return self.base.unpacked
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the shards that are there, by plane."""
+        offers = {plane: self.offer(plane) for plane in range(BASE, FINEST + 1)}
+        return {plane: offer.size for plane, offer in offers.items() if offer is not None}
+
+    def offer(self, plane: int, anew: bool = False) -> Offer | None:
+        """What the source has of a plane; None where it has none."""
+        if anew or plane not in self._offers:
+            self._offers[plane] = self._read_offer(plane)
+        return self._offers[plane]
+
+    def _read_offer(self, plane: int) -> Offer | None:
+        path = Path(shard_name(plane))
+
+        def read() -> Offer | None:
+            with self.source.open(path.name, 0, 8) as piece:
+                if piece is None:
+                    return None
+                size, tag, prefix = piece.size, piece.tag, piece.exactly(8)
+            end = 8 + header_length(path, prefix, size)
+            with self.source.open(path.name, 8, end, tag) as piece:
+                if piece is None or (piece.start == 0 and piece.exactly(8) != prefix):
+                    raise Changed
+                text = piece.exactly(end - 8)
+            return Offer(check_header(path, plane, text, size), prefix + text, tag)
+
+        with _said_of(self.source):
+            offer = _patiently(read, f"the header of {path} at {self.source}", "; try again later")
+            if offer is not None and plane != BASE:
+                check_plane(offer.header, self.base)
+        return offer
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a call of `fetch` did, and what there is now."""
+
+    nested: NestedDirectory
+    names: list[str]
+    """Files that came."""
+    bytes: int
+    """Of shards, that came now; what an earlier call had brought does not count."""
+    more: dict[int, int]
+    """Bytes of the shards that the source has beyond, by plane."""
+
+
+def fetch(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    precision: Precision | None = None,
+    *,
+    hub: Hub = HUB,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Fetched:
+    """Bring what `precision` needs, by default all that the source has, of a nested model into the directory `out`.
+
+    `model` is a Hub id, http(s)://HOST/PATH or file:///DIR of a nested directory, or a directory. What `out` has already of
+    the same model stays as it is. `progress` gets the file at hand, bytes done and in total.
+    """
+    source, target = find_source(model, hub), Path(os.path.realpath(out))
+    if isinstance(source, Directory):
+        refuse_run(source.path)
+        if target == Path(os.path.realpath(source.path)):
+            raise TargetError(f"{out} is where the model comes from; choose another place")
+    with explained(target), alone(target):
+        nested = _there(target)
+        remote = RemoteModel(source, None if nested is None else nested.base.header)
+        offers = _missing(remote, nested, precision)
+        under_way = target / FOLDER
+        _check_space(target, sum(offer.size - _begun(offer, under_way) for offer in offers))
+        made = not target.exists()
+        under_way.mkdir(parents=True, exist_ok=True)
+        count = _Count(progress, sum(offer.size for offer in offers))
+        try:
+            names = _bring_beside(source, under_way / _BESIDE, target if nested else None)
+            for offer in offers:
+                part = _bring_shard(remote, offer, under_way, count)
+                _place_all(under_way / _BESIDE, target)
+                os.rename(part, target / offer.name)
+                flush(target)
+            _place_all(under_way / _BESIDE, target)
+            nested = nested or NestedDirectory(target)
+            nested.require(precision or nested.finest)
+            shutil.rmtree(under_way)
+        finally:
+            shutil.rmtree(under_way / _BESIDE, ignore_errors=True)
+            for folder in [under_way, target] if made else [under_way]:
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+        more = _beyond(remote, nested)
+    return Fetched(nested, [*names, *(offer.name for offer in offers)], count.moved, more)
+
+
+class _Count:
+    """Bytes done of all shards together, and those that moved now."""
+
+    def __init__(self, progress: Callable[[str, int, int], None], total: int) -> None:
+        self.moved = 0
+        self._progress, self._total, self._finished = progress, total, 0
+
+    def at(self, name: str, have: int) -> None:
+        self._progress(name, self._finished + have, self._total)
+
+    def finish(self, size: int) -> None:
+        self._finished += size
+
+
+def _there(target: Path) -> NestedDirectory | None:
+    """The model that `target` holds already; a place that is not empty, and neither one nor begun, is refused."""
+    if target.exists() and not target.is_dir():
+        raise TargetError(f"{target} exists and is not a directory; choose another place")
+    if (target / shard_name(BASE)).is_file():
+        return NestedDirectory(target)
+    if target.is_dir() and any(target.iterdir()) and not (target / FOLDER).is_dir():
+        raise TargetError(f"{target} exists, is not empty and holds no nested model; choose another place")
+    return None
+
+
+def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Precision | None) -> list[Offer]:
+    """What is to come, in the order of planes; refused where the source lacks a part of it."""
+    offers = []
+    for plane in range(BASE, (precision.mantissa_bits if precision else FINEST) + 1):
+        if nested is not None and (plane == BASE or (nested.path / shard_name(plane)).is_file()):
+            nested.plane(plane)  # refuses one that is damaged or another model's
+            continue
+        offer = remote.offer(plane) if plane != BASE else remote.base_offer()
+        if offer is None and precision is None:
+            break
+        if offer is None:
+            complete = of_mantissa_bits(plane - 1)
+            raise ShardMissingError(
+                f"{precision} needs {shard_name(plane)}, which {remote.source} lacks; ask for {complete} or a lower one"
+            )
+        offers.append(offer)
+    return offers
+
+
+def _beyond(remote: RemoteModel, nested: NestedDirectory) -> dict[int, int]:
+    """Sizes of the finer shards that the source has; one that is out of order there is nobody's concern yet."""
+    found = {}
+    try:
+        for plane in range(nested.finest.mantissa_bits + 1, FINEST + 1):
+            if (offer := remote.offer(plane)) is None:
+                break
+            found[plane] = offer.size
+    except OtaroError:
+        pass
+    return found
+
+
+def _check_space(target: Path, needed: int) -> None:
+    folder = next(path for path in (target, *target.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise TargetError(
+            f"{readable_size(needed)} are to come, and {folder} has room for {readable_size(free)}; "
+            "free some space, choose another place or a lower precision"
+        )
+
+
+def _part(offer: Offer, under_way: Path) -> Path:
+    return under_way / f"{offer.name}.part"
+
+
+def _begun(offer: Offer, under_way: Path) -> int:
+    """Bytes of a shard that have come before; none where what came does not begin as the shard does, or goes on beyond it."""
+    try:
+        with _part(offer, under_way).open("rb") as file:
+            same = file.read(len(offer.start)) == offer.start
+            length = file.seek(0, 2)
+            return length if same and length <= offer.size else 0
+    except FileNotFoundError:
+        return 0
+
+
+def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Count) -> Path:
+    """Fetch and check; returns the file, which is ready to be put in place."""
+    part, first = _part(offer, under_way), offer
+    wrong = tries = 0
+    while True:
+        before = _begun(offer, under_way)
+        try:
+            _download(remote.source, offer, part, count)
+        except CutOff as error:
+            have = _begun(offer, under_way)
+            tries = 0 if have - before >= _PROGRESS else tries + 1
+            if tries > len(_PAUSES):
+                raise FetchError(
+                    f"{offer.name} from {remote.source} broke off after {readable_size(have)} of {readable_size(offer.size)} "
+                    f"({error}); what has come is kept, and the same command goes on from there"
+                ) from error
+            time.sleep(_PAUSES[max(tries, 1) - 1])
+            continue
+        except Changed:
+            wrong += 1
+            new = remote.offer(offer.header.plane, anew=True)
+            if new is None or new.header.model != first.header.model or wrong > 2:
+                raise FetchError(
+                    f"{offer.name} at {remote.source} was exchanged while it was fetched, or is stated to have another length "
+                    "than its header implies; what has come is kept, call again"
+                ) from None
+            offer = new
+            continue
+        sound, damaged = _sound(part, offer.header)
+        if damaged is None:
+            break
+        wrong += 1
+        with part.open("r+b") as file:
+            file.truncate(sound)
+        if wrong > 2:
+            part.unlink()
+            raise DigestError(
+                f"{remote.source} serves a damaged {offer.name}: three times over the bytes of {damaged} were not those that "
+                "its header promises; have the file put there anew"
+            )
+    flush(part)
+    count.finish(first.size)
+    return part
+
+
+def _download(source: Source, offer: Offer, part: Path, count: _Count) -> None:
+    """Bring the partial file to its full length, from where it is."""
+    have = _begun(offer, part.parent)
+    if not have:
+        part.write_bytes(offer.start)
+        have = len(offer.start)
+        count.moved += have
+    count.at(offer.name, have)
+    if have == offer.size:
+        return
+    with source.open(offer.name, have, None, offer.tag) as piece:
+        if piece is None or piece.size not in (None, offer.size):
+            raise Changed
+        if piece.start != have:  # a server that knows no ranges, or has another file by now
+            if piece.exactly(len(offer.start)) != offer.start:
+                raise Changed
+            have = len(offer.start)
+        with part.open("r+b") as file:
+            file.truncate(have)
+            file.seek(have)
+            while have < offer.size:
+                data = piece.read(min(_CHUNK, offer.size - have))
+                if not data:
+                    raise CutOff("the stream ended")
+                file.write(data)
+                have += len(data)
+                count.moved += len(data)
+                count.at(offer.name, have)
+
+
+def _sound(path: Path, header: Header) -> tuple[int, str | None]:
+    """How many leading bytes of a shard are right, to the tensor, and the first damaged one."""
+    with path.open("rb") as file:
+        for name, entry in sorted(header.entries.items(), key=lambda item: item[1].start):
+            digest = hashlib.sha256()
+            file.seek(header.data_start + entry.start)
+            for start in range(entry.start, entry.end, _CHUNK):
+                digest.update(file.read(min(_CHUNK, entry.end - start)))
+            if digest.hexdigest() != header.digests[name]:
+                return header.data_start + entry.start, name
+    return header.file_size, None
+
+
+def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str]:
+    """Fetch what lies beside the shards and `target` lacks: the configuration, which must be there, tokenizer, licence.
+
+    Before there is a base shard that is everything, also if it has come before: it might have been another model's.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    names = [name for name in source.beside() if target is None or not (target / name).exists()]
+    brought = [name for name in names if read_small(source, name, folder / name)]
+    if not any(place is not None and (place / CONFIG).is_file() for place in (folder, target)):
+        raise FormatError(f"{source} has no {CONFIG}, which a nested model needs")
+    return brought
+
+
+def _place_all(folder: Path, target: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        os.rename(path, target / path.name)
+
+
+def read_small(source: Source, name: str, path: Path) -> bool:
+    """Write a file beside the shards to `path`, whole; whether there is one."""
+
+    def copy() -> bool:
+        with source.open(name) as piece, path.open("wb") as file:
+            if piece is None:
+                return False
+            length = 0
+            while data := piece.read(_CHUNK):
+                length += len(data)
+                if length > _LARGEST_BESIDE:
+                    most = readable_size(_LARGEST_BESIDE)
+                    raise FetchError(f"{name} at {source} is larger than {most}, which no model needs; it is not fetched")
+                file.write(data)
+            _check_end(piece, length, name, source)
+            file.flush()
+            os.fsync(file.fileno())
+        _check_json(path, name, source)
+        return True
+
+    try:
+        there = _patiently(copy, f"{name} at {source}", "; the same command goes on from there")
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    if not there:
+        path.unlink()
+    return there
+
+
+def _check_end(piece: Piece, length: int, name: str, source: Source) -> None:
+    """These files have no digest: all there is to tell a broken-off one by is its length, or the end of its JSON."""
+    if piece.size is not None and length != piece.size:
+        raise CutOff(f"it ended after {length} of {piece.size} bytes")
+    if not piece.ends and not name.endswith(".json"):
+        raise FetchError(f"{source} does not say how long {name} is, so nobody can tell whether it is whole")
+
+
+def _check_json(path: Path, name: str, source: Source) -> None:
+    if not name.endswith(".json"):
+        return
+    try:
+        stated = json.loads(path.read_bytes())
+        sefp = name != CONFIG or stated["quantization_config"]["quant_method"] == "sefp"
+    except (ValueError, RecursionError):
+        raise CutOff("it is not valid JSON") from None
+    except (KeyError, TypeError):
+        sefp = False
+    if not sefp:
+        raise FormatError(f"{CONFIG} at {source} does not describe a nested model")
+
+
+@contextmanager
+def _said_of(source: Source) -> Iterator[None]:
+    """Say whose shards they are that are refused."""
+    try:
+        yield
+    except FormatError as error:
+        raise type(error)(f"at {source}: {error}") from None
+
+
+def _patiently(action: Callable[[], _T], what: str, advice: str) -> _T:
+    """Try a few times, with pauses."""
+    for pause in (*_PAUSES, None):
+        try:
+            return action()
+        except (CutOff, Changed) as error:
+            if pause is None:
+                raise FetchError(f"{what} could not be fetched: {str(error) or 'it keeps changing'}{advice}") from error
+            time.sleep(pause)
+    raise AssertionError
