@@ -1,14 +1,15 @@
-"""vLLM beside our own runtime on one nested directory: the same tokens and probabilities at all six precisions.
+"""vLLM beside our own runtime on one nested directory: the same tokens and probabilities, six times.
 
 Run it twice, as runs/vllm_test.sh does, since the two live with different versions of transformers:
 
     python runs/vllm_compare.py ours DIR FILE                     # where OTARo is at home: writes FILE
     python runs/vllm_compare.py vllm DIR FILE [--processes 2]     # where vLLM is: reads it, and compares
-    python runs/vllm_compare.py serve DIR FILE                    # the same for `vllm serve`, which is asked over HTTP
+    python runs/vllm_compare.py serve DIR FILE                    # the same for `vllm serve`, over HTTP
 
-Both compute in float32. `ours` continues prompts greedily and keeps the log-probabilities of the likeliest tokens at every
-position of the whole text. vLLM, one engine that switches, has to give the same ones, and to continue the prompts alike.
-Its directory is a copy that lacks the last plane at first: asking for it must be refused, and work once it is there.
+Both compute in float32. `ours` continues prompts greedily and keeps the log-probabilities of the likeliest
+tokens at every position of the whole text. vLLM, one engine that switches, has to give the same ones, and to
+continue the prompts alike. Its directory is a copy that lacks the last plane at first: asking for it must be
+refused, and work once it is there.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ TOKENS = 12
 LIKELIEST = 3
 
 SUMS = 1e-3
-"""Of a log-probability over a whole text: both multiply more than eight tokens with decoded weights, so only the order of
-float32 sums differs. Some 2^-24 * sqrt(600) = 1e-6 for each, over 200 products in a row 2e-5, times logits of 20: 4e-4."""
+"""Of a log-probability over a whole text: both multiply more than eight tokens with decoded weights, so only
+the order of float32 sums differs. Some 2^-24 * sqrt(600) = 1e-6 for each, over 200 products in a row 2e-5,
+times logits of 20: 4e-4."""
 
 ROUNDING = 3e-2
-"""Of one at the end of a text: vLLM adds single tokens, whose activations are rounded to 16 bits, 2^-16 of the largest of a
-unit, four times as much of a typical one. Over 200 products in a row 1e-3, times logits of 20: 2e-2."""
+"""Of one at the end of a text: vLLM adds single tokens, whose activations are rounded to 16 bits, 2^-16 of
+the largest of a unit, four times as much of a typical one. Over 200 products in a row 1e-3, times logits of
+20: 2e-2."""
 
 
 def ours(directory: Path, file: Path) -> None:
@@ -137,10 +140,11 @@ def served(directory: Path, file: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("vllm"), "serve", directory, "--quantization", "sefp"]
+    # The same server by its module: the command of the package for CPUs asks for the version of one called vllm, and fails.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), "--quantization", "sefp"]
     command += ["--hf-overrides", '{"sefp": {"precision": "E5M4"}}', "--enforce-eager", "--dtype", "float32"]
     command += ["--max-model-len", "128", "--max-num-seqs", "8", "--port", str(port)]
-    with subprocess.Popen(list(map(str, command)), env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr) as server:
+    with subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_for(url, server)
@@ -182,7 +186,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 
 def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
-    """How far vLLM's log-probabilities are from ours at the first positions of a text, of tokens that both name."""
+    """How far vLLM's log-probabilities are from ours at the first positions of a text, where both name one."""
     furthest = 0.0
     for position in range(positions):
         there = seen[position + 1]
@@ -193,7 +197,7 @@ def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
 
 
 def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
-    """How many tokens vLLM continued as we did; another one is right only where two are as likely as can be told."""
+    """How many tokens vLLM chose as we did; another one is right only where nobody can tell which is likelier."""
     first = len(one["prompt"])
     for number, token in enumerate(chosen):
         position = first + number

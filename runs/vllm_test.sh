@@ -49,6 +49,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
 export HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR} VLLM_NO_USAGE_STATS=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE # small models: more threads wait more than they compute
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
 quietly() { # command...: its own lines on the screen, the libraries' only if it fails
@@ -79,7 +80,7 @@ END
     echo "runs/vllm_test.sh, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
     echo
     echo "== tests of the plug-in"
-    quietly "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/vllm_plugin --durations 0 -r s
+    quietly "$venv/bin/python" -m pytest -q -o addopts= -p no:cacheprovider tests/vllm_plugin
     $home/otaro pack builtin "$scratch/builtin-sefp" >/dev/null
     compare "$scratch/builtin-sefp" 1 2
     echo

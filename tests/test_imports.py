@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "kernels": {"sefp", "file"},
     "runtime": {"sefp", "file", "kernels", "packable"},
     "serve": {"sefp", "file", "runtime", "(top)"},
-    "vllm": {"sefp", "file", "runtime"},
+    "vllm": {"sefp", "file", "kernels", "runtime"},
     "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens", "packable"},
     "tune": {"sefp", "builtin", "readable", "tokens", "packable"},
     "cli": {

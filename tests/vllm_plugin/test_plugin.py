@@ -1,4 +1,5 @@
-"""What vLLM asks of the plug-in. Needs vLLM, which lives in an environment of its own: `make vllm-test` runs these."""
+"""What vLLM asks of the plug-in. Needs vLLM, which lives in an environment of its own: `make vllm-test` runs
+these."""
 
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model_loader
 
 import otaro.vllm
-from otaro.errors import FormatError, OtaroError, PrecisionError
+from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError, SlowWarning
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import Precision
 from otaro.vllm import loader, quantization, worker
@@ -31,9 +32,9 @@ def nested(tiny):
     return NestedDirectory(tiny)
 
 
-def config_of(**hf_config):
+def config_of(directory="owner/name", **hf_config):
     config = get_quantization_config("sefp").from_config({})
-    config.maybe_update_config("DIR", hf_config=SimpleNamespace(**hf_config))
+    config.maybe_update_config(str(directory), hf_config=SimpleNamespace(**hf_config))
     return config
 
 
@@ -57,6 +58,20 @@ def test_the_precision_comes_from_the_overrides_or_else_from_the_environment(mon
     assert config_of(sefp={"precision": "E5M4"}).precision == Precision("E5M4")
 
 
+def test_a_directory_is_opened_at_its_finest_and_what_it_lacks_is_refused_at_once(copy_of, tiny):
+    some = copy_of(tiny, planes=(3, 4))
+    assert config_of(some).precision == Precision("E5M4")
+    with pytest.raises(ShardMissingError, match=r"E5M5 needs model-m5.safetensors"):
+        config_of(some, sefp={"precision": "E5M5"})
+
+
+def test_the_precision_is_part_of_what_vllm_tells_compiled_models_apart_by(tiny, monkeypatch):
+    hf_config = SimpleNamespace()
+    monkeypatch.setenv("OTARO_PRECISION", "E5M3")
+    get_quantization_config("sefp").from_config({}).maybe_update_config(str(tiny), hf_config=hf_config)
+    assert hf_config.sefp == {"precision": "E5M3"}
+
+
 @pytest.mark.parametrize("wrong", [{"precison": "E5M4"}, "E5M4"])
 def test_overrides_that_say_something_else_are_refused(wrong):
     with pytest.raises(OtaroError, match="must look like"):
@@ -75,6 +90,13 @@ def test_models_that_are_not_nested_get_vllms_own_loader(monkeypatch):
     monkeypatch.setattr(loader.DefaultModelLoader, "load_weights", lambda self, model, config: asked.append(model))
     ours.load_weights("a model", SimpleNamespace(quantization=None))
     assert asked == ["a model"]
+
+
+def test_a_device_without_kernels_is_warned_of(monkeypatch):
+    monkeypatch.delenv("OTARO_KERNELS", raising=False)
+    monkeypatch.setattr(loader.ops, "backend", lambda device: ("reference", "nobody compiled them"))
+    with pytest.warns(SlowWarning, match="nobody compiled them"):
+        loader._warn_of_slowness(torch.device("cpu"))
 
 
 def test_other_layers_keep_their_own_method():

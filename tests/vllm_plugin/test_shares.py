@@ -1,4 +1,5 @@
-"""What processes hold of packed weights makes up the whole, to the last bit; vLLM itself is not needed for that."""
+"""What processes hold of packed weights makes up the whole, to the last bit; vLLM itself is not needed for
+that."""
 
 import pytest
 import torch

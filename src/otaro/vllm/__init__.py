@@ -1,8 +1,8 @@
 """The plug-in for vLLM: `vllm serve DIR --quantization sefp` opens a nested directory as it lies.
 
-vLLM calls `register`, the entry point, in each of its processes. quantization.py tells it what layers do with packed weights,
-loader.py brings those in, shares.py is what one process holds of them, and worker.py switches. Only shares.py can do without
-vLLM; nothing is imported here before it is asked for.
+vLLM calls `register`, the entry point, in each of its processes. quantization.py tells it what layers do with
+packed weights, loader.py brings those in, shares.py is what one process holds of them, and worker.py
+switches. Only shares.py can do without vLLM; nothing is imported here before it is asked for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Bringing a nested directory into a model of vLLM's.
 
-vLLM's own loader would read all shards as one checkpoint. This one takes its place for models whose method is "sefp": it
-sends stand-ins of packed tensors through the model's renaming, so that vLLM says which layer each belongs to, and lets our
-own reader, which checks headers, map what this process needs. Norms and biases are loaded as vLLM loads them.
+vLLM's own loader would read all shards as one checkpoint. This one takes its place for models whose method is
+"sefp": it sends stand-ins of packed tensors through the model's renaming, so that vLLM says which layer each
+belongs to, and lets our own reader, which checks headers, map what this process needs. Norms and biases are
+loaded as vLLM loads them.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,11 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from otaro.errors import FormatError
+from otaro.errors import FormatError, SlowWarning
 from otaro.file.checkpoint import resolve_nested
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
+from otaro.kernels import ops
 from otaro.sefp.precision import Precision
 from otaro.vllm.quantization import METHOD, SefpConfig, stand_in
 from otaro.vllm.shares import Shares
@@ -64,6 +68,7 @@ class SefpLoader(DefaultModelLoader):
         if missing := {name for name, _ in model.named_parameters()} - (loaded or set()):
             raise FormatError(f"{nested.path}: vLLM's {type(model).__name__} needs {min(missing)}, which no shard holds")
         device = next(model.parameters()).device
+        _warn_of_slowness(device)
         for module in model.modules():
             if isinstance(module, Shares):
                 module.attach(precision, device)
@@ -73,10 +78,17 @@ class SefpLoader(DefaultModelLoader):
         return resolve_nested(model_config.model, precision, hub)
 
 
+def _warn_of_slowness(device: torch.device) -> None:
+    """Without kernels the same is computed, hundreds of times slower: whoever did not ask for it should know."""
+    name, reason = ops.backend(device)
+    if name == "reference" and ops.OVERRIDE not in os.environ:
+        warnings.warn(f"{device} has no kernels and will be slow: {reason}", SlowWarning, stacklevel=2)
+
+
 def register() -> None:
     """Take the place of vLLM's default loader, which nested directories are opened by without being told to."""
     log = logging.getLogger(model_loader.__name__)
     level = log.level
-    log.setLevel(logging.ERROR)  # vLLM would warn of it in every process, for models that are not ours as well
+    log.setLevel(logging.ERROR)  # it would warn in every process, for all models
     register_model_loader("auto")(SefpLoader)
     log.setLevel(level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from otaro.errors import FormatError, OtaroError
 from otaro.file.io import NestedDirectory
+from otaro.kernels import nvrtc
 from otaro.sefp.precision import Precision
 from otaro.vllm.shares import PackedShare, Shares, dealt
 
@@ -25,7 +27,7 @@ _ORDER = {"q": 0, "k": 1, "v": 2}
 
 
 class SefpConfig(QuantizationConfig):
-    """The `quantization_config` of a nested model, and the precision it is opened at: None is the finest there."""
+    """The `quantization_config` of a nested model, and the precision it is opened at; None is the finest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +39,21 @@ class SefpConfig(QuantizationConfig):
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Take the precision from `--hf-overrides`, or else from the environment."""
+        """Take the precision from `--hf-overrides`, or else from the environment; missing planes are refused
+        at once.
+
+        It is noted in the model's configuration, by which vLLM tells compiled models in its cache apart.
+        """
         asked = getattr(hf_config, METHOD, None) or {}
         if not isinstance(asked, dict) or asked.keys() - {"precision"}:
             raise OtaroError(f"""--hf-overrides: {METHOD} is {asked!r}, and must look like {{"precision": "E5M4"}}""")
         chosen = asked.get("precision") or os.environ.get(PRECISION)
         self.precision = Precision(chosen) if chosen else None
+        if Path(model_name).is_dir():  # on the Hub, it is known when it is fetched
+            nested = NestedDirectory(model_name)
+            self.precision = self.precision or nested.finest
+            nested.require(self.precision)
+        setattr(hf_config, METHOD, {"precision": str(self.precision) if self.precision else None})
 
     def get_name(self) -> str:
         """As `--quantization` says it."""
@@ -54,8 +65,9 @@ class SefpConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of an NVIDIA GPU: that of `dp4a`, and more than vLLM itself asks for."""
-        return 70
+        """The oldest compute capability of an NVIDIA GPU that has our kernels."""
+        major, minor = nvrtc.OLDEST
+        return 10 * major + minor
 
     @staticmethod
     def get_config_filenames() -> list[str]:

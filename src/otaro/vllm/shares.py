@@ -1,11 +1,11 @@
 """What one process holds of packed weights, as vLLM deals layers out.
 
-A layer's rows go to the processes in equal parts (q/k/v, gate/up, the vocabulary), or its inputs do (the attention's output,
-down). A part of the rows is a view of the mapped file. A part of the inputs is a copy of whole groups: another number would
-part a group from its scale, and is refused.
+A layer's rows go to the processes in equal parts (q/k/v, gate/up, the vocabulary), or its inputs do (the
+attention's output, down). A part of the rows is a view of the mapped file. A part of the inputs is a copy of
+whole groups: another number would part a group from its scale, and is refused.
 
-Fused layers stay a list of matrices: each has its own power of two beside its scales, so that stacking their bytes would
-change what they mean. Products are put side by side instead.
+Fused layers stay a list of matrices: each has its own power of two beside its scales, so that stacking their
+bytes would change what they mean. Products are put side by side instead.
 """
 
 from __future__ import annotations

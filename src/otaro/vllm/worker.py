@@ -1,10 +1,10 @@
 """What vLLM's workers are asked by `collective_rpc`: to have the planes of a precision, and to run at it.
 
-A switch writes one integer into every layer. Compiled graphs and those of CUDA have read it already, so an engine
-that is to switch runs without them.
+A switch writes one integer into every layer. Compiled graphs and those of CUDA have read it already, so an
+engine that is to switch runs without them.
 
-Refusals are returned in words: where several workers raise, vLLM reads the answer of one alone, and takes that of
-the next for the answer to whatever is asked next.
+Refusals are returned in words: where several workers raise, vLLM reads the answer of one alone, and takes
+that of the next for the answer to whatever is asked next.
 """
 
 from __future__ import annotations
