@@ -28,7 +28,7 @@ def serve(
     cors: Annotated[list[str] | None, typer.Option(help="A web page's origin that may call, or *; may be repeated.")] = None,
     max_sequences: Annotated[int, typer.Option(help="Answers written at once.", min=1)] = 16,
     cache_bytes: Annotated[
-        int | None, typer.Option(help="Memory of keys and values; by default 2,048 tokens of each.", min=1)
+        int | None, typer.Option(help="Memory of keys and values; by default 2,048 tokens for each of --max-sequences.", min=1)
     ] = None,
     kv: KvOption = None,
     max_queue: Annotated[int, typer.Option(help="Answers that may wait for a place; more get 429.", min=0)] = 64,

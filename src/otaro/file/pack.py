@@ -102,7 +102,7 @@ def pack(
         if coding.reconstruction == "midpoint" and zeros > MANY_ZEROS * total:
             warnings.warn(
                 f"{zeros / total:.1%} of the weights are exactly zero, and midpoints keep no zero above E5M3; if the model "
-                "was pruned, pack it with --reconstruction truncate, which keeps them",
+                "was pruned, --reconstruction truncate keeps them (if it comes from a file of 4 bits, truncate is far worse)",
                 stacklevel=2,
             )
         for name in kept:

@@ -94,12 +94,12 @@ class Precisions:
             raise wrong("precision", f"the model's name says {named} already; leave out one of them")
         return self._of(named)
 
-    def one(self, value: object, param: str = "precision") -> Precision:
-        """A precision that is there."""
+    def one(self, value: object, param: str = "precision", also: str = "") -> Precision:
+        """A precision that is there; a refusal names what `also` may be given."""
         try:
             found = Precision(value if isinstance(value, str) else "")
         except PrecisionError:
-            raise wrong(param, f"give one of {', '.join(map(str, PRECISIONS))}, not {shown(value)}") from None
+            raise wrong(param, f"give one of {', '.join(map(str, PRECISIONS))}{also}, not {shown(value)}") from None
         if found > self._finest():
             raise wrong(param, f"{found} is not there; this model goes up to {self._finest()}", "precision_not_found")
         return found
@@ -118,8 +118,11 @@ class Precisions:
         if isinstance(value, str) and value.casefold() == AUTO:
             return Plan({0: self.auto.now}, auto=True)
         if not isinstance(value, dict):
-            return Plan({0: self.one(value)})
-        if value and all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
+            return Plan({0: self.one(value, also=", auto, a schedule, or prefill and decode")})
+        numbers = [key.isascii() and key.isdigit() and len(key) < 10 for key in value]
+        if any(numbers) and not all(numbers):
+            raise wrong("precision", "give numbers of new tokens alone, or prefill and decode")
+        if any(numbers):
             steps = {int(key): self.one(one, f"precision.{key}") for key, one in value.items()}
             if len(steps) < len(value):
                 raise wrong("precision", "the schedule names a number of tokens twice")

@@ -75,6 +75,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, finish those under way as long as there is time, then end."""
         self._service.ending = True
-        log.event("ending", answers=self._service.open_answers)
+        told = {"answers": self._service.open_answers, "seconds": self._service.settings.shutdown_timeout}
+        log.event("ending", **told, hint="answers under way get so long; Ctrl-C again ends them at once")
         await super().shutdown(sockets)
         log.event("ended")
