@@ -5,7 +5,7 @@
 Starts `otaro serve DIR` and asks it, first by one client, then by many at once, for streamed answers to a fixed set of
 requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
 compared with the one that the same request got alone. Prints tokens a second, the time until the first token by
-precision, and memory of the server when the load began and when it ended.
+precision, and memory of the server after a tenth of the time, when all have begun, and at the end.
 
 Contenders get the same prompts and numbers of tokens: llama.cpp's server (`pip install 'llama-cpp-python[server]'`,
 `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights, `transformers serve`
@@ -35,7 +35,10 @@ import psutil  # type: ignore[import-untyped]
 from common import finish
 
 from otaro.builtin.documentation import documentation_text
+from otaro.export.run import export
 from otaro.sefp.precision import PRECISIONS
+
+_PATIENCE = 60  # seconds for answers that are under way when the time is up
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of the load; one client before it gets a quarter")
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
     parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--checkpoint", type=Path, help="the model before it was packed, for transformers")
     args = parser.parse_args()
-    cases = make_cases(args.cases, args.tokens)
+    cases = make_cases(args.cases, args.tokens, [int(length) for length in args.words.split(",")])
     summaries = []
     with tempfile.TemporaryDirectory() as scratch:
         for contender in contenders(args, Path(scratch)):
@@ -102,11 +106,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def make_cases(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Requests: prompts of 5 to 120 words, half of the answers sampled."""
-    words, cases = documentation_text("heldout").split(), []
+def make_cases(count: int, tokens: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """Requests: prompts of so many words in turns, half of the answers sampled."""
+    words, cases = [word for word in documentation_text("heldout").split() if word.strip(".,;:()").isalpha()], []
     for number in range(count):
-        start, length = 131 * number % (len(words) - 200), [5, 20, 60, 120][number % 4]
+        length = lengths[number % len(lengths)]
+        start = 131 * number % (len(words) - length)
         sampled = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
         cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": number, **sampled})
     return cases
@@ -135,12 +140,9 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
 
 
 def gguf_file(directory: Path, scratch: Path) -> Path:
-    import otaro
-    from otaro.evaluate.llama_cpp import write_gguf
-    from otaro.runtime.load import load_tokenizer
-
-    path = scratch / "model-Q5_0.gguf"
-    write_gguf(otaro.load(directory), "Q5_0", path, load_tokenizer(directory))
+    """The same weights at Q5_0, with the vocabulary."""
+    path = scratch / "model.gguf"
+    export(directory, path, precision="E5M8", to="gguf", type="Q5_0")
     return path
 
 
@@ -195,11 +197,11 @@ async def measured(
     print(f"  errors               {len(errors)} {errors[:1] or ''}")
     if compared:
         print(f"  other than alone     {different}")
-    memory = [many.memory[0], many.memory[-1], max(many.memory)]
+    memory = [many.memory[len(many.memory) // 10], many.memory[-1], max(many.memory)]
     print(
         "  memory               "
         + ", ".join(
-            f"{what} {size / 1e6:.0f} MB" for what, size in zip(("at the beginning", "at the end", "most"), memory, strict=True)
+            f"{what} {size / 1e6:.0f} MB" for what, size in zip(("after a tenth", "at the end", "most"), memory, strict=True)
         )
     )
     table: dict[str, dict[str, float]] = {}
@@ -233,7 +235,7 @@ def at(result: Result, precisions: list[str]) -> str:
 
 
 async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process) -> Load:
-    """Clients that ask one request after the other, each beginning at another; answers under way are waited for."""
+    """Clients that ask one request after the other, each beginning at another; answers under way are waited for a while."""
     results: list[Result] = []
     start = time.perf_counter()
     memory = [process.memory_info().rss]
@@ -250,8 +252,11 @@ async def load(port: int, body: Any, clients: int, seconds: float, cases: int, p
             memory.append(process.memory_info().rss)
 
     watching = asyncio.ensure_future(watch())
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    watching.cancel()
+    asking = [asyncio.ensure_future(client(number)) for number in range(clients)]
+    _, late = await asyncio.wait(asking, timeout=seconds + _PATIENCE)
+    for task in [watching, *late]:
+        task.cancel()
+    results += [Result(-1, error=f"no answer within {_PATIENCE} s of the end")] * len(late)
     return Load(results, time.perf_counter() - start, memory)
 
 
@@ -277,6 +282,7 @@ async def ask(port: int, case: int, body: dict[str, Any]) -> Result:
             if "error" in event:
                 result.error = str(event["error"])
             for choice in event.get("choices", ()):
+                ended = ended or choice.get("finish_reason") is not None  # not all say [DONE]
                 if choice.get("text"):
                     result.first = result.first or time.perf_counter() - started_at
                     result.text += choice["text"]

@@ -12,8 +12,8 @@ import torch
 from llama3 import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KEY_HEADS, LAYERS, VOCABULARY, add_plane, random_packed
 
 from otaro.kernels.packed import Packed
+from otaro.runtime.caches import GpuCache
 from otaro.runtime.description import Description, Layer, Matrix
-from otaro.runtime.kv_cache import GpuCache
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.precision import Attachment, set_precision
 from otaro.sefp.precision import COARSEST, FINEST, Precision

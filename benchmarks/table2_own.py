@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from otaro.errors import OtaroError
 from otaro.kernels import nvrtc
+from otaro.runtime.caches import GpuCache
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.kv_cache import GpuCache
 from otaro.sefp.precision import PRECISIONS, Precision
 
 CACHES = {"float16": None, "E5M4": Precision("E5M4")}

@@ -44,7 +44,7 @@ python=$root/.venv/bin/python
 # Checked before the download, so that a missing package costs no time.
 missing=$("$python" -c '
 from importlib.util import find_spec
-print(*(name for name in ("torch", "transformers", "gguf", "accelerate", "pip") if find_spec(name) is None))')
+print(*(name for name in ("otaro", "torch", "transformers", "gguf", "pip") if find_spec(name) is None))')
 [ -z "$missing" ] || die "missing Python packages: $missing (install them with: make setup)"
 
 # A sibling of OUT: the last step is then a rename within one file system, and OUT is never half-written.
@@ -69,7 +69,7 @@ import hashlib, sys
 print(hashlib.file_digest(sys.stdin.buffer, "sha256").hexdigest())' <"$gguf")
 [ "$sha256" = "$gguf_sha256" ] || die "$gguf_name has sha256 $sha256, expected $gguf_sha256"
 
-echo "converting (about a minute) ..."
+echo "converting ..."
 HF_HUB_OFFLINE=1 TQDM_DISABLE=1 "$python" "$root/runs/convert_gguf.py" "$gguf" "$work/model"
 chmod +r "$work/model/model.safetensors" # it was written for the owner only
 # os.rename, because mv would put the result inside OUT if another run had made it meanwhile.

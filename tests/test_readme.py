@@ -74,7 +74,7 @@ def test_the_make_targets_of_the_readme_exist():
 
 
 def test_links_of_the_documents_lead_somewhere():
-    for page in ("README.md", "FORMAT.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md", "docs/log.md"):
+    for page in ("README.md", "FORMAT.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md", "docs/log.md", "docs/serve.md"):
         prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
         for link in re.findall(r"\]\(([^)#]+)\)", prose):
             if not link.startswith("http"):

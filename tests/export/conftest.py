@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import otaro
+from otaro.export.grid import Grid
+from otaro.export.source import Rows
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import unpack_codes
-from otaro.sefp.codec import SefpTensor
+from otaro.sefp.codec import SefpTensor, scale_values
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +70,11 @@ def make_fitting(random_model, tmp_path_factory) -> Callable[..., Path]:
         return folder / "nested"
 
     return make
+
+
+def every_code(bits: int, reconstruction: str, exponent: int) -> Rows:
+    """A row for each scale byte, with all codes in it."""
+    codes = torch.arange(-(1 << bits), 1 << bits, dtype=torch.int16)
+    codes = codes.repeat(-(-64 // len(codes))).expand(256, -1)
+    scales = scale_values(torch.arange(256, dtype=torch.uint8), exponent).view(-1, 1)
+    return Rows(codes, scales.expand(-1, codes.shape[-1] // 64), Grid(bits, reconstruction), 64)

@@ -12,9 +12,8 @@ from otaro.errors import OtaroError, TargetError
 from otaro.export import gguf_blocks as blocks
 from otaro.export.grid import Grid
 from otaro.export.run import export
-from otaro.export.source import Rows
-from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT, scale_values
-from tests.export.conftest import FITTING
+from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
+from tests.export.conftest import FITTING, every_code
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
@@ -30,14 +29,6 @@ def read(path):
 
 def fields(reader):
     return {name: field.contents() for name, field in reader.fields.items()}
-
-
-def every_code(bits, reconstruction, exponent):
-    """A row for each scale byte, with all codes in it."""
-    codes = torch.arange(-(1 << bits), 1 << bits, dtype=torch.int16)
-    codes = codes.repeat(-(-64 // len(codes))).expand(256, -1)
-    scales = scale_values(torch.arange(256, dtype=torch.uint8), exponent).view(-1, 1)
-    return Rows(codes, scales.expand(-1, codes.shape[-1] // 64), Grid(bits, reconstruction), 64)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +138,13 @@ def test_refusals_name_what_llama_cpp_does_otherwise(make_nested, make_fitting, 
             export(make_nested(architecture), out, precision="E5M3", to="gguf")
     with pytest.raises(OtaroError, match=r"unknown type 'Q4_K'; choose from Q4_0"):
         export(make_nested("llama"), out, precision="E5M3", to="gguf", type="Q4_K")
+    changed = copy_of(make_nested("qwen3_moe_mixed"))
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
+    with pytest.raises(
+        OtaroError, match=r"GGUF's qwen3_moe models have no model.layers.0.mlp.gate_proj.weight; export --to hf"
+    ):
+        export(changed, out, precision="E5M3", to="gguf")
     changes = {
         "its activation is gelu": {"hidden_act": "gelu"},
         "positions are of type dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

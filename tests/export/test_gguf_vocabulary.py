@@ -9,15 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 import otaro
 from otaro.errors import OtaroError
-from otaro.export.gguf_vocabulary import _SPLITS, split_rule, vocabulary
+from otaro.export.gguf_vocabulary import split_rule, vocabulary
 from otaro.export.run import export
+from otaro.file.gguf_tokenizer import SPLITS
 from tests.conftest import ROOT
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')"
 )
-SPLITS = {name: pattern for pattern, name in _SPLITS.items()}
 SIZE = 500
 TEXTS = [
     "Precision is data: one array of mantissa bits per sequence, isn't it? WE'LL see in 1969 or 12345.",

@@ -12,7 +12,7 @@ import pytest
 import otaro
 from otaro.errors import TargetError
 from otaro.file import atomic
-from otaro.file.atomic import alone, new_directory, write_text
+from otaro.file.atomic import alone, new_directory, new_file, write_text
 from otaro.file.io import NestedDirectory
 
 
@@ -383,3 +383,28 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(TargetError, match="the disk is full"):
         write_text(tmp_path / "new" / "file.json", "third")
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["second"]
+
+
+def put(target, data, error=None, **options):
+    with new_file(target, **options) as partial:
+        partial.write_bytes(data)
+        if error is not None:
+            raise error
+
+
+def test_a_large_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "large"
+    with pytest.raises(KeyboardInterrupt):
+        put(target, b"half", KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
+    put(target, b"whole")
+    with pytest.raises(TargetError, match=r"large exists; choose another place"):
+        put(target, b"other")
+    with pytest.raises(ValueError, match="no"):
+        put(target, b"other", ValueError("no"), overwrite=True)
+    assert target.read_bytes() == b"whole"
+    put(target, b"new", overwrite=True)
+    assert target.read_bytes() == b"new"
+    with pytest.raises(TargetError, match=r"is a directory; choose another place"):
+        put(tmp_path, b"other")
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]

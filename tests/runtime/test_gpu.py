@@ -130,7 +130,7 @@ def test_only_the_last_logits_are_computed_unless_all_are_wanted(llama):
 
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
 def test_a_cache_grows_and_can_be_cropped(llama, kv, monkeypatch):
-    monkeypatch.setattr("otaro.runtime.kv_cache.GROWTH", 16)
+    monkeypatch.setattr("otaro.runtime.caches.GROWTH", 16)
     decoder = GpuDecoder.of(llama)
     cache, large = decoder.new_cache(kv), decoder.new_cache(kv, capacity=200)
     rows = [[decoder.forward([token], one) for token in IDS[:50]] for one in (cache, large)]

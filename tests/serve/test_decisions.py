@@ -58,6 +58,24 @@ def test_probabilities_are_those_of_the_logits(tiny, tokens, model, precision):
     assert response["usage"]["input_tokens"] > 60
 
 
+def test_an_answer_by_its_text_is_as_likely_as_its_tokens_one_after_the_other(tiny, model):
+    words = {"a": "returns a list", "b": "is a string", "returns": None}
+    question = {"type": "choice", "by": "text", "instructions": "What does it do?", "criteria": words}
+    found = ask(tiny, {"q": question}, precision="E5M4").json()["answers"]["q"]["probabilities"]
+    ids = tiny.service.tokenizer(f"user: {STATE}\n\nWhat does it do?\nassistant:")["input_ids"]
+    totals = []
+    with otaro.Engine(model, max_sequences=1) as engine:
+        for text in ("returns a list", "is a string", "returns"):
+            answer, total = tiny.service.tokenizer(text, add_special_tokens=False)["input_ids"], 0.0
+            for at, token in enumerate(answer):
+                (step,) = engine.submit(
+                    [*ids, *answer[:at]], precision="E5M4", max_new_tokens=1, logprobs=model.config.vocab_size
+                )
+                total += dict(step.top)[token]
+            totals.append(total)
+    assert list(found.values()) == pytest.approx(torch.tensor(totals, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
+
+
 def test_questions_about_one_state_share_it(tiny, tokens):
     response = ask(tiny, {f"q{number}": QUESTIONS["good"] for number in range(4)}, precision="E5M6").json()
     answers = [answer["probabilities"] for answer in response["answers"].values()]
@@ -130,6 +148,9 @@ def test_a_model_without_a_template_goes_on_with_the_text(tiny, monkeypatch):
         ({"questions": {"q": {"type": "score", "criteria": [1]}}}, "questions.q.criteria[0]"),
         ({"questions": {"q": {"type": "noul", "criteria": {"maybe": "x"}}}}, "questions.q.criteria.maybe"),
         ({"questions": {"q": {"type": "noul", "more": 1}}}, "questions.q.more"),
+        ({"questions": {"q": {"type": "noul", "by": "text"}}}, "questions.q.by"),
+        ({"questions": {"q": {"type": "score", "by": "text", "criteria": ["a", ""]}}}, "questions.q"),
+        ({"questions": {"q": {"type": "score", "by": "text", "criteria": ["word " * 600]}}}, "questions.q"),
         ({"state": None}, "state"),
         ({"state": 3}, "state"),
         ({"images": ["data:image/png;base64,"]}, "images"),

@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 
 import httpx2
 import openai
@@ -196,6 +197,22 @@ def test_sigterm_under_load_ends_when_the_answers_have(loaded):
     assert loaded.ends == [300] * 4
     assert [line["event"] for line in log if line["event"] != "request"] == ["ending", "ended"]
     assert all(line["finish"] == ["length"] for line in log if line.get("path") == "/v1/completions")
+
+
+def test_an_answer_that_is_not_done_in_time_does_not_hold_up_the_end(start, monkeypatch):
+    running = start(shutdown_timeout=1.0)
+    step = running.service.engine.scheduler.step
+    monkeypatch.setattr(running.service.engine.scheduler, "step", lambda: time.sleep(0.1) or step())  # a slow machine
+    body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    client = connect(running)
+    client.sendall(request(body))
+    assert client.recv(15) == b"HTTP/1.1 200 OK"
+    running.server.should_exit = True
+    began = time.monotonic()
+    received = b"".join(iter(lambda: client.recv(65536), b""))
+    assert time.monotonic() - began < 15
+    assert b"[DONE]" not in received
+    running.eventually(lambda: not running.service.engine.alive)
 
 
 @pytest.mark.slow

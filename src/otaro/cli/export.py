@@ -20,14 +20,18 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a file for gguf, else a directory.")],
     precision: Annotated[str, typer.Option("--precision", "-p", help="E5M8 to E5M3.")],
     to: Annotated[
-        Literal["gguf", "hf"],
-        typer.Option(help="For llama.cpp and Ollama (gguf), or as an ordinary checkpoint (hf)."),
+        Literal["gguf", "compressed-tensors", "mlx", "hf"],
+        typer.Option(
+            help="For llama.cpp and Ollama (gguf), for vLLM (compressed-tensors), for MLX (mlx), "
+            "or as an ordinary checkpoint (hf)."
+        ),
     ],
     type: Annotated[
         str | None,
         typer.Option(
-            help="Store weights in this type, rounded where it cannot hold them: float16, bfloat16 or float32. "
-            "By default the smallest that is exact.",
+            help="Store weights in this type, rounded where it cannot hold them: Q4_0, Q5_0, Q5_1, Q8_0, F16, BF16 or F32 for "
+            "gguf, float16, bfloat16 or float32 for the others (of scales, where weights are integers). "
+            "By default the smallest that is exact, for gguf up to F16.",
             show_default=False,
         ),
     ] = None,

@@ -20,7 +20,9 @@ _NAMED = 3  # groups of tensors
 
 
 def pack(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`; or a GGUF file.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
@@ -38,7 +40,7 @@ def pack(
 ) -> None:
     """Turn a model into a nested directory that holds every precision.
 
-    Reads safetensors only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
+    Reads safetensors and GGUF only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
     """
     started = time.perf_counter()
     try:

@@ -7,69 +7,13 @@ model's config. Where they differ in what short texts show, the model is refused
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from otaro.errors import OtaroError
-from otaro.export.source import Piece, Source, layer_of
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How one of transformers' kinds of model is written."""
-
-    name: str
-    """That of GGUF."""
-    turned: bool = False
-    """Whether neighbouring values of a head turn by one angle, where transformers turns values half a head apart: then rows
-    of queries and keys are put into that order."""
-    norm_offset: float = 0.0
-    """What transformers adds to the weights of norms when it runs; GGUF has it added."""
-    activation: str = "silu"
-    numbers: dict[str, str] = field(default_factory=dict)
-    """{method of the writer: setting of the model}."""
-
-
-_GEMMA: dict[str, Any] = {"norm_offset": 1.0, "activation": "gelu_pytorch_tanh"}
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", turned=True),
-    "mistral": Architecture("llama", turned=True),
-    "mixtral": Architecture(
-        "llama", turned=True, numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-    ),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3_moe": Architecture(
-        "qwen3moe",
-        numbers={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-    ),
-    "smollm3": Architecture("smollm3", turned=True),
-    "olmo2": Architecture("olmo2"),
-    "phi3": Architecture("phi3"),
-    "granite": Architecture(
-        "granite",
-        turned=True,
-        numbers={
-            "attention_scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-    ),
-    "gemma2": Architecture(
-        "gemma2",
-        numbers={"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
-        **_GEMMA,
-    ),
-    "gemma3_text": Architecture("gemma3", numbers={"final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
-}
+from otaro.export.source import Piece, Source
+from otaro.file.gguf_config import ARCHITECTURES, Architecture, head_size, llama3_factors
 
 
 def architecture(config: Any) -> Architecture:
@@ -110,11 +54,6 @@ def _unlike(config: Any, entry: Architecture) -> str:
     if entry.name == "qwen3moe" and not config.norm_topk_prob:
         return "the weights of its experts do not add up to one"
     return ""
-
-
-def head_size(config: Any) -> int:
-    """Width of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -196,12 +135,7 @@ def extra_tensors(config: Any, entry: Architecture) -> dict[str, torch.Tensor]:
         return {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")}
     if rope["rope_type"] != "llama3":
         return {}
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    size = head_size(config)
-    plain = rope["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
-    return {"rope_freqs.weight": plain / frequencies}
+    return {"rope_freqs.weight": llama3_factors(config)}
 
 
 def pieces(source: Source, entry: Architecture, names: Any) -> list[Piece]:
@@ -216,23 +150,13 @@ def pieces(source: Source, entry: Architecture, names: Any) -> list[Piece]:
                 target = _renamed(name.replace("gate_up_proj", f"{key}_proj"), names, source)
                 found.append(Piece(target, name, (experts, rows // 2, length), numbers[:, part].flatten()))
         else:
-            found.append(Piece(_renamed(name, names, source), name, shape, _turned(name, shape, source, entry)))
+            order = entry.turned_rows(name, shape[0], source.config)
+            found.append(Piece(_renamed(name, names, source), name, shape, order))
     return found
 
 
 def _renamed(name: str, names: Any, source: Source) -> str:
     full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     if (found := names.get_name(full, (".weight", ".bias"))) is None:
-        layer = "" if layer_of(name) is None else f" in layer {layer_of(name)}"
-        raise OtaroError(f"GGUF's {source.config.model_type} models have no {name}{layer}; export --to hf instead")
+        raise OtaroError(f"GGUF's {source.config.model_type} models have no {name}; export --to hf instead")
     return str(found)
-
-
-def _turned(name: str, shape: tuple[int, ...], source: Source, entry: Architecture) -> torch.Tensor | None:
-    """The rows of queries and keys with the two halves of each head interleaved."""
-    projection = name.split(".")[-2] if "." in name else ""
-    if not entry.turned or projection not in ("q_proj", "k_proj"):
-        return None
-    config = source.config
-    heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
-    return torch.arange(shape[0]).view(heads, 2, -1).transpose(1, 2).flatten()

@@ -15,20 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import CheckpointError, OtaroError, brief
+from otaro.file.gguf_tokenizer import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, UNUSED, USER_DEFINED
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _NO_SCORE = -1e4  # of what no merge makes
 
-_WORD = r"[^\r\n\p{L}\p{N}]?"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {
-    _CONTRACTIONS + "|" + _WORD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES: "dbrx",
-    _CONTRACTIONS + "|" + _WORD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES: "qwen2",
-    f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES: "tekken",
-}
-"""{regular expression of tokenizer.json: llama.cpp's name of it}."""
+_SPLITS = {pattern: name for name, pattern in SPLITS.items()}
 
 
 def vocabulary(directory: Path, rows: int) -> dict[str, Any]:

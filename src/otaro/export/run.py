@@ -16,7 +16,7 @@ from otaro.file.atomic import new_directory, new_file
 from otaro.file.hub import Hub
 from otaro.sefp.precision import Precision
 
-TARGETS = ("gguf", "hf")
+TARGETS = ("gguf", "compressed-tensors", "mlx", "hf")
 MARK = "otaro-export.json"
 """Beside an exported directory: what it was made from, and which files are of the export."""
 

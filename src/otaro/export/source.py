@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from otaro.errors import FormatError, brief
 from otaro.export.grid import Grid
 from otaro.file.checkpoint import SIDECARS, build_on_meta, resolve_nested
-from otaro.file.header import BASE, DTYPES, shard_name
+from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import unpack_codes
@@ -103,13 +102,13 @@ class Source:
         """The scales of a packed tensor as they are stored."""
         return self.nested.scale_bytes(name)
 
+    def largest_scale(self, name: str) -> float:
+        """The largest magnitude of its scales."""
+        return float(scale_values(self.scale_bytes(name), self.nested.schema.scale_exponents[name]).abs().max())
+
     def stored(self, name: str) -> torch.Tensor:
         """A tensor that is not packed."""
         return self.nested.base.tensor(name)
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that is not packed."""
-        return DTYPES[self.nested.unpacked[name].dtype]
 
     def rows(self, piece: Piece) -> Iterator[Rows]:
         """The rows of a piece of a packed tensor, a few thousand at a time."""
@@ -183,12 +182,6 @@ def chosen_dtype(source: Source) -> torch.dtype:
     bytes_of = torch.cat([source.scale_bytes(name).flatten().unique() for name in source.packed])
     candidates = [own] * (own in (torch.float16, torch.bfloat16)) + [torch.float16]
     return next((dtype for dtype in candidates if source.grid.fits(dtype, bytes_of)), torch.float32)
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor belongs to."""
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
 
 
 Progress = Callable[[str, int, int], None]

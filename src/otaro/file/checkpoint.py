@@ -24,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from otaro.errors import CheckpointError, WeightError
 from otaro.errors import brief as brief
+from otaro.file.gguf import Gguf, GgufTensors
+from otaro.file.gguf_config import read_config
 from otaro.file.header import BASE, DTYPES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.replace import QUALITY_FILE
@@ -72,13 +74,21 @@ def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = 
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint in safetensors files, seen under the parameter names of its model class."""
+    """A Hugging Face checkpoint in safetensors files, or a GGUF file, seen under the parameter names of its model class."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.config = _read_config(directory)
-        files = _open_all(directory)
-        self._model = build_on_meta(self.config)
+        self.gguf = Gguf(directory) if directory.is_file() else None
+        files: list[Any]
+        if self.gguf is None:
+            self.config = _read_config(directory)
+            files = _open_all(directory)
+            self._model = build_on_meta(self.config)
+        else:
+            self.config, architecture = read_config(self.gguf)
+            self._model = build_on_meta(self.config)
+            self.config.architectures = [type(self._model).__name__]
+            files = [GgufTensors(self.gguf, self._model, architecture)]
         self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
         """{tied tensor: the one that is stored}"""
         self.shapes = {name: tuple(t.shape) for name, t in self._model.state_dict().items() if name not in self.tied}

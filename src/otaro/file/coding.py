@@ -82,9 +82,10 @@ def read_coding(directory: Path) -> Coding | None:
     return None
 
 
-def write_coding(directory: Path, coding: Coding) -> None:
-    """Say beside a checkpoint how it was tuned."""
-    write_text(directory / CODING_FILE, json.dumps(asdict(coding)) + "\n")
+def write_coding(directory: Path, coding: Coding, source: dict[str, Any] | None = None) -> None:
+    """Say beside a checkpoint how it was tuned; beside a model packed from a GGUF file how, and what it came from."""
+    stated = asdict(coding) | ({} if source is None else {"source": source})
+    write_text(directory / CODING_FILE, json.dumps(stated) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

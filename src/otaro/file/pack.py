@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from otaro.errors import TargetError, WeightError
+from otaro.errors import OtaroWarning, TargetError, WeightError
 from otaro.file.checkpoint import SIDECARS, Checkpoint, resolve_model
-from otaro.file.coding import Coding, choose_coding
+from otaro.file.coding import CODING_FILE, Coding, choose_coding, write_coding
+from otaro.file.gguf import is_gguf, stated_types
+from otaro.file.gguf_tokenizer import write_tokenizer
 from otaro.file.header import BASE, Schema, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter, PackedRows
@@ -63,7 +65,7 @@ def pack(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> NestedDirectory:
-    """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) into the nested directory `out`.
+    """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) or a GGUF file into the nested directory `out`.
 
     Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
     groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16 bits, with a warning that
@@ -71,7 +73,7 @@ def pack(
     is called with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those
     of transformers, for a model on the Hub.
     """
-    source = resolve_model(model, hub=Hub(revision, token, cache_dir))
+    source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
     _check_target(target, source, overwrite)
@@ -87,7 +89,7 @@ def pack(
     unpacked = {name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()}
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
     with (
-        NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=SIDECARS) as writer,
+        NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=(*SIDECARS, CODING_FILE)) as writer,
         _one_core_each() as pool,
     ):
         for name in checkpoint.packed:
@@ -107,7 +109,7 @@ def pack(
             tensor = checkpoint.read(name)
             _check_finite(name, tensor, name in checkpoint.buffers)
             writer.append_stored(BASE, name, tensor.to(unpacked[name][0]))
-        _write_sidecars(checkpoint, schema, writer.directory)
+        _write_sidecars(checkpoint, schema, coding, writer.directory)
         progress("flushing to disk", done, total)
     if narrow:
         told = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in narrow.items())
@@ -212,9 +214,11 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _write_sidecars(checkpoint: Checkpoint, schema: Schema, directory: Path) -> None:
+def _write_sidecars(checkpoint: Checkpoint, schema: Schema, coding: Coding, directory: Path) -> None:
+    if checkpoint.gguf is not None:
+        _write_origin(checkpoint, coding, directory)
     for pattern in SIDECARS:
-        for path in checkpoint.directory.glob(pattern):
+        for path in checkpoint.directory.glob(pattern) if checkpoint.gguf is None else ():
             if path.is_file():
                 shutil.copyfile(path, directory / path.name)
     config = checkpoint.config
@@ -225,6 +229,20 @@ def _write_sidecars(checkpoint: Checkpoint, schema: Schema, directory: Path) -> 
         "reconstruction": schema.reconstruction,
     }
     write_config(config, directory)
+
+
+def _write_origin(checkpoint: Checkpoint, coding: Coding, directory: Path) -> None:
+    """Of a GGUF file: say what the weights were rounded to before, and write the tokenizer that it states."""
+    assert checkpoint.gguf is not None
+    kinds = checkpoint.gguf.kinds
+    write_coding(directory, coding, {"gguf": checkpoint.directory.name, "types": kinds})
+    warnings.warn(
+        f"the weights come from a GGUF file ({stated_types(kinds)}); what was rounded there stays so",
+        OtaroWarning,
+        stacklevel=4,
+    )
+    if why := write_tokenizer(checkpoint.gguf.fields, directory, checkpoint.config.max_position_embeddings):
+        warnings.warn(f"no tokenizer is written: {why}; copy the original model's beside", OtaroWarning, stacklevel=4)
 
 
 def write_config(config: Any, directory: Path) -> None:

@@ -27,9 +27,9 @@ from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import DecoderCache, cannot_hold
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
-from otaro.runtime.kv_cache import DecoderCache, cannot_hold
 from otaro.sefp.precision import Precision
 
 _cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
@@ -87,7 +87,9 @@ class Decoder(BaseDecoder):
                 last = start + len(some) == len(tokens)
                 numbers = range(len(some)) if all_logits else range(len(some) - 1, len(some)) if last else ()
                 rows = logits[start : start + len(some)] if all_logits else logits
-                self._step(some, [cache.natives[sequence]], [len(some)], wanted, numbers, rows, cache.precision)
+                out = rows.numpy() if numbers else None
+                if self._native.step(some, [cache.natives[sequence]], [len(some)], wanted, list(numbers), out):
+                    raise cannot_hold(cache.precision)
         return logits if all_logits else logits[0]
 
     def step(
@@ -103,7 +105,8 @@ class Decoder(BaseDecoder):
         logits = torch.empty(count, self.vocabulary)
         with cache._lock, self._restoring(cache, some.sequences, 1, wanted):
             natives = [cache.natives[sequence] for sequence in some.sequences]
-            self._step(np.array(some.ids), natives, [1] * count, wanted, range(count), logits, cache.precision)
+            if self._native.step(np.array(some.ids), natives, [1] * count, wanted, list(range(count)), logits.numpy()):
+                raise cannot_hold(cache.precision)
         return logits if some.at == list(range(count)) else logits[some.at]
 
     def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
@@ -126,19 +129,6 @@ class Decoder(BaseDecoder):
             if isinstance(error, ValueError):
                 raise OtaroError(str(error)) from error
             raise
-
-    def _step(
-        self,
-        tokens: np.ndarray[Any, Any],
-        natives: list[Any],
-        counts: list[int],
-        bits: Sequence[bytes],
-        wanted: Sequence[int],
-        logits: torch.Tensor,
-        kv: Precision | None,
-    ) -> None:
-        if self._native.step(tokens, natives, counts, bits, list(wanted), logits.numpy() if len(wanted) else None):
-            raise cannot_hold(kv)
 
     def _attach(self, bits: bytes) -> None:
         """Have the planes that so many mantissa bits of each matrix need."""
@@ -179,12 +169,8 @@ class Decoder(BaseDecoder):
         numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap", "embedding_scale",
                    "residual_scale", "logit_scale")  # fmt: skip
         model = {name: getattr(described, name) for name in numbers}
-        model |= {
-            "embedding": matrix(described.embedding),
-            "lm_head": matrix(described.lm_head),
-            "norm": floats(described.norm),
-        }
-        model["gelu"] = described.activation == "gelu_tanh"
+        model |= {name: matrix(getattr(described, name)) for name in ("embedding", "lm_head")}
+        model["norm"], model["gelu"] = floats(described.norm), described.activation == "gelu_tanh"
         model["rope_angles"] = [rope(0, 1)[0].shape[1] for rope in described.ropes]
         layers = []
         for number, layer in enumerate(described.layers):

@@ -37,7 +37,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from otaro.errors import OtaroError, PositionsWarning
 from otaro.runtime import obstacles
 from otaro.runtime.architectures import positions_of
-from otaro.runtime.kv_cache import DecoderCache
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.modules import bits_of, own_bits
 from otaro.runtime.obstacles import Obstacle, tokens_at_most, warn_of_positions, warn_slow
 from otaro.runtime.phases import Phases, described, steps_and_rows
@@ -146,12 +146,9 @@ class Generates:
             return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
         cache = model_kwargs.get("past_key_values")
         given = cache if isinstance(cache, DecoderCache) else None
-        with (
-            given.claimed() if given else nullcontext(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # what a decoder keeps must stay writable when the caller's mode ends
-            mask = model_kwargs.get("attention_mask")
+        mask = model_kwargs.get("attention_mask")
+        # What a decoder keeps must stay writable when the caller's mode ends.
+        with given.claimed() if given else nullcontext(), torch.inference_mode(False), torch.no_grad():
             batch = Batch(self, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, given, call)
             return batch.run()
 

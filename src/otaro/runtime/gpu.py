@@ -36,11 +36,11 @@ from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
+from otaro.runtime.caches import GROWTH, GpuCache
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
-from otaro.runtime.kv_cache import GROWTH, GpuCache
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most

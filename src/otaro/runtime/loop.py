@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from otaro.kernels.steps import MAX_TOKENS
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
-from otaro.runtime.kv_cache import DecoderCache
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -153,7 +153,7 @@ class Loop:
         try:
             bits = self.bits(some)
             if ahead and self._ahead is not None:
-                tokens = self._ahead.tokens(some, bits, lambda: len(some) == len(self._running) and self._go_on(some, bits))
+                tokens = self._ahead.tokens(some, bits, lambda: self._go_on(some) and self.bits(some, 1) == bits)
             else:
                 self._drop()
                 read = [one.ids[-1] for one in some]
@@ -171,9 +171,9 @@ class Loop:
         else:
             self.choose(some, logits)
 
-    def _go_on(self, some: list[Any], bits: list[bytes]) -> bool:
-        """Whether these will go on after the step that begins now, at the same mantissa bits."""
-        return all(one.new + 1 < one.limit for one in some) and self.bits(some, 1) == bits
+    def _go_on(self, some: list[Any]) -> bool:
+        """Whether these, and no others, will go on after the step that begins now."""
+        return len(some) == len(self._running) and all(one.new + 1 < one.limit for one in some)
 
 
 class Ahead:

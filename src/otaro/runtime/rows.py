@@ -17,8 +17,8 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.architectures import packed_modules, positions_of
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.loop import Chunks, Loop, Row, Slot
 from otaro.runtime.modules import bits_of
 from otaro.runtime.obstacles import Obstacle, warn_of_positions
@@ -139,7 +139,9 @@ class Batch(Loop):
         given: DecoderCache | None,
         call: Call,
     ) -> None:
-        decoder, prompts, attached = decoder_of(model), _unpadded(ids, mask), attachment(model)
+        decoder, attached = decoder_of(model), attachment(model)
+        widths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()  # without the padding on their left
+        prompts: list[list[int]] = [row[len(row) - width :] for row, width in zip(ids.tolist(), widths, strict=True)]
         self._stop, self._tokens = Stop(criteria, len(ids), config._pad_token_tensor), Rows(ids)
         new = self._stop.limit - self._tokens.length  # at most
         capacity = max(map(len, prompts)) + int(min(new, _NEW))
@@ -246,11 +248,3 @@ class Batch(Loop):
     def failed(self, some: list[Any], error: Exception, alone: bool) -> None:
         """All rows stand and fall together."""
         raise error
-
-
-def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-    """Rows of tokens without the padding on their left."""
-    rows: list[list[int]] = ids.tolist()
-    if mask is None:
-        return rows
-    return [row[len(row) - count :] for row, count in zip(rows, mask.sum(1).tolist(), strict=True)]

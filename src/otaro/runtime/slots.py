@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from otaro.errors import OtaroError
+from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
-from otaro.runtime.kv_cache import DecoderCache
 from otaro.runtime.loop import Chunks, Slot
 from otaro.sefp.precision import Precision
 

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from importlib import resources
 from ipaddress import ip_address
 from typing import Any
@@ -221,8 +221,9 @@ class Events(Response):
         shaped = self._shaped
         try:
             await _send_some(send, shaped.begin())
-            async for number, token in shaped.answers.tokens():
-                await _send_some(send, shaped.take(number, token))
+            async with aclosing(shaped.answers.tokens()) as tokens:
+                async for number, token in tokens:
+                    await _send_some(send, shaped.take(number, token))
             last = shaped.end()
         except Gone:
             raise
@@ -238,8 +239,9 @@ async def _send_some(send: Send, body: bytes) -> None:
 
 
 async def _collect(shaped: shapes.Shape) -> None:
-    async for number, token in shaped.answers.tokens():
-        shaped.take(number, token)
+    async with aclosing(shaped.answers.tokens()) as tokens:
+        async for number, token in tokens:
+            shaped.take(number, token)
 
 
 def _noted(note: dict[str, Any], answers: Answers) -> None:
@@ -277,6 +279,9 @@ class Observed:
             await self._app(scope, receive, watched)
         except Gone:
             status = _GONE
+        except Exception:
+            status = 500
+            raise
         finally:
             route = scope.get("route")
             endpoint, seconds = getattr(route, "path", "other"), time.perf_counter() - started

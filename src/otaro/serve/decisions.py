@@ -2,7 +2,10 @@
 
 The shapes are those of `transformers serve`. A request brings a state and questions about it; each is put to the
 model in words that end where its answer begins, and each allowed answer has a label that is one token. No text is
-written. With precision auto a question is asked at the coarsest precision, and again at the finest only where the two
+written. Small models are poor at labels: a question with `"by": "text"`, which is ours, offers no list, and asks how
+likely the model is to say what each answer stands for.
+
+With precision auto a question is asked at the coarsest precision, and again at the finest only where the two
 likeliest answers lie closer together than a margin.
 """
 
@@ -34,6 +37,8 @@ class Question:
     """As the response names them."""
     legend: list[Any]
     """What the levels of a score stand for, as it was given."""
+    texts: Sequence[str] = ()
+    """What each answer says, where that is what is asked for."""
 
     @property
     def labels(self) -> Sequence[str]:
@@ -84,6 +89,10 @@ def decisions_ask(body: dict[str, Any]) -> Decisions:
 def _question(name: str, value: object) -> Question:
     fields = Fields(value, f"questions.{name}"[:200])
     kind, at = fields.required("type"), fields.path("criteria")
+    by = fields.take("by") or "label"
+    if by not in ("label", "text") or (by == "text" and kind == "noul"):
+        raise wrong(fields.path("by"), "give label, or for a choice or a score text")
+    said: list[str] = []
     told = _worded(fields.take("instructions"), fields.path("instructions"))
     criteria: Any = fields.take("criteria") if kind == "noul" else fields.required("criteria")
     legend: list[Any] = []
@@ -93,11 +102,12 @@ def _question(name: str, value: object) -> Question:
         answers = [checked_text(answer, at) for answer in criteria]
         means = [_worded(one, f"{at}.{answer}") for answer, one in criteria.items()]
         lines = [f"{answer}: {meant}" if meant else answer for answer, meant in zip(answers, means, strict=True)]
+        said = [meant or answer for answer, meant in zip(answers, means, strict=True)]
     elif kind == "score":
         if not isinstance(criteria, list) or not 0 < len(criteria) <= len(_LETTERS):
             raise wrong(at, f"give a list of 1 to {len(_LETTERS)} levels")
         answers, legend = [str(number) for number in range(len(criteria))], criteria
-        lines = [_worded(one, f"{at}[{number}]") for number, one in enumerate(criteria)]
+        said = lines = [_worded(one, f"{at}[{number}]") for number, one in enumerate(criteria)]
     elif kind == "noul":
         inner = Fields(criteria or {}, at)
         means = [_worded(inner.take(answer), f"{at}.{answer}") for answer in ("true", "false")]
@@ -106,6 +116,8 @@ def _question(name: str, value: object) -> Question:
     else:
         raise wrong(fields.path("type"), f"give choice, score or noul, not {shown(kind)}")
     fields.end()
+    if by == "text":
+        return Question(name, kind, told, answers, legend, said)
     if kind == "noul":
         lines = [f"{label} means: {line}" for label, line in zip(("Yes", "No"), lines, strict=True) if line]
         last = "Reply with Yes or No."
@@ -130,12 +142,18 @@ def prompt_of(state: str, question: Question, tokenizer: Any) -> str | list[dict
     return [{"role": "user", "content": text}] if tokenizer.chat_template else f"{text}\nAnswer:"
 
 
-def label_tokens(question: Question, tokenizer: Any) -> list[int]:
-    """The token of each answer's label, as it follows the prompt: a message begins with it, a text has a space before."""
-    for space in ("", " ") if tokenizer.chat_template else (" ", ""):
-        found = [tokenizer(f"{space}{label}", add_special_tokens=False)["input_ids"] for label in question.labels]
+def answer_tokens(question: Question, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each answer as they follow the prompt: a message begins with them, a text has a space before."""
+    spaces = ("", " ") if tokenizer.chat_template else (" ", "")
+    if question.texts:
+        found = [list(tokenizer(f"{spaces[0]}{text}", add_special_tokens=False)["input_ids"]) for text in question.texts]
+        if not all(found):
+            raise wrong(question.path, "one of its answers says nothing")
+        return found
+    for space in spaces:
+        found = [list(tokenizer(f"{space}{label}", add_special_tokens=False)["input_ids"]) for label in question.labels]
         if all(len(ids) == 1 for ids in found) and len({ids[0] for ids in found}) == len(found):
-            return [int(ids[0]) for ids in found]
+            return found
     raise wrong(question.path, f"this model has no single tokens for {', '.join(question.labels)}")
 
 

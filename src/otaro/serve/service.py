@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +17,7 @@ from otaro.runtime.precision import attachment
 from otaro.runtime.request import Prompt, tokens_of
 from otaro.runtime.stream import Stream, Token
 from otaro.sefp.precision import Precision
-from otaro.serve.decisions import Decision, Decisions, label_tokens, margin, prompt_of
+from otaro.serve.decisions import Decision, Decisions, answer_tokens, margin, prompt_of
 from otaro.serve.errors import ApiError, wrong
 from otaro.serve.log import event
 from otaro.serve.metrics import Metrics
@@ -57,7 +57,7 @@ class Answers:
         """Of all answers."""
         return sum(len(stream.tokens) for stream in self.streams)
 
-    async def tokens(self) -> AsyncIterator[tuple[int, Token | None]]:
+    async def tokens(self) -> AsyncGenerator[tuple[int, Token | None], None]:
         """Number of the choice and token, as they come; None where a choice has ended."""
         if len(self.streams) == 1:
             async for token in self._tokens(self.streams[0]):
@@ -259,39 +259,54 @@ class Service:
         plan = self.precisions.plan(asked.model, asked.precision)
         coarsest, finest = self._auto_bounds()
         first = coarsest if plan.auto else plan.steps[0]
+        until = time.monotonic() + self.settings.timeout
         self._admit(1)
         try:
             prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._questions, asked)
-            made = [Decision(len(ids), first, await self._probabilities(ids, labels, first)) for ids, labels in prompts]
-            for number, (ids, labels) in enumerate(prompts):
+            made = [Decision(len(one[0]), first, await self._probabilities(*one, first, until)) for one in prompts]
+            for number, one in enumerate(prompts):
                 if plan.auto and first < finest and margin(made[number].probabilities) < self.settings.auto_margin:
-                    made[number] = Decision(len(ids), finest, await self._probabilities(ids, labels, finest))
+                    made[number] = Decision(len(one[0]), finest, await self._probabilities(*one, finest, until))
                     self.metrics.escalated.inc()
         finally:
             self._taken -= 1
-        for one in made:
-            self.metrics.decisions.labels(str(one.precision)).inc()
+        for decision in made:
+            self.metrics.decisions.labels(str(decision.precision)).inc()
         return made
 
-    def _questions(self, asked: Decisions) -> list[tuple[list[int], list[int]]]:
-        """By the tokenizer's thread: the tokens of each prompt, and those of its answers' labels."""
-        return [
-            (self.tokens(prompt_of(asked.state, one, self.tokenizer), one.path), label_tokens(one, self.tokenizer))
-            for one in asked.questions
-        ]
+    def _questions(self, asked: Decisions) -> list[tuple[list[int], list[list[int]]]]:
+        """By the tokenizer's thread: the tokens of each prompt, and those of its answers."""
+        found = []
+        for one in asked.questions:
+            answers = answer_tokens(one, self.tokenizer)
+            ids = self.tokens(prompt_of(asked.state, one, self.tokenizer), one.path)
+            if len(ids) + max(map(len, answers)) > self.engine.context:
+                raise wrong(
+                    one.path, f"with its answers it has more than {self.engine.context} tokens", "context_length_exceeded"
+                )
+            found.append((ids, answers))
+        return found
 
-    async def _probabilities(self, ids: list[int], labels: list[int], precision: Precision) -> list[float]:
-        """Of each label to be the next token, if one of them is."""
+    async def _probabilities(self, ids: list[int], answers: list[list[int]], precision: Precision, until: float) -> list[float]:
+        """Of each answer to follow the prompt, if one of them does."""
+        totals = await self._logprobs(ids, [answer[0] for answer in answers], precision, until)
+        self.metrics.prompt_tokens.labels(str(precision)).inc(len(ids))
+        for number, answer in enumerate(answers):
+            for at in range(1, len(answer)):  # each after those before it, which the cache holds
+                (more,) = await self._logprobs([*ids, *answer[:at]], [answer[at]], precision, until)
+                totals[number] += more
+        shares = [math.exp(total - max(totals)) for total in totals]
+        return [share / sum(shares) for share in shares]
+
+    async def _logprobs(self, ids: list[int], tokens: list[int], precision: Precision, until: float) -> list[float]:
+        """Of each of these tokens to be the next."""
         self.planes.use(precision)
-        stream = self.engine.submit(
-            ids, precision=precision, watched=labels, max_new_tokens=1, text=False, deadline=self.settings.timeout
-        )
+        left = max(until - time.monotonic(), 1e-3)
+        stream = self.engine.submit(ids, precision=precision, watched=tokens, max_new_tokens=1, text=False, deadline=left)
         try:
             async for token in stream:
-                self.metrics.prompt_tokens.labels(str(precision)).inc(len(ids))
                 self.metrics.reused_tokens.labels(str(precision)).inc(stream.figures.reused_tokens)
-                shares = [math.exp(value - max(token.watched)) for value in token.watched]
-                return [share / sum(shares) for share in shares]
+                return list(token.watched)
         finally:
             if stream.finish_reason is None:
                 stream.cancel()
