@@ -70,7 +70,7 @@ compare() { # nested directory, processes...
 
 check() {
     date -u '+%Y-%m-%d %H:%M UTC'
-    echo "$(grep -m 1 'model name' /proc/cpuinfo | sed 's/.*: //'), $(nproc) cores"
+    echo "$(grep -m 1 'model name' /proc/cpuinfo | sed 's/.*: //'), $(getconf _NPROCESSORS_ONLN) cores"
     "$venv/bin/python" - <<'END'
 import platform
 from importlib.metadata import version
