@@ -46,7 +46,7 @@ class Hub:
                 )
             )
         except HFValidationError:
-            raise CheckpointError(f"{model} is neither a directory, a file, nor a Hub id (owner/name)") from None
+            raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
         except Exception as error:  # whatever the network and the Hub come up with
             at = f" at revision {self.revision}" if self.revision else ""
             raise CheckpointError(
