@@ -1,6 +1,6 @@
 """Typed decisions at two precisions: what `precision: "auto"` of /v1/systemone gives up, and what it saves.
 
-    python benchmarks/bench_decisions.py DIR --data FOLDER [--sets arc_easy,piqa] [--limit 400]
+    python benchmarks/bench_decisions.py DIR --data FOLDER [--sets arc_easy,piqa] [--skip 80] [--limit 400]
 
 FOLDER has zero-shot sets as `otaro eval --data-dir` takes them, SET.jsonl.gz. Each row becomes one question. On the even
 rows every question is asked at E5M3 and at E5M8; the margin below which a decision is asked again is the smallest
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", default="arc_easy,piqa")
+    parser.add_argument("--skip", type=int, default=80, help="first rows, on which settings were tried")
     parser.add_argument("--limit", type=int, default=400, help="rows of a set, half of them to choose the margin")
     parser.add_argument("--agreement", type=float, default=0.95, help="share of decisions as E5M8 makes them")
     args = parser.parse_args()
@@ -95,7 +96,7 @@ def main() -> None:
     results = []
     for name in args.sets.split(","):
         with gzip.open(args.data / f"{name}.jsonl.gz", "rt") as file:
-            rows = [SETS[name](json.loads(line)) for line in file][: args.limit]
+            rows = [SETS[name](json.loads(line)) for line in file][args.skip :][: args.limit]
         results.append(measured(model, name, rows, args.agreement))
     finish({"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement, "sets": results})
 
