@@ -98,6 +98,20 @@ def test_exact_zeros_are_counted_and_where_there_are_many_truncation_is_named(ch
         assert "--reconstruction truncate keeps them" in text
 
 
+@pytest.mark.parametrize("precision", [None, "E5M3", "E5M4"])
+def test_a_model_that_was_quantized_to_four_bits_is_noticed(checkpoint_dir, tmp_path, precision):
+    packed = otaro.pack(checkpoint_dir, tmp_path / "first").schema.packed
+    weights = load_file(checkpoint_dir / "model.safetensors")
+    coarse = {name: otaro.encode(weights[name].float()).decode(precision) for name in packed} if precision else {}
+    copy = edited_copy(checkpoint_dir, tmp_path, **coarse)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        otaro.pack(copy, tmp_path / "out")
+        otaro.pack(copy, tmp_path / "paper", reconstruction="truncate")
+    about = [one for one in said if "lie on E5M3's grid" in str(one.message)]
+    assert len(about) == (precision == "E5M3")
+
+
 def test_every_tensor_of_every_architecture_is_held(make_checkpoint, make_nested, architecture, reconstruction):
     nested = NestedDirectory(make_nested(architecture, reconstruction))
     assert nested.schema.reconstruction == reconstruction

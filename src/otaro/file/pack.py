@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from otaro.errors import OtaroWarning, TargetError, WeightError
@@ -88,6 +89,7 @@ def pack(
     narrow = {name: _sixteen_bits(checkpoint.read(name)) for name in large}
     unpacked = {name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()}
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
+    looked_at, on_grid = 0, 0
     with (
         NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=(*SIDECARS, CODING_FILE)) as writer,
         _one_core_each() as pool,
@@ -97,12 +99,20 @@ def pack(
                 progress(name, done, total)
                 writer.append_rows(name, rows)
                 before, done, zeros = done, done + rows.weights, zeros + rows.zeros
+                bits = _on_coarsest_grid(rows)
+                looked_at, on_grid = looked_at + bits.size, on_grid + int(bits.sum())
                 if done // _TRIM_EVERY > before // _TRIM_EVERY:
                     _return_freed_memory()
         if coding.reconstruction == "midpoint" and zeros > MANY_ZEROS * total:
             warnings.warn(
                 f"{zeros / total:.1%} of the weights are exactly zero, and midpoints keep no zero above E5M3; if the model "
                 "was pruned, --reconstruction truncate keeps them (if it comes from a file of 4 bits, truncate is far worse)",
+                stacklevel=2,
+            )
+        if coding.reconstruction == "midpoint" and 2 * on_grid > looked_at:
+            warnings.warn(
+                "these weights lie on E5M3's grid: the model was quantized to 4 bits before, and precisions between E5M3 and "
+                "E5M8 will be worse than either; pack the model that it was made from",
                 stacklevel=2,
             )
         for name in kept:
@@ -174,6 +184,12 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
             raise checkpoint.refusal(name, number * count * shape[-1] + refused[0], refused[1])
         largest = exponent if largest is None else max(largest, exponent)
     yield from _in_order(pool, packed, checkpoint.rows(name, count))
+
+
+def _on_coarsest_grid(rows: PackedRows) -> Any:
+    """Of each weight of the first row whether it may be a value of E5M3: after its bits a 1, then zeros."""
+    first, *rest = (plane[0].numpy() for plane in rows.planes)
+    return np.unpackbits(first & ~np.bitwise_or.reduce(rest))
 
 
 @contextmanager
