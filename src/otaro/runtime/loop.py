@@ -14,6 +14,7 @@ joins, or another precision, and it is dropped, so going ahead makes no differen
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class Chunks:
         return bits if self.exact or end - start <= MAX_TOKENS else (bits, start, end)
 
 
-class Loop:
+class Loop(ABC):
     """Goes on with what is in `_running`, step by step; one thread at a time."""
 
     def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks) -> None:
@@ -97,21 +98,21 @@ class Loop:
             self._decode(ready)
         return bool(self._running)
 
+    @abstractmethod
     def bits(self, some: list[Any], later: int = 0) -> list[bytes]:
         """Mantissa bits of each in the step that begins now, or in a later one, as far as that is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self, some: list[Any], logits: torch.Tensor) -> None:
         """Say what follows these sequences, given logits [sequences, vocabulary]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, some: list[Any], tokens: list[int]) -> None:
         """These tokens follow these sequences."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failed(self, some: list[Any], error: Exception, alone: bool) -> None:
         """Nothing was read of them; `alone`: it cannot have been another's fault."""
-        raise NotImplementedError
 
     def _leave(self, one: Any) -> None:
         self._running.remove(one)
