@@ -333,7 +333,7 @@ EMULATED = [*product(("llama", "qwen3"), KV)]
 EMULATED += zip(("gemma2", "phi3", "olmo2", "granite", "qwen3_moe_mixed"), cycle(KV), strict=False)
 
 
-def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, experts=None):
+def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, experts=None, scratch=None):
     """What `cuda.products` computes, in torch; for experts it is emulated."""
     if experts is not None:
         products_on_gpu(digits, tokens, matrices, outs, biases, first, experts)
