@@ -276,11 +276,13 @@ def _reading(where: str, raw: object, tensors: set[str]) -> Sensitivity:
     if not counts or not is_digest(reading.text_sha256) or not isinstance(reading.device, str):
         raise ValueError(f"{where} does not say what was read")
     below = Precision(reading.finest).mantissa_bits - COARSEST  # a PrecisionError is a ValueError
+    tables = {name: raw[name] for name in ("divergences", "errors")}
+    if not all(isinstance(table, dict) and table.keys() <= tensors for table in tables.values()):
+        raise ValueError(f"{where} is of other tensors")
+    if tables["divergences"].keys() != tables["errors"].keys():
+        raise ValueError(f"{where} has divergences and errors of other tensors")
     for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):
-        table = raw[name]
-        if not isinstance(table, dict) or table.keys() - tensors or table.keys() != raw["errors"].keys():
-            raise ValueError(f"{where}: {name} are of other tensors")
-        for tensor, values in table.items():
+        for tensor, values in tables[name].items():
             if not isinstance(values, list) or len(values) != count or not all(map(_is_loss, values)):
                 raise ValueError(f"{where}: {name} of {tensor[:80]!r} are not {count} numbers")
     return Sensitivity(reading, raw["divergences"], raw["errors"])

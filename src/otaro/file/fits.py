@@ -16,6 +16,7 @@ it has been checked. Every packed tensor must have its precision, and no other m
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -117,6 +118,15 @@ class Fit:
     def __str__(self) -> str:
         return PREFIX + self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def sha256(self) -> str:
+        """Of its precisions: a fit that is made again under the same name may be another."""
+        stated = {tensor: str(one) for tensor, one in self.precisions.items()}
+        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+
     @cached_property
     def finest(self) -> Precision:
         """The finest among them: its shards are needed."""
@@ -137,9 +147,30 @@ def is_fit(value: object) -> bool:
     return isinstance(value, str) and value.strip().casefold().startswith(PREFIX)
 
 
-def bytes_of(nested: Stored, precisions: Mapping[str, Precision] | Precision) -> int:
+def fit_name(value: str) -> str:
+    """The name of a fit in the one spelling it has: `fit:90.0 mb` is fit:90MB."""
+    wanted = value.strip()[len(PREFIX) :]
+    try:
+        return PREFIX + Budget.parse(wanted).name
+    except OtaroError as error:
+        raise PrecisionError(f"{PREFIX}{wanted[:40]}: {error}") from None
+
+
+def known(nested: Nested, precision: str | Precision | Fit) -> Precision | Fit:
+    """A precision, or a fit of the model, by its name."""
+    if isinstance(precision, Fit):
+        return precision
+    return find_fit(nested, str(precision)) if is_fit(precision) else Precision(precision)
+
+
+def finest_of(precision: Precision | Fit) -> Precision:
+    """The precision whose shards are needed."""
+    return precision.finest if isinstance(precision, Fit) else precision
+
+
+def bytes_of(nested: Stored, precisions: Mapping[str, Precision] | Precision | Fit) -> int:
     """Bytes that a model reads at a precision, or at one for each packed tensor."""
-    schema = nested.schema
+    schema, precisions = nested.schema, precisions.precisions if isinstance(precisions, Fit) else precisions
     base = sum(prod(shape) for _, shape in schema.packed_entries(BASE).values())
     base += sum(entry.end - entry.start for entry in nested.unpacked.values())
     for name, size in plane_bytes(schema).items():
@@ -161,12 +192,7 @@ def plane_bytes(schema: Schema) -> dict[str, int]:
 
 def find_fit(nested: Nested, name: str) -> Fit:
     """The fit that a precision names, `fit:90MB`; refused where there is none, or shards that it needs are missing."""
-    wanted = name.strip()[len(PREFIX) :]
-    try:
-        budget = Budget.parse(wanted)
-    except OtaroError as error:
-        raise PrecisionError(f"fit:{wanted[:40]}: {error}") from None
-    fits = read_fits(nested)
+    budget, fits = Budget.parse(fit_name(name)[len(PREFIX) :]), read_fits(nested)
     if (fit := fits.get(budget.name)) is None:
         there = f"there are {', '.join(map(str, fits.values()))}" if fits else "there are no fits yet"
         raise PrecisionError(
@@ -183,15 +209,20 @@ def find_fit(nested: Nested, name: str) -> Fit:
 
 def read_fits(nested: Nested) -> dict[str, Fit]:
     """The fits beside a model by name, none where there is no file; one that is damaged, or of another model, is refused."""
-    path = nested.path / FITS_FILE
+    return read_fits_in(nested.path, nested.model, nested.schema)
+
+
+def read_fits_in(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+    """The same for a directory that holds the file, and perhaps no model."""
+    path = directory / FITS_FILE
     if not path.is_file():
         return {}
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError("it is larger than any")
-        model, fits = parse_fits(path.read_text(encoding="utf-8"), nested.schema)
-        if model != nested.model:
-            raise ValueError(f"it is for another model ({model[:12]}) than the one beside it ({nested.model[:12]})")
+        about, fits = parse_fits(path.read_text(encoding="utf-8"), schema)
+        if about != model:
+            raise ValueError(f"it is for another model ({about[:12]}) than the one beside it ({model[:12]})")
     except ValueError as error:  # of JSON, of UTF-8, or ours
         raise FormatError(f"{path} cannot be used: {error}; move it away and run `otaro fit` again") from None
     return fits

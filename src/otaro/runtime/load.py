@@ -12,7 +12,7 @@ import torch
 
 from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning, brief
 from otaro.file.checkpoint import BUILTIN, resolve_nested
-from otaro.file.fits import Fit, find_fit, is_fit
+from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
@@ -50,15 +50,15 @@ def load(
     if str(model) == BUILTIN:
         raise FormatError("the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR")
     hub = Hub(revision, token, cache_dir)
-    known = {pattern: _known(one, model, hub) for pattern, one in by_pattern.items()}
-    named = [one.finest if isinstance(one, Fit) else one for one in known.values()]
-    path = resolve_nested(model, max(named) if "*" in known else None, hub)
+    found = {pattern: _known(one, model, hub) for pattern, one in by_pattern.items()}
+    named = [finest_of(one) for one in found.values()]
+    path = resolve_nested(model, max(named) if "*" in found else None, hub)
     nested = NestedDirectory(path)  # says what is wrong before transformers gets to see the directory
     nested.require(max(named, default=nested.finest))
     config = _read_config(path)
-    others = known.get("*")
+    others = found.get("*")
     if isinstance(others, Precision):
-        del known["*"]
+        del found["*"]
     elif others is not None:
         others = of_mantissa_bits(BASE)  # of no module once the fit is set
     config.quantization_config = {**config.quantization_config, "precision": others and str(others)}
@@ -72,16 +72,16 @@ def load(
         raise
     except Exception as error:  # the shards were checked, so it is the config that transformers stumbles over
         raise FormatError(f"{path}: transformers cannot build what config.json describes: {brief(error)}") from error
-    if known:
-        set_precision(loaded, known)
+    if found:
+        set_precision(loaded, found)
     return loaded
 
 
 def _known(precision: str | Precision | Fit, model: str | os.PathLike[str], hub: Hub) -> Precision | Fit:
     """A precision by its name; for a fit, the file that has it and the base shard are fetched if need be."""
-    if isinstance(precision, Fit) or not is_fit(precision):
-        return precision if isinstance(precision, Fit) else Precision(precision)
-    return find_fit(NestedDirectory(resolve_nested(model, of_mantissa_bits(BASE), hub)), str(precision))
+    if is_fit(precision):
+        return known(NestedDirectory(resolve_nested(model, of_mantissa_bits(BASE), hub)), precision)
+    return precision if isinstance(precision, Fit) else Precision(precision)
 
 
 def load_tokenizer(path: Path) -> Any:

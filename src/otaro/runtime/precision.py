@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import PrecisionError
-from otaro.file.fits import Fit, find_fit, is_fit
+from otaro.file.fits import Fit, is_fit, known
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
@@ -166,11 +166,10 @@ def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModu
         matched = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         if not matched:
             raise PrecisionError(f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}")
-        if isinstance(one, Fit) or is_fit(one):
-            fit = one if isinstance(one, Fit) else find_fit(attached.nested, str(one))
-            bits |= {module: fit.precisions[module.packed.name].mantissa_bits for module in matched}
-        else:
-            bits |= dict.fromkeys(matched, Precision(one).mantissa_bits)
+        chosen = known(attached.nested, one)
+        for module in matched:
+            its = chosen.precisions[module.packed.name] if isinstance(chosen, Fit) else chosen
+            bits[module] = its.mantissa_bits
     return bits
 
 
