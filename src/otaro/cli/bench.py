@@ -25,7 +25,12 @@ def bench(
     device: DeviceOption = "cpu",
     precision: Annotated[
         str | None,
-        typer.Option("--precision", "-p", help="Some of E5M8,...,E5M3; by default all that are there.", show_default=False),
+        typer.Option(
+            "--precision",
+            "-p",
+            help="Some of E5M8,...,E5M3, or fits (fit:90MB); by default all that are there.",
+            show_default=False,
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
     tokens: Annotated[
@@ -89,7 +94,7 @@ def bench(
     given = {name: value for name, value in ours.items() if value is not None}
     short = {} if parallel is None else {"tokens": 32, "context": 64, "rounds": 3}
     settings = speed.Settings(**{**short, **given}, kv=otaro.Precision(kv) if kv else None)
-    chosen = [otaro.Precision(name.strip()) for name in precision.split(",")] if precision else None
+    chosen = [name.strip() for name in precision.split(",")] if precision else None
     console.quiet_transformers()
     options: dict[str, Any] = {"device": device, "with_llama": against == LLAMA, "gguf_dir": gguf_dir}
     options["hub"] = Hub(revision, token, cache_dir)

@@ -30,7 +30,7 @@ PrecisionOption = Annotated[
     typer.Option(
         "--precision",
         "-p",
-        help="E5M8 to E5M3, by default the finest present; or by module: E5M3,lm_head=E5M4",
+        help="E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4",
         show_default=False,
     ),
 ]

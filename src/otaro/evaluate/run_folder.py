@@ -156,7 +156,8 @@ def _quality_of(directory: Path, model: str | None, older: Coding | None) -> lis
     """What was measured of a model, in quality.json in its directory; `model` identifies a nested one."""
     quality = read_quality(directory, model, older)
     blank = {"stderr": None, "tokens_per_second": None, "reference": FULL}
-    return [{**blank, **entry} for entry in quality.entries] if quality else []
+    entries = quality.entries if quality else ()
+    return [{**blank, **entry} for entry in entries if entry["precision"] in NAMES]  # fits are no step of the scale
 
 
 def read_json(path: Path) -> Any:

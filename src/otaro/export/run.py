@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 
-from otaro.errors import OtaroError, TargetError
+from otaro.errors import OtaroError, PrecisionError, TargetError
 from otaro.export.report import Report
 from otaro.export.source import Progress, Source
 from otaro.file.atomic import new_directory, new_file
+from otaro.file.fits import is_fit
 from otaro.file.hub import Hub
 from otaro.sefp.precision import Precision
 
@@ -43,6 +44,11 @@ def export(
     """
     if to not in TARGETS:
         raise OtaroError(f"unknown target {to!r}; choose from {', '.join(TARGETS)}")
+    if is_fit(precision):
+        raise PrecisionError(
+            f"{precision} has several precisions, and an export has one for all tensors; export the one that `otaro inspect` "
+            "shows beside the fit"
+        )
     target = Path(os.path.realpath(out))
     _check_target(target, to, overwrite)
     source = Source(model, precision, Hub(revision, token, cache_dir))
