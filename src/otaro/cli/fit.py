@@ -47,8 +47,13 @@ def fit(
         fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)
     command = shlex.join(["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)])
     try:
-        with console.progress_bar("fitting") as progress:
-            outcome = fitting.fit(wanted, command if command.isprintable() else ascii(command), progress)
+        with console.progress_bar("timing") as progress:
+            limit = fitting.limit(wanted, progress)
+        with console.progress_bar("measuring (layers)") as progress:
+            sensitivity = fitting.measure(progress)
+        with console.progress_bar("checking (tokens)") as progress:
+            shown = command if command.isprintable() else ascii(command)
+            outcome = fitting.fit(wanted, limit, sensitivity, shown, progress)
     except KeyboardInterrupt:
         console.remark(f"interrupted; what was measured is kept in {fitting.kept.path}, the same command goes on from there")
         raise typer.Exit(130) from None

@@ -12,6 +12,7 @@ the speed asked for.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from decimal import Decimal
@@ -148,9 +149,8 @@ class Fitting:
         notes = [too_much] if allowed > most else []
         return Limit(allowed, sizes, least, notes)
 
-    def fit(self, budget: Budget, command: str, progress: Progress) -> Outcome:
+    def fit(self, budget: Budget, limit: Limit, sensitivity: Sensitivity, command: str, progress: Progress) -> Outcome:
         """The best choice within a budget, checked, and kept beside the model."""
-        limit, sensitivity = self.limit(budget, progress), self.measure(progress)
         nested, names = self.nested, list(self.nested.schema.packed)
         problem = Knapsack([limit.costs[name] for name in names], [sensitivity.losses(name) for name in names])
         found = problem.solve(limit.bytes - limit.fixed)
@@ -161,7 +161,7 @@ class Fitting:
             if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
         )
         alike = dict.fromkeys(names, uniform)
-        mixed_measured, uniform_measured = self._check(mixed, progress), self._check(alike, progress)
+        mixed_measured, uniform_measured = self._check([mixed, alike], progress)
         better = mixed_measured <= uniform_measured
         chosen = mixed if better else alike
         total = bytes_of(nested, chosen)
@@ -201,26 +201,29 @@ class Fitting:
             points.append(point)
         return points
 
-    def _check(self, precisions: dict[str, Precision], progress: Progress) -> float:
-        """The divergence from the finest on parts of the text that were not measured on."""
+    def _check(self, choices: Sequence[dict[str, Precision]], progress: Progress) -> list[float]:
+        """Divergences from the finest on parts of the text that were not measured on."""
         windows, decoded = Windows(self._check_ids, self._check_window, None, self._bos), self._opened()
+        keys = [tuple(one.mantissa_bits for one in choice.values()) for choice in choices]
+        new = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in self._checked}
+        read_before, total = 0, len(self._check_ids) * (len(new) + (self._reference is None))
 
-        def report(what: str) -> Any:
-            return lambda done, total: progress(what, done, total)
+        def report(done: int, of: int) -> None:
+            progress("", read_before + done, total)
 
         if self._reference is None:
             reader, kept = ModelReader(decoded.at(self.finest)), KeptStates()
-            read(reader, windows, [Keeper(kept)], report("the finest, to compare with"), with_logits=False)
+            read(reader, windows, [Keeper(kept)], report, with_logits=False)
             kept.finish(reader.sliced, self._model, str(self.finest))
-            self._reference = kept
-        key = tuple(one.mantissa_bits for one in precisions.values())
-        if key not in self._checked:
+            self._reference, read_before = kept, len(self._check_ids)
+        for key, choice in new.items():
             meter = Divergence(self._reference)
-            read(ModelReader(decoded.at(precisions)), windows, [meter], report("checking on other text"))
+            read(ModelReader(decoded.at(choice)), windows, [meter], report)
             if not abs(meter.kl) < inf:
-                raise OtaroError("the model's outputs overflow on the text it is checked on; nothing to fit")
+                raise OtaroError("the model's outputs overflow on the text it is checked on; it cannot be fitted")
             self._checked[key] = max(meter.kl, 0.0)
-        return self._checked[key]
+            read_before += len(self._check_ids)
+        return [self._checked[key] for key in keys]
 
     def _limit_by_speed(self, budget: Budget, progress: Progress) -> Limit:
         """Bytes that a token may read, by the speed of each single precision on this machine now."""
