@@ -220,3 +220,11 @@ def test_an_interruption_says_where_to_go_on(model, text, monkeypatch):
     result = invoke("fit", model, "--text", text, "--bits", 5, "--tokens", 128)
     assert result.exit_code == 130
     assert "the same command goes on from there" in result.stderr
+
+
+def test_the_report_draws_fits_beside_what_they_replace(fitted, tmp_path):
+    run("report", fitted[0], "--out", tmp_path / "report.html", "--no-samples")
+    page = (tmp_path / "report.html").read_text()
+    assert "Fits of model: divergence by size, held.txt" in page
+    assert page.count("fit:800kB") >= 2  # drawn, and in the table
+    assert "--budget 800kB --tokens 128" in page

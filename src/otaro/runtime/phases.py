@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from otaro.errors import PrecisionError
+from otaro.file.fits import Fit
 from otaro.runtime.modules import SefpModule, bits_of
 from otaro.runtime.precision import Attachment, PrecisionLike, chosen_bits
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
@@ -84,7 +85,7 @@ def steps_and_rows(
         raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
     if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision):
         return dict(cast(Mapping[int, PrecisionLike], precision)), None
-    if isinstance(precision, str | Precision | Mapping):
+    if isinstance(precision, str | Precision | Fit | Mapping):
         return {0: cast(PrecisionLike, precision)}, None
     if not isinstance(precision, Iterable):
         raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
