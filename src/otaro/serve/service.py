@@ -239,7 +239,7 @@ class Service:
         if ask.draft is not None:
             return None if ask.draft == Draft() else ask.draft
         ours = Draft.of(self.settings.draft)
-        if ours is None or ours.precision is None or ours.precision < max(plan.steps.values()):
+        if ours is None or ours.precision is None or ours.precision < max(map(finest_of, plan.steps.values())):
             return ours
         return Draft(prompt=True) if ours.prompt else None
 
