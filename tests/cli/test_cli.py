@@ -385,6 +385,16 @@ def test_help_shows_all_of_its_words():
     assert len(commands) > 12
 
 
+def test_help_shows_no_value_behind_a_flag():
+    pages = [((), typer.main.get_command(app))]
+    for path, command in pages:
+        pages += [((*path, name), one) for name, one in getattr(command, "commands", {}).items()]
+        said = run(*path, "--help").stdout
+        assert "--help" in said
+        assert "<bool>" not in said, path
+    assert len(pages) > 16
+
+
 def assert_one_line(done, words):
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
