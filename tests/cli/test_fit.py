@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+from collections import Counter
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import otaro
@@ -205,7 +208,9 @@ def test_models_that_cannot_be_fitted_are_refused(fitted, text, copy_of):
 
 def test_where_a_fit_makes_no_sense_it_is_refused_in_words(fitted, tmp_path, text):
     out = tmp_path / "out"
-    assert "an export has one for all tensors" in refused("export", fitted[0], out, "-p", "fit:800kB", "--to", "hf")
+    assert "--to mlx one for all tensors; export it to gguf or hf" in refused(
+        "export", fitted[0], out, "-p", "fit:800kB", "--to", "mlx"
+    )
     assert "is a checkpoint: pack it, then fit" in refused("eval", "builtin", "--text", text, "-p", "fit:800kB")
     assert not out.exists()
     assert "has no fit:9MB, there are fit:5.2bits, fit:800kB" in refused("eval", fitted[0], "--text", text, "-p", "fit:9MB")
@@ -228,3 +233,18 @@ def test_the_report_draws_fits_beside_what_they_replace(fitted, tmp_path):
     assert "Fits of model: divergence by size, held.txt" in page
     assert page.count("fit:800kB") >= 2  # drawn, and in the table
     assert "--budget 800kB --tokens 128" in page
+
+
+def test_a_fit_is_exported_exactly_where_tensors_may_differ(fitted, tmp_path):
+    told = json.loads(run("export", fitted[0], tmp_path / "hf", "-p", "fit:800kB", "--to", "hf", "--json").stdout)
+    assert (told["precision"], told["exact"]) == ("fit:800kB", True)
+    model, written = otaro.load(fitted[0], "fit:800kB"), AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    for name, module in model.sefp.modules.items():
+        assert torch.equal(written.get_submodule(name).weight, module.weight), name
+    pytest.importorskip("gguf")
+    told = json.loads(run("export", fitted[0], tmp_path / "m.gguf", "-p", "fit:800kB", "--to", "gguf", "--json").stdout)
+    assert told["exact"]
+    wanted = {"E5M3": "Q4_0", "E5M4": "Q5_1", "E5M5": "Q8_0"}  # finer ones in F16
+    precisions = find_fit(NestedDirectory(fitted[0]), "fit:800kB").precisions.values()
+    kinds = {one["type"]: one["tensors"] for one in told["types"] if one["type"] != "F32"}
+    assert kinds == Counter(wanted.get(str(one), "F16") for one in precisions)

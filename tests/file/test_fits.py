@@ -9,6 +9,7 @@ from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingEr
 from otaro.file.fits import Budget, Fit, bytes_of, find_fit, is_fit, parse_fits, read_fits, weights_of, write_fit
 from otaro.file.header import shard_name
 from otaro.file.io import NestedDirectory
+from otaro.file.replace import carry_over
 from otaro.file.summary import precision_summary
 from otaro.sefp.precision import PRECISIONS, Precision
 
@@ -174,3 +175,15 @@ def test_a_file_of_another_model_or_of_any_size_is_refused(nested, make_nested):
         file.truncate((1 << 24) + 1)
     with pytest.raises(FormatError, match="it is larger than any"):
         read_fits(nested)
+
+
+def test_fits_stay_with_their_model_and_those_of_another_are_put_aside(nested, tmp_path):
+    write_fit(nested, mixed(nested))
+    same, other = tmp_path / "same", tmp_path / "other"
+    for place, model in ((same, nested.model), (other, "f" * 64)):
+        place.mkdir()
+        carry_over(nested.path, place, model, [])
+    text = (nested.path / "precisions.json").read_text()
+    assert (same / "precisions.json").read_text() == text
+    assert not (other / "precisions.json").exists()
+    assert (other / f"precisions-{nested.model[:12]}.json").read_text() == text

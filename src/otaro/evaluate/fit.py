@@ -104,7 +104,8 @@ class Fitting:
         ids, self._bos = text.ids(tokenizer), begins_with_bos(tokenizer)
         self._model = load(self.nested.path, self.finest, device=device)
         check_reached(self._model)
-        self.window = choose_window(self._model.config, min(WINDOW, choose_window(self._model.config)))
+        longest = choose_window(self._model.config)
+        self.window, self._check_window = min(WINDOW, longest), min(2 * WINDOW, longest)
         count = max(1, tokens // self.window)
         apart = len(ids) // count
         room = self.window - (self._bos is not None)
@@ -202,7 +203,7 @@ class Fitting:
 
     def _check(self, precisions: dict[str, Precision], progress: Progress) -> float:
         """The divergence from the finest on parts of the text that were not measured on."""
-        windows, decoded = Windows(self._check_ids, 2 * self.window, None, self._bos), self._opened()
+        windows, decoded = Windows(self._check_ids, self._check_window, None, self._bos), self._opened()
 
         def report(what: str) -> Any:
             return lambda done, total: progress(what, done, total)

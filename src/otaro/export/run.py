@@ -18,6 +18,8 @@ from otaro.file.hub import Hub
 from otaro.sefp.precision import Precision
 
 TARGETS = ("gguf", "compressed-tensors", "mlx", "hf")
+MIXED = ("gguf", "hf")
+"""Whose tensors may be of different precisions."""
 MARK = "otaro-export.json"
 """Beside an exported directory: what it was made from, and which files are of the export."""
 
@@ -44,10 +46,10 @@ def export(
     """
     if to not in TARGETS:
         raise OtaroError(f"unknown target {to!r}; choose from {', '.join(TARGETS)}")
-    if is_fit(precision):
+    if is_fit(precision) and to not in MIXED:
         raise PrecisionError(
-            f"{precision} has several precisions, and an export has one for all tensors; export the one that `otaro inspect` "
-            "shows beside the fit"
+            f"{precision} has several precisions, and --to {to} one for all tensors; export it to {' or '.join(MIXED)}, "
+            "or a single precision"
         )
     target = Path(os.path.realpath(out))
     _check_target(target, to, overwrite)
