@@ -28,7 +28,7 @@ from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.draft import Drafter, propose
-from otaro.runtime.sample import Proposal, Sampler
+from otaro.runtime.sample import Proposal, Sampler, argmax
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -186,8 +186,7 @@ class Loop(ABC):
     def _decode_drafted(self, some: list[Any]) -> None:
         """As many tokens of each as its draft was right about, and one."""
         bits = self.bits(some)
-        if any(one.drafter for one in some) and self._ahead is not None:
-            self._drop()
+        self._drop()
         drafts = propose(self.decoder, self.cache, some, bits)
         if not drafts:
             return self._decode(some)
@@ -216,11 +215,15 @@ class Loop(ABC):
     def _accept(self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor) -> None:
         """Say what follows each of these tokens, as long as it is the next of them."""
         right, one.ran_at = 0, bits
+        chosen = argmax(logits) if one.argmax and self._ahead is not None else None  # a GPU is waited for once
         for number, token in enumerate(ids):
             one.slot.tokens.append(token)
             one.slot.how.append(bits)
             one.proposal = draft[number] if number < len(draft) else None
-            self.choose([one], logits[number : number + 1])
+            if chosen is None:
+                self.choose([one], logits[number : number + 1])
+            else:
+                self.take([one], chosen[number : number + 1])
             if number == len(draft) or one.ids[-1] != draft[number].token:
                 break
             right += 1

@@ -448,7 +448,7 @@ const Kernels kAvx512 = {"avx512",
                          avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
                          OTARO_INSTANCES(avx512::many),
-                         {2, 2, 2, 2, 2, 2},
+                         {1, 2, 2, 2, 2, 2},
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }
