@@ -30,7 +30,7 @@ from otaro.cli import (
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
 
-app = typer.Typer(
+app = console.App(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
     no_args_is_help=True,
     add_completion=False,

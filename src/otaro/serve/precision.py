@@ -162,7 +162,6 @@ class Precisions:
                 raise wrong("precision", 'the schedule does not say what reads the prompt; give one for "0" too')
             return Plan(steps)
         fields = Fields(value, "precision")
-        fields.only("draft")  # the engine does not speculate
         prefill, decode = fields.required("prefill"), fields.required("decode")
         fields.end()
         return Plan({0: self.one(prefill, "precision.prefill"), 1: self.one(decode, "precision.decode")})

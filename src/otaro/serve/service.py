@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from otaro.errors import FormatError, OtaroError
 from otaro.file.fits import Fit, finest_of, known
+from otaro.runtime.draft import Draft
 from otaro.runtime.engine import Engine
 from otaro.runtime.precision import attachment
 from otaro.runtime.request import Prompt, tokens_of
@@ -60,6 +61,12 @@ class Answers:
     def new_tokens(self) -> int:
         """Of all answers."""
         return sum(len(stream.tokens) for stream in self.streams)
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Tokens of drafts that were right, and wrong."""
+        drafted, right = (sum(sum(getattr(one.figures, name)) for one in self.streams) for name in ("drafted", "accepted"))
+        return right, drafted - right
 
     async def tokens(self) -> AsyncGenerator[tuple[int, Token | None], None]:
         """Number of the choice and token, as they come; None where a choice has ended."""
@@ -204,6 +211,7 @@ class Service:
             prompts = [self.tokens(prompt, ask.prompt_field) for prompt in ask.prompts]
             for precision in plan.steps.values():
                 self.planes.use(precision)
+            draft = self._draft(ask, plan)
             for ids in prompts:
                 limit = self._limit(ask, len(ids))
                 for number in range(ask.n):
@@ -212,6 +220,7 @@ class Service:
                             ids,
                             precision=dict(plan.steps),
                             max_new_tokens=limit,
+                            draft=draft,
                             sampling=ask.sampling_of(number),
                             stop=ask.stop,
                             ignore_eos=ask.ignore_eos,
@@ -224,6 +233,15 @@ class Service:
                 stream.cancel()
             raise self.refusal(error) from error
         return streams
+
+    def _draft(self, ask: Ask, plan: Plan) -> Draft | None:
+        """The request's, or the server's as far as it is of use."""
+        if ask.draft is not None:
+            return None if ask.draft == Draft() else ask.draft
+        ours = Draft.of(self.settings.draft)
+        if ours is None or ours.precision is None or ours.precision < max(map(finest_of, plan.steps.values())):
+            return ours
+        return Draft(prompt=True) if ours.prompt else None
 
     def tokens(self, prompt: Prompt, field: str) -> list[int]:
         """Tokens of a prompt that may be read."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from otaro.errors import OtaroError
 from otaro.file.fits import is_fit
+from otaro.runtime.draft import Draft
 from otaro.sefp.precision import Precision
 
 
@@ -15,6 +16,8 @@ class Settings:
 
     precision: str | None = None
     """Of requests that name none: a precision, a fit, auto, or else the finest that is there."""
+    draft: str | None = None
+    """Of requests that name none, as far as it is coarser than what they are answered at."""
     keys: tuple[str, ...] = ()
     """Any of them opens; none: open to all who can connect."""
     origins: tuple[str, ...] = ()
@@ -60,6 +63,7 @@ class Settings:
             raise OtaroError(f"auto_margin={self.auto_margin}: give a difference of probabilities, from 0 to 1")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise OtaroError("an API key is made of printable ASCII characters without spaces, one at least")
+        Draft.of(self.draft)
         if self.precision not in (None, "auto") and not is_fit(self.precision):
             Precision(self.precision or "")
         if self.auto_finest and Precision(self.auto_finest) < Precision(self.auto_coarsest):
