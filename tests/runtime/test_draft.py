@@ -352,33 +352,64 @@ def drafter(draft, judge=b"\x08\x08"):
     return Drafter(Draft.of(draft), [judge], Generation())
 
 
+COSTS = (0.25, 0.15)
+
+
 def test_as_many_tokens_are_drafted_as_pay():
-    one = drafter("E5M3")
+    one, fine = drafter("E5M3"), b"\x08\x08"
     for _ in range(40):
-        count = one.count(b"\x08\x08", 100, 0.1)
+        count = one.count(fine, 100, COSTS)
         one.learn(count, count)
     assert count == MOST["weights"]
-    assert one.count(b"\x08\x08", 2, 0.1) == 2  # there is no room for more
+    assert one.count(fine, 2, COSTS) == 2  # there is no room for more
+    for _ in range(40):  # nine of ten are right
+        one.learn(10, 9)
+    assert 0 < one.count(fine, 100, COSTS) < MOST["weights"]
     tried = []
     for _ in range(200):
-        tried.append(one.count(b"\x08\x08", 100, 0.1))
+        tried.append(one.count(fine, 100, COSTS))
         one.learn(tried[-1], 0)
     assert 0 in tried[60:]
     assert 0 < sum(map(bool, tried[60:])) < 40  # now and then it is tried again
-    assert one.count(b"\x03\x03", 100, 0.1) == 0  # nothing to gain
+    assert one.count(b"\x03\x03", 100, COSTS) == 0  # nothing to gain
     assert one.bits(b"\x08\x03\x02") == b"\x03\x03\x02"
-    assert drafter(Draft(Precision("E5M4"), tokens=9)).count(b"\x08\x08", 100, 0.1) == 9
+    assert drafter(Draft(Precision("E5M4"), tokens=9)).count(fine, 100, COSTS) == 9
+    sure, unsure = drafter("E5M3"), drafter("E5M3")
+    assert sure.count(fine, 100, COSTS) == unsure.count(fine, 100, COSTS)
+    for _ in range(20):
+        sure.learn(1, 0)
+        unsure.learn(1, 0, sure=False)
+    assert sure.count(fine, 100, COSTS) == 0
+    assert unsure.count(fine, 100, COSTS) > 1
+
+
+def test_weights_stop_where_they_are_not_sure(model, kind, monkeypatch):
+    """On a CPU; a GPU is not asked."""
+    drafts = []
+    learn = Drafter.learn
+
+    def remember(self, drafted, right, sure=True):
+        drafts.append((drafted, sure))
+        learn(self, drafted, right, sure)
+
+    monkeypatch.setattr(Drafter, "learn", remember)
+    for threshold, wanted in ((0.0, True), (1.1, kind == "gpu")):
+        monkeypatch.setattr("otaro.runtime.draft._SURE", threshold)
+        drafts.clear()
+        said(model, draft="E5M3")
+        assert {sure for _, sure in drafts} == {wanted}
+        assert (max(drafted for drafted, _ in drafts) > 1) == wanted
 
 
 def test_a_text_goes_on_as_it_did_the_last_time():
     one = drafter("prompt")
     ids = [1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 9, 1, 2, 3]
-    assert one.from_text(ids[:5], 100, 0.1) == []
-    assert one.from_text(ids, 3, 0.1) == [4, 5, 9]  # after 1 2 3, not after 2 3 alone
+    assert one.from_text(ids[:5], 100, COSTS) == []
+    assert one.from_text(ids, 3, COSTS) == [4, 5, 9]  # after 1 2 3, not after 2 3 alone
     ids += [7, 8]
-    assert one.from_text(ids, 2, 0.1) == [9, 1]
-    assert drafter(Draft(prompt=True, tokens=7)).from_text([5, 6, 7, 5, 6], 100, 0.1) == [7, 5, 6, 7, 5, 6, 7]
-    assert drafter("E5M3").from_text([5, 6, 5, 6], 100, 0.1) == []
+    assert one.from_text(ids, 2, COSTS) == [9, 1]
+    assert drafter(Draft(prompt=True, tokens=7)).from_text([5, 6, 7, 5, 6], 100, COSTS) == [7, 5, 6, 7, 5, 6, 7]
+    assert drafter("E5M3").from_text([5, 6, 5, 6], 100, COSTS) == []
 
 
 # What cannot be

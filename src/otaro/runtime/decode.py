@@ -43,7 +43,7 @@ class Decoder(BaseDecoder):
 
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
-    one_more = 0.1
+    several = (0.25, 0.15)
     pooled = True
     ahead = 0
 

@@ -52,8 +52,8 @@ class BaseDecoder(ABC):
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
-    one_more: ClassVar[float]
-    """What a further token in a step costs, of the step with one."""
+    several: ClassVar[tuple[float, float]]
+    """What a step with several tokens costs more than one with one, and what each further one does, as shares of the latter."""
     ahead: ClassVar[int]
     """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells how."""
 

@@ -11,9 +11,11 @@ min(1, p(x) / q(x)), p being the judge's, or else draws from what p has more tha
 Kalman, Matias 2023, "Fast inference from transformers via speculative decoding".) A text's continuation has q = 1.
 
 How many tokens are drafted: as many as pay. If a token is right with chance a, k tokens are followed by 1 + a + ... + a^k on
-average, and cost 1 + k (c + e) passes of the judge, c being the draft's share of its bytes and e what a further token in a pass
-costs (`BaseDecoder.one_more`). The k of the best ratio is taken, 0 if that is it; a is a running mean of what was right, and
-what is not tried is slowly believed again. No clock has a say: what a request says, and how, depends on the request alone.
+average, and cost 1 + s + k (c + e) passes of the judge, c being the draft's share of its bits, and s and e what several
+tokens in a pass cost (`BaseDecoder.several`). The k of the best ratio is taken, 0 if that is it; a is a running mean of what
+was right, and what is not tried is slowly believed again. Besides, the weights stop after a token that they give less than
+half of the probability: many of those are wrong, and few of the others. (A GPU that goes on by itself is not asked.) No
+clock has a say: what a request says, and how, depends on the request alone.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 PROMPT = "prompt"
 MOST = {PROMPT: 10, "weights": 6}
 """Tokens that are drafted at a time."""
-_BELIEVED = 0.8  # of a draft that was not tried yet
+_BELIEVED = 0.95  # of a draft that was not tried yet
+_SURE = 0.5  # the probability of a token after which a draft goes on
 _MEMORY = 16  # tokens that a running mean goes back
 _FORGIVEN = 64  # steps after which a draft that did not pay is believed again
 _SAME = (4, 3, 2)  # tokens that must be the same for a text to go on as it did, the longer the better
@@ -84,45 +87,52 @@ class Drafter:
         most = self.draft.precision.mantissa_bits if self.draft.precision else 0
         return bytes(min(one, most) for one in judge)
 
-    def from_text(self, ids: Sequence[int], room: int, one_more: float) -> list[int]:
+    def from_text(self, ids: Sequence[int], room: int, several: tuple[float, float]) -> list[int]:
         """What followed when the last tokens were there before."""
         if not self.draft.prompt:
             return []
         start = self._found(ids)
         self._kind = PROMPT
-        count = 0 if start is None else self._count(room, one_more)
+        count = 0 if start is None else self._count(room, 0.0, several)
         found = list(ids[start : start + count]) if start is not None else []
         while found and len(found) < count:  # it has come to itself: the text goes round
             found.append(found[len(found) - (len(ids) - (start or 0))])
         return found
 
-    def count(self, judge: bytes, room: int, one_more: float) -> int:
+    def count(self, judge: bytes, room: int, several: tuple[float, float]) -> int:
         """How many tokens the weights shall draft."""
         if self.draft.precision is None or (bits := self.bits(judge)) == judge:
             return 0
         self._kind = "weights"
         share = (sum(bits) + len(bits)) / (sum(judge) + len(judge))  # a sign each
-        return self._count(room, share + one_more)
+        return self._count(room, share, several)
 
-    def _count(self, room: int, cost: float) -> int:
-        most = min(room, MOST[self._kind])
+    def _count(self, room: int, cost: float, several: tuple[float, float]) -> int:
         if self.draft.tokens is not None:
             return min(self.draft.tokens, room)
-        right = self._right[self._kind]
-        best = max(range(most + 1), key=lambda k: sum(right**i for i in range(k + 1)) / (1 + k * cost), default=0)
+        right, (once, each) = self._right[self._kind], several
+
+        def worth(count: int) -> float:
+            passes = 1 + (once + count * (cost + each) if count else 0.0)
+            return sum(right**position for position in range(count + 1)) / passes
+
+        best = max(range(min(room, MOST[self._kind]) + 1), key=worth, default=0)
         if not best:
             self._right[self._kind] += (_BELIEVED - right) / _FORGIVEN
         return best
 
-    def learn(self, drafted: int, right: int) -> None:
-        """Of so many tokens so many were right; the first that was wrong is the last that tells anything."""
+    def learn(self, drafted: int, right: int, sure: bool = True) -> None:
+        """Of so many tokens so many were right, the last of which was `sure` or not.
+
+        The first that was wrong is the last that tells anything, and what was not sure tells nothing.
+        """
         for position in range(drafted):
             if position == len(self._report.drafted):
                 self._report.drafted.append(0)
                 self._report.accepted.append(0)
             self._report.drafted[position] += 1
             self._report.accepted[position] += position < right
-        for position in range(min(drafted, right + 1)):
+        for position in range(min(drafted if sure else drafted - 1, right + 1)):
             self._right[self._kind] += ((position < right) - self._right[self._kind]) / _MEMORY
 
     def _found(self, ids: Sequence[int]) -> int | None:
@@ -148,9 +158,9 @@ def propose(decoder: BaseDecoder, cache: Any, some: list[Any], bits: list[bytes]
             continue
         # The last token of an answer is never read, and there is no memory for it.
         room = int(min(one.limit - one.new - 1, positions - len(one.ids), decoder.max_sequences - 1))
-        if tokens := one.drafter.from_text(one.ids, room, decoder.one_more):
+        if tokens := one.drafter.from_text(one.ids, room, decoder.several):
             found[one] = [Proposal(token) for token in tokens]
-        elif count := one.drafter.count(judge, room, decoder.one_more):
+        elif count := one.drafter.count(judge, room, decoder.several):
             writing.append((one, one.drafter.bits(judge), count))
             found[one] = []
     try:
@@ -166,7 +176,7 @@ def propose(decoder: BaseDecoder, cache: Any, some: list[Any], bits: list[bytes]
 def _write(decoder: Any, cache: Any, writing: list[tuple[Any, bytes, int]], found: dict[Any, list[Proposal]]) -> None:
     """By the weights; all sequences that still draft in one step."""
     done = 0
-    while some := [one for one in writing if one[2] > done]:
+    while some := [one for one in writing if one[2] > done and (not done or found[one[0]][-1].sure)]:
         rows, bits = [one for one, _, _ in some], [of_draft for _, of_draft, _ in some]
         numbers = [one.slot.number for one in rows]
         last = [found[one][-1].token if found[one] else one.ids[-1] for one in rows]
@@ -187,5 +197,9 @@ def _write(decoder: Any, cache: Any, writing: list[tuple[Any, bytes, int]], foun
         largest = argmax(logits)
         for number, one in enumerate(rows):
             said = [proposal.token for proposal in found[one]]
-            found[one].append(one.sampler.proposed([*one.ids, *said], logits[number], largest[number]))
+            proposal = one.sampler.proposed([*one.ids, *said], logits[number], largest[number])
+            if one.drafter.draft.tokens is None and not one.sampler.do_sample:
+                others = float((logits[number] - logits[number, largest[number]]).exp().sum())
+                proposal = proposal._replace(sure=others * _SURE <= 1)
+            found[one].append(proposal)
         done += 1

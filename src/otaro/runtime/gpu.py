@@ -71,7 +71,7 @@ class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
-    one_more = 0.05
+    several = (0.0, 0.05)
     ahead = 1
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products

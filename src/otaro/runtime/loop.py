@@ -232,7 +232,7 @@ class Loop(ABC):
         one.proposal = None
         self.cache.crop(len(one.slot.tokens), one.slot.number)
         if draft:
-            one.drafter.learn(len(draft), right)
+            one.drafter.learn(len(draft), right, draft[-1].sure)
 
     def _go_on(self, some: list[Any]) -> bool:
         """Whether these, and no others, will go on after the step that begins now."""

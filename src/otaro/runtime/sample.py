@@ -89,6 +89,7 @@ class Proposal(NamedTuple):
     """Those that it may have drawn (None: the whole vocabulary, in order),"""
     weights: torch.Tensor | None = None
     """and their probabilities up to a factor; None: it would always have said this one."""
+    sure: bool = True
 
     def dense(self, vocabulary: int) -> torch.Tensor:
         """The probability of every token."""

@@ -203,6 +203,7 @@ struct Quads {
   const uint8_t* base[kTileRows];
   const uint8_t* planes[kPlanesUsed ? kPlanesUsed : 1][kTileRows];
   __m512i codes[kWide ? 2 * kQuads : kQuads];
+  __m512i bits[kPlanesUsed ? kPlanesUsed : 1][4];  // of two units
 
   template <class RowOf>
   OTARO_INLINE Quads(const Packed& weight, RowOf row_of) {
@@ -241,37 +242,43 @@ struct Quads {
     }
   }
 
-  // The words of a plane of both blocks.
-  OTARO_INLINE void plane_words(const uint8_t* const (&rows)[kTileRows], int64_t unit, bool both,
-                                __m512i (&words)[2]) const {
-    const auto at = [&](int r) { return rows[r] + unit * 2 * kPlaneBytes; };
-    const auto two = [&](int r) __attribute__((always_inline)) {  // rows
-      if (!both) return _mm_unpacklo_epi64(_mm_loadu_si32(at(r)), _mm_loadu_si32(at(r + 1)));
-      const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at(r)));
-      return _mm_castps_si128(
-        _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(at(r + 1))));
+  // The words of a plane of four blocks, those of two units, as far as there are so many; the others are 0.
+  static OTARO_INLINE void plane_words(const uint8_t* const (&rows)[kTileRows], int64_t block, int64_t left,
+                                       __m512i (&words)[4]) {
+    const auto mask = static_cast<__mmask8>((1 << left) - 1);
+    const auto row = [&](int r) __attribute__((always_inline)) {
+      const uint8_t* at = rows[r] + block * kPlaneBytes;
+      return left >= 4 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
+                       : _mm_maskz_loadu_epi32(mask, at);
     };
-    const auto four = [&](int r) __attribute__((always_inline)) {
-      return _mm256_inserti128_si256(_mm256_castsi128_si256(two(r)), two(r + 2), 1);
+    const auto two = [&](int r) __attribute__((always_inline)) {
+      return _mm256_inserti128_si256(_mm256_castsi128_si256(row(r)), row(r + 4), 1);
     };
-    __m512i eights[2];
-    for (int h = 0; h < 2; ++h)
-      eights[h] = _mm512_inserti64x4(_mm512_castsi256_si512(four(8 * h)), four(8 * h + 4), 1);
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    words[0] = _mm512_permutex2var_epi32(eights[0], even, eights[1]);
-    words[1] = _mm512_permutex2var_epi32(eights[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), eights[1]);
+    __m512i v[4], t[4];  // rows r, r + 4, r + 8 and r + 12
+    for (int r = 0; r < 4; ++r) v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(two(r)), two(r + 8), 1);
+    for (int i = 0; i < 2; ++i) {
+      t[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+      t[i + 2] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      words[2 * i] = _mm512_unpacklo_epi64(t[2 * i], t[2 * i + 1]);
+      words[2 * i + 1] = _mm512_unpackhi_epi64(t[2 * i], t[2 * i + 1]);
+    }
   }
 
   // FORMAT.md: byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a
   // plane is weight 4 i + k's: so a quad is the nibbles of one word, and one bit of every byte of another.
-  OTARO_INLINE void unpack(int64_t unit, bool both) {
-    __m512i words[8], bits[kPlanesUsed ? kPlanesUsed : 1][2];
-    base_words(unit, both, words);
-    for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], unit, both, bits[p]);
+  OTARO_INLINE void unpack(int64_t unit, int64_t blocks) {
+    __m512i words[8];
+    base_words(unit, 2 * unit + 1 < blocks, words);
+    if (unit % 2 == 0)
+      for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], 2 * unit, blocks - 2 * unit, bits[p]);
+    const int64_t first = unit % 2 * 2;  // of the words of a plane
     if constexpr (kWide) {
-      for (int block = 0; block < 2; ++block)
-        nine_bits(words + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
-                  bits[4][block], codes + block * kQuads);
+      for (int block = 0; block < 2; ++block) {
+        const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][first + block]; };
+        nine_bits(words + 4 * block, of(0), of(1), of(2), of(3), of(4), codes + block * kQuads);
+      }
       return;
     }
 #pragma GCC unroll 16
@@ -288,7 +295,8 @@ struct Quads {
         _mm512_and_si512(moved(word, nibble, kPlanesUsed + kLow), every(15 << (kPlanesUsed + kLow)));
       for (int p = 0; p < kPlanesUsed; ++p) {
         const int to = kPlanesUsed - 1 - p + kLow;
-        u = _mm512_ternarylogic_epi32(moved(bits[p][block], quad, to), every(1 << to), u, 0xea);  // a & b | c
+        u = _mm512_ternarylogic_epi32(moved(bits[p][first + block], quad, to), every(1 << to), u,
+                                      0xea);  // a & b | c
       }
       if constexpr (Truncate)
         u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
@@ -394,7 +402,7 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
   __m512 steps = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
     prefetch_next<M>(weight, first_row, unit);
-    quads.unpack(unit, 2 * unit + 1 < blocks);
+    quads.unpack(unit, blocks);
     if (!left) {
       uint64_t bytes[2] = {};  // not stored byte by byte: what is loaded as a whole then has to wait
       for (int r = 0; r < kTileRows; ++r)
