@@ -30,9 +30,9 @@ from otaro.sefp.codec import MIDPOINT_SHIFT
 from otaro.sefp.precision import COARSEST, FINEST
 
 LEVELS = range(COARSEST, FINEST + 1)
-LAMBDAS = (1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+LAMBDAS = (1.0, 2.0, 2.0, 4.0, 4.0, 16.0)
 """What the squared error counts at E5M3, E5M4, ... E5M8; chosen on held-out text (docs/log.md)."""
-DAMPING = 0.03
+DAMPING = 0.1
 """Added to the diagonal of H, as a share of its mean: inputs that never occurred may occur."""
 
 _BLOCK = 32  # columns between two products that move all later ones

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from otaro.calibrate import codes, folds, text
+from otaro.calibrate import codes, folds, layers, text
 from otaro.calibrate.layers import Inputs, Matrix, Skeleton, Watch
 from otaro.calibrate.work import Tensor, Work
 from otaro.errors import OtaroError
@@ -35,7 +35,7 @@ from otaro.sefp.codec import Reconstruction, SefpTensor, encode, group_needs, sm
 
 SAMPLES = 128
 """Windows of text, by default."""
-TIED = 1.0
+TIED = 0.1
 """What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the head's H."""
 
 _HEAD_ROWS = 4096
@@ -96,6 +96,8 @@ def pack_calibrated(
         with torch.inference_mode():
             _Calibration(checkpoint, coding, torch.device(device), ids, work, progress).run()
         plain = work.plain
+        weights = sum(map(prod, checkpoint.packed.values()))
+        progress("packing", weights, weights)
         nested = pack(
             source,
             target,
@@ -135,7 +137,7 @@ def _digest(source: Path, coding: Coding, record: Mapping[str, Any]) -> str:
     """Of what decides the codes; files of weights by name, size and time of change."""
     files = [source] if source.is_file() else sorted([*source.glob("*.safetensors"), *source.glob("*.json")])
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    settings = (codes.LAMBDAS, codes.DAMPING, folds.EXPONENTS, TIED, coding.group_size)
+    settings = (layers.FIRST_TOKEN, codes.LAMBDAS, codes.DAMPING, folds.EXPONENTS, TIED, coding.group_size)
     return hashlib.sha256(json.dumps([seen, settings, record]).encode()).hexdigest()
 
 
