@@ -70,11 +70,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to write checkpoint and model, then removed")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shapes]
-    text.load_tokenizer = lambda directory: Words()  # type: ignore[assignment]
+    text.load_tokenizer = lambda directory: Words()
     ids = torch.randint(0, shape["vocab_size"], (arguments.samples * text.LENGTH,))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         write_random(Path(folder) / "model", arguments.layers, shape)
         moments: dict[str, float] = {}
+
+        def note(what: str, done: int, total: int) -> None:
+            moments.setdefault(what, time.perf_counter())
+
         started = time.perf_counter()
         run.pack_calibrated(
             Path(folder) / "model",
@@ -82,7 +86,7 @@ def main() -> None:
             " ".join(map(str, ids.tolist())),
             samples=arguments.samples,
             device=arguments.device,
-            progress=lambda what, done, total: moments.setdefault(what, time.perf_counter()),
+            progress=note,
         )
         ended = time.perf_counter()
     begins = [moments[f"layer {number} of {arguments.layers}"] for number in range(1, arguments.layers + 1)]
