@@ -44,7 +44,7 @@ class Kernel:
         self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads)
 
     def bound(self, grid, threads, shared=0, /, **fields):
-        return lambda: self(grid, threads, shared, **fields)
+        return lambda stream=None: self(grid, threads, shared, **fields)
 
     def blocks_per_multiprocessor(self, threads, shared=0):
         return 1

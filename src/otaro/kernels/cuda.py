@@ -6,7 +6,7 @@ with several matrices in one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from math import gcd
@@ -344,7 +344,7 @@ def _decode(packed: Packed, ids: torch.Tensor | None, out: torch.Tensor) -> torc
     return out
 
 
-def decoding(packed: Packed, out: torch.Tensor, ids: torch.Tensor | None = None) -> Callable[[], None]:
+def decoding(packed: Packed, out: torch.Tensor, ids: torch.Tensor | None = None) -> nvrtc.Launch:
     """A launch that decodes these rows, or those with the numbers `ids`, into `out`, whenever it is made."""
     kernel = nvrtc.kernel(
         "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[out.dtype], BITS=packed.bits, TRUNCATE=packed.truncate,

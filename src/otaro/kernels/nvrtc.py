@@ -17,7 +17,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +73,10 @@ def compiler() -> str:
     return f"NVRTC {major.value}.{minor.value}"
 
 
+Launch = Callable[..., None]
+"""Takes a stream of torch's, or nothing."""
+
+
 class Kernel:
     """A compiled kernel on one GPU."""
 
@@ -95,8 +99,8 @@ class Kernel:
         """Launch on torch's current stream."""
         self.bound(grid, threads, shared, **fields)()
 
-    def bound(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> Callable[[], None]:
-        """A launch that can be made again and again, as long as its tensors live: on torch's current stream then."""
+    def bound(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> Launch:
+        """A launch that can be made again and again, as long as its tensors live: on the stream given or torch's current."""
         across, down, deep = (*grid, 1, 1)[:3]
         structure = filled(self._parameters, fields)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
@@ -105,11 +109,11 @@ class Kernel:
             across, down, deep, threads, 1, 1, shared, None, ctypes.pointer(attribute), int(self._dependent)
         )  # fmt: skip
 
-        def launch(_kept: Any = structure) -> None:
+        def launch(stream: Any = None, _kept: Any = structure) -> None:
             if not across * down * deep:
                 return
-            config.stream = torch.cuda.current_stream(self.device).cuda_stream
-            with torch.cuda.device(self.device):
+            config.stream = (stream or torch.cuda.current_stream(self.device)).cuda_stream
+            with nullcontext() if torch.cuda.current_device() == self.device else torch.cuda.device(self.device):
                 _enter_context(self.device)
                 _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
 

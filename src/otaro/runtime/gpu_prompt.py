@@ -7,7 +7,7 @@ the next product meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from otaro.kernels import cuda, ops
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
+from otaro.kernels.nvrtc import Launch
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import Activations, ReferenceSteps, Routing, Tokens, capped
 
@@ -27,7 +28,7 @@ _LAUNCHES = 4096  # that are known at most
 _SCORES = 1 << 26  # that are in memory at a time, where they are capped: the library's attention does not
 
 
-Launches = dict[tuple[Any, ...], list[Callable[[], None]]]
+Launches = dict[tuple[Any, ...], list[Launch]]
 """Of a decoder, by the addresses of the weights that are decoded and of what they are decoded into."""
 
 
@@ -168,11 +169,10 @@ class CudaPromptSteps(_Attention, CudaSteps):
             self._buffers[self._turn] = _Buffer(values, decoded, multiplied)
             multiplied.record(now)  # whatever had this memory before is done then
         matrix = values[: rows * length].view(rows, length)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(multiplied)
-            for launch in self._decoding(packed, matrix):
-                launch()
-            decoded.record(self._stream)
+        self._stream.wait_event(multiplied)
+        for launch in self._decoding(packed, matrix):
+            launch(self._stream)
+        decoded.record(self._stream)
         now.wait_event(decoded)
         if bias is None:
             torch.mm(x, matrix.t(), out=out)
@@ -180,7 +180,7 @@ class CudaPromptSteps(_Attention, CudaSteps):
             torch.addmm(bias.to(x.dtype), x, matrix.t(), out=out)
         multiplied.record(now)
 
-    def _decoding(self, packed: list[Packed], matrix: torch.Tensor) -> list[Callable[[], None]]:
+    def _decoding(self, packed: list[Packed], matrix: torch.Tensor) -> list[Launch]:
         """Launches, found again where addresses are those of an earlier prompt: making one takes longer than it."""
         addresses = [part.data_ptr() for one in packed for part in (one.base, one.scales, *one.planes)]
         key = (matrix.data_ptr(), *(len(one.base) for one in packed), packed[0].length, *addresses)
