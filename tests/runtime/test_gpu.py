@@ -258,8 +258,10 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
         assert cache.length == 5
     with pytest.raises(OtaroError, match="another model"):
         other.forward([1], cache)
-    with pytest.raises(OtaroError, match="one of each"):
+    with pytest.raises(OtaroError, match="one after the other"):
         decoder.step([1, 2], cache)
+    with pytest.raises(OtaroError, match="one token of each sequence"):
+        decoder.begin([1, 2], cache, [0, 0])
     short, right = b"\4", decoder.description.all_at(Precision("E5M4"))
     for wrong, message in (
         ({"sequences": [-1]}, "sequence -1 is none of the 1"),

@@ -71,6 +71,7 @@ class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
+    several = (0.0, 0.05)
     ahead = 1
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
@@ -174,7 +175,7 @@ class GpuDecoder(BaseDecoder):
     ) -> torch.Tensor:
         """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
-        positions = [cache.lengths[sequence] for sequence in going.sequences]
+        positions = [cache.lengths[sequence] + at for sequence, count in going.counts.items() for at in range(count)]
         self._set(going.ids, positions, going.sequences)
         logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
         cache.check()
@@ -188,6 +189,8 @@ class GpuDecoder(BaseDecoder):
     ) -> object:
         """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
+        if len(going.counts) != len(going.ids):
+            raise OtaroError("what goes on by itself goes on from one token of each sequence")
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
         self._going = going
         return going
@@ -240,7 +243,7 @@ class GpuDecoder(BaseDecoder):
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
     ) -> Arranged:
         some = super()._arranged(ids, cache, sequences, bits)
-        self.reserve(cache, max(cache.lengths[sequence] for sequence in some.sequences) + 1)
+        self.reserve(cache, max(cache.lengths[sequence] + count for sequence, count in some.counts.items()))
         return some
 
     def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList
@@ -81,6 +81,23 @@ class Sampling:
         return Sampler(processors, do_sample=True, generator=generator)
 
 
+class Proposal(NamedTuple):
+    """A token that a draft says may follow."""
+
+    token: int
+    tokens: torch.Tensor | None = None
+    """Those that it may have drawn (None: the whole vocabulary, in order),"""
+    weights: torch.Tensor | None = None
+    """and their probabilities up to a factor; None: it would always have said this one."""
+    sure: bool = True
+
+    def dense(self, vocabulary: int) -> torch.Tensor:
+        """The probability of every token."""
+        if self.weights is None:
+            return torch.zeros(vocabulary, dtype=torch.float64).index_fill_(0, torch.tensor(self.token), 1.0)
+        return _dense(self.tokens, self.weights, vocabulary)
+
+
 class Sampler:
     """Greedy, or drawing from what temperature, top-k, top-p, min-p and other processors leave."""
 
@@ -99,6 +116,9 @@ class Sampler:
         # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean something else.
         at = next((number for number, kind in enumerate(kinds) if kind in order), len(kinds))
         self._first, self._warpers = (LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:]))
+        stateless = {RepetitionPenaltyLogitsProcessor, *order}
+        self._askable = stateless.issuperset(kinds)
+        """Whether it makes no difference how often processors are asked."""
         self.known = not exact_scores and kinds[at:] == [kind for kind in order if kind in kinds]
         for warper in self._warpers if self.known else ():
             self.known &= getattr(warper, "min_tokens_to_keep", 1) == 1
@@ -116,19 +136,31 @@ class Sampler:
         """Whether logits alone decide, by their largest."""
         return self.known and not self.do_sample and not self.processors
 
-    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
+    def choose(self, ids: torch.Tensor, logits: torch.Tensor, proposal: Proposal | None = None) -> list[int]:
         """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
 
         There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
-        same again whatever else draws.
+        same again whatever else draws. A `proposal`, for one row, is kept as often as its token is to be drawn.
         """
         if self.known:
             scores = self._first(ids, logits.clone()) if self._first else logits
-            return [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
-        self.scores = self.processors(ids, logits.clone())
+        else:
+            scores = self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
-            return argmax(self.scores)
-        return [_drawn(row, self.generator) for row in self.scores.softmax(-1).cpu()]
+            return argmax(scores)
+        left = [self._left(ids, one) if self.known else (None, one.softmax(-1)) for one in scores.cpu()]
+        return [self._one_of(tokens, weights, scores.shape[1], proposal) for tokens, weights in left]
+
+    def proposed(self, ids: list[int], logits: torch.Tensor, largest: int) -> Proposal:
+        """What a draft says after `ids`, given its logits [vocabulary] and where they are largest."""
+        if self.argmax or not self._askable:
+            return Proposal(largest)
+        rows = torch.tensor([ids], device=logits.device)
+        if not self.do_sample:
+            return Proposal(argmax(self.processors(rows, logits.clone().unsqueeze(0)))[0])
+        tokens, weights = (None if one is None else one.cpu() for one in self.distribution(rows, logits))
+        assert weights is not None
+        return Proposal(self._one_of(tokens, weights, len(logits)), tokens, weights)
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
@@ -136,9 +168,17 @@ class Sampler:
             return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0)
         return self._left(ids, self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits)
 
-    def _drawn(self, ids: torch.Tensor, scores: torch.Tensor) -> int:
-        tokens, probabilities = self._left(ids, scores)
-        at = _drawn(probabilities, self.generator)
+    def _one_of(
+        self, tokens: torch.Tensor | None, weights: torch.Tensor, vocabulary: int, proposal: Proposal | None = None
+    ) -> int:
+        """Drawn from these tokens with these weights, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
+        if proposal is not None:
+            p, q = _dense(tokens, weights, vocabulary), proposal.dense(vocabulary)
+            if float(torch.rand(1, dtype=torch.float64, generator=self.generator)) * q[proposal.token] < p[proposal.token]:
+                return proposal.token
+            rest = (p - q).clamp_(min=0)
+            return _drawn(rest, self.generator) if bool(rest.any()) else proposal.token
+        at = _drawn(weights, self.generator)
         return at if tokens is None else int(tokens[at])
 
     def _left(self, ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -198,6 +238,13 @@ def argmax(logits: torch.Tensor) -> list[int]:
     numpy_can = logits.device.type == "cpu" and logits.dtype == torch.float32
     found: list[int] = (logits.numpy() if numpy_can else logits).argmax(-1).tolist()
     return found
+
+
+def _dense(tokens: torch.Tensor | None, weights: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The probability of every token."""
+    every = torch.zeros(vocabulary, dtype=torch.float64)
+    every[slice(len(weights)) if tokens is None else tokens] = weights.double()
+    return every / every.sum()
 
 
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:
