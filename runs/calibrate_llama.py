@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import math
 from pathlib import Path
@@ -58,9 +59,9 @@ def importance(arguments: argparse.Namespace) -> None:
 
 def quantize(arguments: argparse.Namespace) -> None:
     """All kinds, with and without the importance matrix."""
-    import llama_cpp
     import numpy as np
 
+    llama_cpp = importlib.import_module("llama_cpp")
     arguments.out.mkdir(parents=True, exist_ok=True)
     known = dict(np.load(arguments.importance))
     arrays = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in known.items()}
