@@ -39,9 +39,8 @@ SAMPLES = 128
 TIED = 0.1
 """What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the head's H."""
 
-_HEAD_ROWS = 4096
-_WINDOWS_AT_ONCE = {"cpu": 4}
-_WINDOWS_ELSEWHERE = 16
+_WINDOWS_ON_CPU, _WINDOWS_ELSEWHERE = 4, 16  # that run together
+_HEAD_ROWS_ON_CPU, _HEAD_ROWS_ELSEWHERE = 4096, 32768
 
 Progress = Callable[[str, int, int], None]
 
@@ -155,7 +154,9 @@ class _Calibration:
     ) -> None:
         self._checkpoint, self._group_size, self._device = checkpoint, coding.group_size, device
         self._ids, self._work, self._progress = ids, work, progress
-        self._batch = _WINDOWS_AT_ONCE.get(device.type, _WINDOWS_ELSEWHERE)
+        on_cpu = device.type == "cpu"
+        self._batch = _WINDOWS_ON_CPU if on_cpu else _WINDOWS_ELSEWHERE
+        self._head_rows = _HEAD_ROWS_ON_CPU if on_cpu else _HEAD_ROWS_ELSEWHERE
         self._skeleton = Skeleton(checkpoint, device)
         self._total = sum(map(prod, checkpoint.packed.values()))
         self._done = 0
@@ -252,10 +253,10 @@ class _Calibration:
         errors = codes.Errors(own.gram)
         exponent = max(
             smallest_scale_exponent(group_needs(rows, self._group_size, "midpoint"))
-            for rows in checkpoint.rows(name, _HEAD_ROWS)
+            for rows in checkpoint.rows(name, self._head_rows)
         )
         parts, zeros = [], 0
-        for rows in checkpoint.rows(name, _HEAD_ROWS):
+        for rows in checkpoint.rows(name, self._head_rows):
             weight = rows.float().to(self._device)
             zeros += weight.numel() - int(weight.count_nonzero())
             tensor = encode(weight, self._group_size, scale_exponent=exponent, name=name)
