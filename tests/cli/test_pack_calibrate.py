@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from otaro.cli.main import app
+from otaro.export.run import export
 from otaro.file.io import NestedDirectory
 
 
@@ -29,6 +30,15 @@ def test_what_is_packed_plainly_is_named(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "calibrated on 256 tokens of builtin" in " ".join(done.stdout.split())
     assert "packed plainly: model.layers.0.mlp.down_proj.weight: it reads fewer tokens than it has inputs" in done.stdout
+
+
+def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    export(tiny, tmp_path / "m.gguf", precision="E5M8", to="gguf", type="F16")
+    done = invoke("pack", tmp_path / "m.gguf", tmp_path / "out", "--calibrate", "builtin", "--samples", 2)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "otaro.json").read_text()).keys() >= {"source", "calibrated"}
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "out"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ SAMPLES = 128
 TIED = 0.1
 """What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the head's H."""
 
-_HEAD_ROWS = 4096
-_WINDOWS_AT_ONCE = {"cpu": 4}
-_WINDOWS_ELSEWHERE = 16
+_WINDOWS_ON_CPU, _WINDOWS_ELSEWHERE = 4, 16  # that run together
+_HEAD_ROWS_ON_CPU, _HEAD_ROWS_ELSEWHERE = 4096, 32768
 
 Progress = Callable[[str, int, int], None]
 
@@ -90,7 +90,7 @@ def pack_calibrated(
     checkpoint = Checkpoint(source)
     folder = target.parent / f".{target.name}.calibrating"
     with alone(folder):
-        ids = _windows(checkpoint, content, samples, folder)
+        ids = _windows(checkpoint, content, samples)
         record = {"text": text_name, "sha256": hashlib.sha256(content.encode()).hexdigest(), "windows": list(ids.shape)}
         work = Work(folder, _digest(source, coding, record))
         with torch.inference_mode():
@@ -112,16 +112,19 @@ def pack_calibrated(
     return Calibrated(nested, ids.numel(), plain)
 
 
-def _windows(checkpoint: Checkpoint, content: str, samples: int, folder: Path) -> torch.Tensor:
-    directory = checkpoint.directory
-    if checkpoint.gguf is not None:
-        directory = folder.with_name(f"{folder.name}-tokenizer")
-        directory.mkdir(parents=True, exist_ok=True)
-        if why := write_tokenizer(checkpoint.gguf.fields, directory, checkpoint.config.max_position_embeddings):
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    if checkpoint.gguf is None:
+        return text.load_tokenizer(checkpoint.directory)
+    with TemporaryDirectory() as folder:
+        if why := write_tokenizer(checkpoint.gguf.fields, Path(folder), checkpoint.config.max_position_embeddings):
             raise OtaroError(
                 f"{checkpoint.directory} holds no tokenizer to read the text with: {why}; pack without --calibrate"
             )
-    tokenizer = text.load_tokenizer(directory)
+        return text.load_tokenizer(Path(folder))
+
+
+def _windows(checkpoint: Checkpoint, content: str, samples: int) -> torch.Tensor:
+    tokenizer = _tokenizer(checkpoint)
     positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or text.LENGTH
     ids = text.windows(content, tokenizer, samples, min(text.LENGTH, positions))
     least = min(shape[-1] for shape in checkpoint.packed.values())
@@ -129,7 +132,9 @@ def _windows(checkpoint: Checkpoint, content: str, samples: int, folder: Path) -
         raise OtaroError(f"{ids.numel()} tokens are too few to calibrate on: the model's matrices have {least} inputs and more")
     rows = max(checkpoint.packed[name][0] for name in checkpoint.packed)  # no less than the vocabulary
     if int(ids.max()) >= rows:
-        raise OtaroError(f"the tokenizer of {directory} makes tokens that the model lacks; it belongs to another model")
+        raise OtaroError(
+            f"the tokenizer of {checkpoint.directory} makes tokens that the model lacks; it belongs to another model"
+        )
     return ids
 
 
@@ -149,7 +154,9 @@ class _Calibration:
     ) -> None:
         self._checkpoint, self._group_size, self._device = checkpoint, coding.group_size, device
         self._ids, self._work, self._progress = ids, work, progress
-        self._batch = _WINDOWS_AT_ONCE.get(device.type, _WINDOWS_ELSEWHERE)
+        on_cpu = device.type == "cpu"
+        self._batch = _WINDOWS_ON_CPU if on_cpu else _WINDOWS_ELSEWHERE
+        self._head_rows = _HEAD_ROWS_ON_CPU if on_cpu else _HEAD_ROWS_ELSEWHERE
         self._skeleton = Skeleton(checkpoint, device)
         self._total = sum(map(prod, checkpoint.packed.values()))
         self._done = 0
@@ -246,10 +253,10 @@ class _Calibration:
         errors = codes.Errors(own.gram)
         exponent = max(
             smallest_scale_exponent(group_needs(rows, self._group_size, "midpoint"))
-            for rows in checkpoint.rows(name, _HEAD_ROWS)
+            for rows in checkpoint.rows(name, self._head_rows)
         )
         parts, zeros = [], 0
-        for rows in checkpoint.rows(name, _HEAD_ROWS):
+        for rows in checkpoint.rows(name, self._head_rows):
             weight = rows.float().to(self._device)
             zeros += weight.numel() - int(weight.count_nonzero())
             tensor = encode(weight, self._group_size, scale_exponent=exponent, name=name)

@@ -92,6 +92,7 @@ def bench(
     Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
     """
     import otaro
+    from otaro.builtin import heldout_text
     from otaro.evaluate import drafts as drafting
     from otaro.evaluate import parallel as together
     from otaro.evaluate import speed
@@ -120,8 +121,8 @@ def bench(
                 directory,
                 draft.split(","),
                 drafting.Settings(**given, kv=otaro.Precision(kv) if kv else None),
+                heldout_text() if text is None else text.read_text("utf-8"),
                 otaro.Precision(chosen[0]) if chosen else None,
-                None if text is None else text.read_text("utf-8"),
                 device=device,
                 hub=Hub(revision, token, cache_dir),
                 progress=progress,

@@ -37,7 +37,7 @@ def fit(
     """Find the precision of every module that loses least within a budget, and keep it beside the model.
 
     `--precision fit:90MB` then runs it, wherever a precision is named. What each module loses at each precision is
-    measured once, on a text; other budgets then take seconds. `otaro inspect` lists the fits.
+    measured once, on a text; other budgets then take the check alone. `otaro inspect` lists the fits.
     """
     from otaro.evaluate.fit import Fitting, budget_of
 

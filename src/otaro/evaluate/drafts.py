@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from otaro.builtin import heldout_text
 from otaro.errors import OtaroError
 from otaro.evaluate.machine import processor
 from otaro.evaluate.progress import Progress
@@ -99,8 +98,8 @@ def bench(
     directory: str,
     drafts: Sequence[str | Draft],
     settings: Settings,
+    text: str,
     precision: Precision | None = None,
-    text: str | None = None,
     *,
     device: str = "cpu",
     hub: Hub = HUB,
@@ -115,7 +114,7 @@ def bench(
     with threads_for_a_while(settings.threads) as threads:
         kernels, reason = ops.backend(place.device)
         model, tokenizer = load(nested.path, judge, device=place.device), load_tokenizer(nested.path)
-        texts = _texts(tokenizer, text or heldout_text(), settings)
+        texts = _texts(tokenizer, text, settings)
         needed = max(len(ids) for some in texts.values() for ids in some) + settings.tokens
         if (limit := positions_of(model)) is not None and needed > limit:
             raise OtaroError(f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}")

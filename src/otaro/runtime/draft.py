@@ -79,7 +79,7 @@ class Drafter:
             raise OtaroError(f"draft={draft}: a draft is coarser than what it serves; choose a coarser one, or leave it out")
         self._right = dict.fromkeys(MOST, _BELIEVED)
         self._seen: dict[tuple[int, ...], int] = {}
-        self._known = 0
+        self._known = self._position = 0
         self._kind = PROMPT
 
     def bits(self, judge: bytes) -> bytes:
@@ -121,19 +121,21 @@ class Drafter:
             self._right[self._kind] += (_BELIEVED - right) / _FORGIVEN
         return best
 
-    def learn(self, drafted: int, right: int, sure: bool = True) -> None:
-        """Of so many tokens so many were right, the last of which was `sure` or not.
+    def begin(self, count: int) -> None:
+        """So many tokens are about to be judged."""
+        self._position, report = 0, self._report
+        for position in range(count):
+            if position == len(report.drafted):
+                report.drafted.append(0)
+                report.accepted.append(0)
+            report.drafted[position] += 1
 
-        The first that was wrong is the last that tells anything, and what was not sure tells nothing.
-        """
-        for position in range(drafted):
-            if position == len(self._report.drafted):
-                self._report.drafted.append(0)
-                self._report.accepted.append(0)
-            self._report.drafted[position] += 1
-            self._report.accepted[position] += position < right
-        for position in range(min(drafted if sure else drafted - 1, right + 1)):
-            self._right[self._kind] += ((position < right) - self._right[self._kind]) / _MEMORY
+    def judged(self, right: bool, sure: bool = True) -> None:
+        """The next of them was right or not; one that the draft was not sure of says nothing about it."""
+        self._report.accepted[self._position] += right
+        self._position += 1
+        if sure:
+            self._right[self._kind] += (right - self._right[self._kind]) / _MEMORY
 
     def _found(self, ids: Sequence[int]) -> int | None:
         """Where the text went on after the same tokens, the last time."""

@@ -62,6 +62,11 @@ class Row:
     ran_at: bytes = b""
     """Mantissa bits of its last step."""
 
+    def judge(self, token: int) -> None:
+        """Tell its draft what follows in fact."""
+        if self.proposal is not None and self.drafter is not None:
+            self.drafter.judged(token == self.proposal.token, self.proposal.sure)
+
     @property
     def new(self) -> int:
         """Tokens said so far."""
@@ -214,7 +219,9 @@ class Loop(ABC):
 
     def _accept(self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor) -> None:
         """Say what follows each of these tokens, as long as it is the next of them."""
-        right, one.ran_at = 0, bits
+        one.ran_at = bits
+        if draft:
+            one.drafter.begin(len(draft))
         chosen = argmax(logits) if one.argmax and self._ahead is not None else None  # a GPU is waited for once
         for number, token in enumerate(ids):
             one.slot.tokens.append(token)
@@ -226,13 +233,10 @@ class Loop(ABC):
                 self.take([one], chosen[number : number + 1])
             if number == len(draft) or one.ids[-1] != draft[number].token:
                 break
-            right += 1
             if one not in self._running or self.bits([one]) != [bits]:  # it has ended, or somebody has switched
                 break
         one.proposal = None
         self.cache.crop(len(one.slot.tokens), one.slot.number)
-        if draft:
-            one.drafter.learn(len(draft), right, draft[-1].sure)
 
     def _go_on(self, some: list[Any]) -> bool:
         """Whether these, and no others, will go on after the step that begins now."""

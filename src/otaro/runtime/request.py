@@ -93,6 +93,7 @@ class Request(Row):
             self.told, told = self.ran_at, self.stream.figures.precisions
             if told[-1:] != [described(self.told)]:
                 told.append(described(self.told))
+        self.judge(token)
         self.ids.append(token)
         reason, piece = None, ""
         if token in self.ends:

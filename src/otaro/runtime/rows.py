@@ -244,6 +244,7 @@ class Batch(Loop):
             tokens = every
         self._tokens.append(self._stop.padded(tokens))
         for row in some:
+            row.judge(tokens[row.slot.number])
             row.ids.append(tokens[row.slot.number])
         if self._streamer is not None:
             self._streamer.put(torch.tensor(self._tokens.last))
