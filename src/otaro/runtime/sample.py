@@ -28,7 +28,6 @@ from otaro.errors import OtaroError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _FIRST_LOOK = 256  # tokens
-_PART = 64  # of which only the largest is looked at first
 _DOUBT = 1e-6  # of a probability: sums of float32 differ by no more
 
 
@@ -209,14 +208,15 @@ def argmax(logits: torch.Tensor) -> list[int]:
 
 def _likeliest(values: Array, count: int) -> Array:
     """Indices of the largest in order, so many of them or a few more."""
-    # The largest of so many parts are as large as that: whatever is smaller than all of them need not be sorted.
-    parts = len(values) // _PART
-    least = (
-        -np.partition(-values[: parts * _PART].reshape(_PART, parts).max(0), count - 1)[count - 1]
-        if count <= parts
-        else -np.inf
+    # Of the largest of each part, so many are as large as the least of them: what is smaller need not be sorted.
+    size = max(1, len(values) // (4 * count))
+    parts = len(values) // size
+    largest = values[: parts * size].reshape(size, parts).max(0)
+    found = (
+        np.flatnonzero(values >= np.partition(largest, parts - count)[parts - count])
+        if count < parts
+        else np.arange(len(values))
     )
-    found = np.flatnonzero(values >= least)
     return found[np.argsort(-values[found], kind="stable")]
 
 
