@@ -99,7 +99,7 @@ class Decoder(BaseDecoder):
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """In one pass over the weights; what AVX2 and plain code unpack, they unpack for each precision."""
+        """In one pass over the weights; but AVX2 and plain code unpack them for each precision."""
         some = self._arranged(ids, cache, sequences, bits)
         wanted, count = some.bits or [self.description.precisions()] * len(some.ids), len(some.ids)
         logits = torch.empty(count, self.vocabulary)

@@ -3,7 +3,7 @@
 transformers' warpers sort the whole vocabulary for every token, which for a small model takes as long as the model. `Sampler`
 keeps exactly the tokens that they keep and gives them the same probabilities, but looks only at the likeliest few hundred.
 Where rounding could decide whether a token is in or out, and for every processor it does not know, it asks transformers.
-It computes in numpy, on this thread alone: torch's threads would wait at the cores that a decoder's threads need.
+It computes in numpy, on this thread alone: torch would start threads of its own beside the decoder's.
 """
 
 from __future__ import annotations

@@ -295,22 +295,18 @@ struct Quads {
 
   // Codes at `bits`, from those at `from` bits, or from the base where that is 0.
   OTARO_INLINE void unpack(const Rows& rows, int64_t unit, int from, int bits) {
-    using By = void (Quads::*)(const Rows&, int64_t, int);
-    constexpr By kFirst[] = {&Quads::unpack<0, true, false>, &Quads::unpack<1, true, false>,
-                             &Quads::unpack<2, true, false>, &Quads::unpack<3, true, false>,
-                             &Quads::unpack<4, true, false>, &Quads::unpack<4, true, true>};
-    constexpr By kNext[] = {nullptr, &Quads::unpack<1, false, false>, &Quads::unpack<2, false, false>,
-                            &Quads::unpack<3, false, false>, &Quads::unpack<4, false, false>};
-    constexpr By kLast[] = {nullptr,
-                            &Quads::unpack<0, false, true>,
-                            &Quads::unpack<1, false, true>,
-                            &Quads::unpack<2, false, true>,
-                            &Quads::unpack<3, false, true>,
-                            &Quads::unpack<4, false, true>};
-    const By by = !from             ? kFirst[bits - kCoarsest]
-                  : bits == kFinest ? kLast[bits - from]
-                                    : kNext[bits - from];
-    (this->*by)(rows, unit, from);
+    const int added = (bits < kFinest ? bits : kFinest - 1) - (from ? from : kCoarsest);
+    if (!from)
+      bits < kFinest ? add<4, true, false>(added, rows, unit, from) : unpack<4, true, true>(rows, unit, from);
+    else
+      bits < kFinest ? add<4, false, false>(added, rows, unit, from)
+                     : add<4, false, true>(added, rows, unit, from);
+  }
+
+  template <int Most, bool First, bool Wide>
+  OTARO_INLINE void add(int added, const Rows& rows, int64_t unit, int from) {
+    if (added == Most) return unpack<Most, First, Wide>(rows, unit, from);
+    if constexpr (Most > 0) add<Most - 1, First, Wide>(added, rows, unit, from);
   }
 
   // By `Added` planes; where nine bits are wanted, by one more.
@@ -522,6 +518,8 @@ void many_tile(const Packed& weight, const Activations& x, const Span* spans, in
   }
 }
 
+constexpr int kFewTokens = 16;
+
 // A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here they
 // are one loop, made for the precision, and lanes are simply sixteen sums.
 template <int M, bool Truncate>
@@ -623,7 +621,7 @@ void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int
   const TileRows bytes(weight, first_row, rows);
   const uint8_t* scales = weight.scales + first_row * groups;
   Alike<M, Truncate> quads;
-  alignas(64) float lanes[kMaxTokens][kLanes][kTileRows];
+  alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
   std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
   const __m512 factor = scale_factor(weight, meaning(M, Truncate).shift);
   __m512 steps = _mm512_setzero_ps();
@@ -670,7 +668,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
                                                        few_tile<7, Truncate>, few_tile<8, Truncate>};
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-    if (count == 1 && x.tokens <= kMaxTokens)
+    if (count == 1 && x.tokens <= (weight.bits < kFinest ? kFewTokens : kFewTokens / 2))
       kFew[weight.bits - kCoarsest](weight, x, row, rows, out, stride);
     else
       many_tile<Truncate>(weight, x, spans, count, row, rows, out, stride);
