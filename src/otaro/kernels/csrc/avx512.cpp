@@ -327,7 +327,7 @@ struct Quads {
     for (int q = 0; q < kQuads; ++q) {
       const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4, at = digit_quad(block, quad);
       const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
-        return _mm512_rol_epi32(bits, (32 + to - from) % 32);
+        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
       };
       __m512i u = First
                     ? _mm512_and_si512(moved(base[4 * block + quad / 2], nibble, Added), every(15 << Added))
