@@ -7,7 +7,9 @@
 Weights are random: only their shapes matter here. Parts:
 
     gemv          every product of the model with one token, beside cuBLAS in float16
+    layer         every product of a layer with 4 to 128 tokens, beside cuBLAS in float16
     batch         one large matrix times 1 to 64 tokens: where integers straight from the planes stop paying
+    prompts       500 and 4,000 tokens read by our own decoder, in float16 and packed
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed
     switch        what it costs to change the precision between two tokens
@@ -24,11 +26,12 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu
+import table2_batches
 import table2_decode
 import table2_own
 import table2_products
@@ -40,7 +43,9 @@ from otaro.sefp.precision import PRECISIONS, Precision
 
 SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gemv": table2_products.gemv,
+    "layer": table2_batches.layer,
     "batch": table2_products.batch,
+    "prompts": table2_batches.prompts,
     "transformers": table2_decode.through_transformers,
     "decode": table2_own.decode,
     "switch": table2_own.switch,
@@ -122,6 +127,10 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
                 yield Bar(f"products of one token at {name}, times float16", total["float16"] / total[name], factor)
         steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
         yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
+    if total := results.get("layer", {}).get("summed_seconds"):
+        yield from starmap(Bar, table2_batches.judged_layer(total))
+    if seconds := results.get("prompts", {}).get("seconds"):
+        yield from starmap(Bar, table2_batches.judged_prompts(seconds))
     yield from judged_decode(results)
     for title, result in results.get("quantize", {}).items():
         if isinstance(result, dict) and result["best"]:

@@ -3,10 +3,10 @@
     python runs/boundaries.py models/SmolLM2-135M models/stories15M --results benchmarks/results/study.jsonl
     python runs/boundaries.py models/SmolLM2-135M --text test.txt --tokens 8192
 
-A weight on a border belongs to the cell above it and reads as the middle of that cell, half a step away, however fine the
-step. Any change downward, however small, takes it to the middle below. Weights that come from a coarser grid (float16, or
-another quantized file) are there by the million. With --text, each is moved by a millionth of itself, up or down at
-random, and the perplexity measured before and after: what changes has nothing to do with learning.
+A weight on a border belongs to the cell above or below it by its place in the group, and reads as the middle of that cell,
+half a step away. Any change to the other side, however small, takes it to the middle there. Weights that come from a coarser
+grid (float16, or another quantized file) are there by the million. With --text, each is moved by a millionth of itself, up
+or down at random, and the perplexity measured before and after: what changes has nothing to do with learning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 def border_below(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
     """The border of E5M8 nearest to each weight, counted from zero, and whether the weight lies on it.
 
-    Zeros are left out: they have a rule of their own.
+    Zeros are left out: they are counted for themselves.
     """
     scales = otaro.encode(weight, group_size=group_size).scales.repeat_interleave(group_size, -1)[..., : weight.shape[-1]]
     steps, values = scales.double() * 2.0**-FINEST, weight.double()

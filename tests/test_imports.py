@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "serve": {"sefp", "file", "runtime", "(top)"},
     "vllm": {"sefp", "file", "kernels", "runtime"},
     "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens", "packable"},
+    "calibrate": {"sefp", "file", "runtime", "tokens", "packable"},
     "tune": {"sefp", "builtin", "readable", "tokens", "packable"},
     "cli": {
         "sefp",
@@ -39,6 +40,7 @@ MAY_IMPORT = {
         "runtime",
         "serve",
         "evaluate",
+        "calibrate",
         "tune",
         "builtin",
         "readable",

@@ -180,14 +180,12 @@ HALF = "best, full 1/2"
 
 def candidates() -> dict[str, Options]:
     """Recipes that may take the place of `best`, at its rate."""
-    six = (1.0, 1.0, 1.0, 1.0, 1.25, 2.6)
     return {
         HALF: best(full=0.5),
+        "best, full 1/2, not distilled": best(full=0.5, distill=0.0),
         "best, full 1/2, 1 distilled": best(full=0.5, distill=1.0),
         "best, full 2/3": best(full=2 / 3),
         "best, full 2/3, 1 distilled": best(full=2 / 3, distill=1.0),
-        "best, all six drawn": best(weights=six),
-        "best, all six drawn, no full pass": best(weights=six, full=0.0),
     }
 
 

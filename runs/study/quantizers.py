@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from otaro.sefp.codec import power_of_two, zero_cells
+from otaro.sefp.codec import border_sides, power_of_two
 from otaro.sefp.precision import FINEST, GROUP_SIZE, Precision
 from otaro.tune.fake_quant import Precisely
 from otaro.tune.plain import exponents_for, scales_for
@@ -188,9 +188,9 @@ class Nested(Rounding):
         values = in_groups(weight, self.group_size)
         step = (self._group_scales(weight, scale_exponent) * 2.0**-FINEST).unsqueeze(-1).double()
         codes = values.double() / step.where(step != 0, 1.0)
-        if self.moved == int(self.moved):  # zero is on a border
-            below = zero_cells(self.group_size, weight.device) if self.scales != "pow2" else 0
-            codes = codes.floor() - below * (values == 0)
+        if self.moved == int(self.moved):
+            sides = 1.0 if self.scales == "pow2" else border_sides(self.group_size, weight.device)  # as in version 1
+            codes = (codes * sides).floor().add(0.5) * sides
         codes = (codes + self.moved).floor().clamp(-(2**FINEST), 2**FINEST - 1)
         cell = 2.0 ** (FINEST - precision.mantissa_bits)
         return joined((((codes / cell).floor() + 0.5) * cell - self.moved) * step, weight).float()

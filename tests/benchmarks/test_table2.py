@@ -39,7 +39,7 @@ def pretended(modules, monkeypatch):
     """Shapes of a toy, kernels of the reference, and times that grow with the bytes of a precision."""
     _, gpu, llama3, products = modules
 
-    def run_products(digits, tokens, matrices, outs, biases=(), first=0):
+    def run_products(digits, tokens, matrices, outs, biases=(), first=0, scratch=None):
         results = [reference.linear(digits[first : first + tokens], one) for one in matrices]
         for out, result in zip(outs, results, strict=True):
             out[first : first + tokens] = result
@@ -117,6 +117,31 @@ def test_batches(modules, pretended, capsys):
     assert list(results["tokens"]) == ["1", "2", "4", "8", "16", "32", "64"]
     assert not list(bench.wrong(results))
     assert "E5M4 fastest" in capsys.readouterr().out
+
+
+def test_a_layer_of_several_tokens(modules, pretended, monkeypatch, capsys):
+    bench, *_ = modules
+    batches = bench.table2_batches
+    for name in ("capture", "alternate", "PRODUCTS"):
+        monkeypatch.setattr(batches, name, getattr(pretended, name))
+    monkeypatch.setattr(cuda, "Scratch", lambda device: None)
+    results = {"layer": batches.layer(pretended.Settings(1, 4e12))}
+    assert not list(bench.wrong(results))
+    assert list(results["layer"]["products"]) == ["q k v", "o", "gate up", "down"]
+    assert results["layer"]["summed_seconds"]["64"]["E5M8"] == pytest.approx(4 * 8e-6)
+    bars = {bar.what: bar for bar in bench.judged(results)}
+    assert bars["a layer's products of 8 tokens at E5M8, times float16"].found == pytest.approx(2)
+    assert len(bars) == 8
+    assert all(bar.holds for bar in bars.values())
+    assert "a layer, us by tokens" in capsys.readouterr().out
+
+
+def test_prompts_are_judged_beside_float16(modules):
+    bench, *_ = modules
+    level = dict.fromkeys(("float16", "E5M8", "E5M4", "E5M3"), 1.0)
+    seconds = {"500": level | {"E5M8": 1.3, "E5M4": 1.5}, "4000": level}
+    missed = [bar.what for bar in bench.judged({"prompts": {"seconds": seconds}}) if not bar.holds]
+    assert missed == ["reading 500 tokens at E5M4, time beside float16 of our own"]
 
 
 def test_quantizing(modules, pretended, monkeypatch, capsys):

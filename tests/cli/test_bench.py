@@ -130,3 +130,45 @@ def test_parallel_against_llama_cpp(tiny, tmp_path):
     flags = [*SHORT, "--parallel", "1,2", "-p", "E5M4", "--against", "llama.cpp", "--gguf-dir", tmp_path / "gguf"]
     rows = [(row["what"], row["sequences"]) for row in json.loads(bench(tiny, *flags, "--json").stdout)["rows"]]
     assert rows[-2:] == [("llama.cpp Q5_0", 1), ("llama.cpp Q5_0", 2)]
+
+
+# Drafts
+
+
+def test_drafts_are_timed_beside_the_model_alone_and_said_to_pay_or_not(tiny):
+    flags = ["--draft", "E5M3,prompt", "--tokens", "12", "--context", "40", "--rounds", "1"]
+    result = json.loads(bench(tiny, *flags, "--json").stdout)
+    assert [(row["draft"], row["texts"]) for row in result["rows"]] == [
+        ("E5M3", "prose"), ("E5M3", "copy"), ("prompt", "prose"), ("prompt", "copy")
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["gain"] == pytest.approx(row["rate"] / row["plain"])
+        assert all(0 <= share <= 1 for share in row["acceptance"])
+        assert row["tokens_per_pass"] >= 1
+        assert f"{row['gain']:.2f} times the tokens" in row["verdict"]
+    assert result["precision"] == "E5M8"
+    shown = bench(tiny, *flags, "-p", "E5M6", env={"COLUMNS": "110"}).stdout
+    assert "E5M6, 12 tokens after each of 4 passages of 40" in shown
+    assert shown.count("it pays") + shown.count("it does not pay") + shown.count("makes no difference") == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--text", "x"], "--text is for --draft, which is not given"),
+        (["--draft", "E5M3", "--parallel", "2"], "leave out --parallel"),
+        (["--draft", "E5M3", "-p", "E5M8,E5M4"], "one --precision at a time"),
+        (["--draft", "E5M9"], "give a precision, prompt, or prompt"),
+        (["--draft", "E5M3", "-p", "E5M3"], "a draft is coarser than what it serves"),
+        (["--draft", "E5M3", "--context", "900"], "positions, but texts and --tokens 96 take"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(tiny, flags, message):
+    with pytest.raises(OtaroError, match=message):
+        bench(tiny, *flags)
+
+
+def test_a_text_too_short_for_drafts_is_refused(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 50)
+    with pytest.raises(OtaroError, match="take more text than that"):
+        bench(tiny, "--draft", "E5M3", "--text", tmp_path / "text.txt")

@@ -203,6 +203,15 @@ def test_generate_streams_the_same_text_it_reports(packed):
     assert run(*words).stdout.strip() == "The statement" + json.loads(run(*words, "--json").stdout)["text"].rstrip()
 
 
+def test_generate_says_the_same_with_a_draft_and_tells_what_was_right(packed):
+    words = ("generate", packed, "--prompt", "The statement", "--max-new-tokens", 12)
+    alone, drafted = (json.loads(run(*words, *more, "--json").stdout) for more in ((), ("--draft", "prompt+E5M3")))
+    assert drafted["text"] == alone["text"]
+    assert alone["drafted"] == []
+    assert sum(drafted["drafted"]) >= sum(drafted["accepted"]) > 0
+    assert "drafted tokens were right" in run(*words, "--draft", "E5M3").stderr
+
+
 def test_generate_samples_by_seed(packed):
     words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 12, "--temperature", 1.0, "--json")
     said = [json.loads(run(*words, "--seed", seed).stdout)["text"] for seed in (1, 1, 2)]
@@ -374,6 +383,16 @@ def test_help_shows_all_of_its_words():
         for text in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
             assert text is None or Text.from_markup(text).plain == text
     assert len(commands) > 12
+
+
+def test_help_shows_no_value_behind_a_flag():
+    pages = [((), typer.main.get_command(app))]
+    for path, command in pages:
+        pages += [((*path, name), one) for name, one in getattr(command, "commands", {}).items()]
+        said = run(*path, "--help").stdout
+        assert "--help" in said
+        assert "<bool>" not in said, path
+    assert len(pages) > 16
 
 
 def assert_one_line(done, words):

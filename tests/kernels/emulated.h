@@ -74,7 +74,7 @@ inline int current, threads, block_arrived[2], block_live;
 inline dim3 block_index, block_size, grid_size;
 inline void (*body)(const void*);
 inline const void* parameters;
-inline int4 dynamic_shared[(128 << 10) / sizeof(int4)];  // of the block that runs
+inline int4 dynamic_shared[(256 << 10) / sizeof(int4)];  // of the block that runs
 
 // By jumps, since swapcontext asks the system twice for every switch; only a fiber's first turn needs a
 // context.
@@ -310,6 +310,13 @@ void copy_to_shared(void* to, const void* from) {
   std::memcpy(to, from, Bytes);
 }
 inline void wait_for_copies() {}
+template <int Bytes>
+void copy_piece(void* to, const void* from) {
+  std::memcpy(to, from, Bytes);
+}
+inline void end_stage() {}
+template <int Stages>
+void wait_for_stage() {}
 inline void wait_for_predecessor() {}
 inline void let_successor_start() {}
 

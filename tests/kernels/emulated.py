@@ -43,6 +43,9 @@ class Kernel:
         across = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
         self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads)
 
+    def bound(self, grid, threads, shared=0, /, **fields):
+        return lambda stream=None: self(grid, threads, shared, **fields)
+
     def blocks_per_multiprocessor(self, threads, shared=0):
         return 1
 

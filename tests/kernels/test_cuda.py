@@ -75,28 +75,28 @@ def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
     assert "pip install" in reason
 
 
+COMMON = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "RAGGED": 0}
+FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1}
+BATCH = COMMON | {"CHUNK": 4, "SLICES": 2, "GROUPS": 2, "PLANE_COPY": 16, "BLOCKS": 1}
 CONSTANTS = [
-    *[{"BITS": bits, "TOKENS": 1, "SPAN": 4, "UNITS": 4, "DEPTH": depth, "SHARED": 1} for bits, depth in ((3, 4), (8, 3))],
-    {"BITS": 5, "TOKENS": 16, "SPAN": 2, "UNITS": 1, "DEPTH": 2, "SHARED": 0},
+    ("linear.cu", FEW | {"BITS": 3, "TOKENS": 1, "DEPTH": 4}),
+    ("linear.cu", FEW | {"BITS": 8, "TOKENS": 2, "DEPTH": 3}),
+    ("batch.cu", BATCH | {"BITS": 8, "COLUMNS": 8, "TILES": 1, "STAGES": 3, "STEPS": 1}),
+    ("batch.cu", BATCH | {"BITS": 5, "COLUMNS": 16, "TILES": 2, "STAGES": 2, "STEPS": 2}),
 ]
 
 
-@pytest.mark.parametrize("constants", CONSTANTS, ids=str)
-def test_sources_compile_for_a_gpu_that_is_not_there(constants):
+@pytest.mark.parametrize(("file", "constants"), CONSTANTS, ids=str)
+def test_sources_compile_for_a_gpu_that_is_not_there(file, constants):
     try:
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
-    common = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "WIDE": 1, "QUADRUPLE": 1, "RAGGED": 0}
-    flags = (
-        "--gpu-architecture=sm_90",
-        "--std=c++17",
-        *(f"-D{name}={value}" for name, value in {**common, **constants}.items()),
-    )
-    source = nvrtc.source_of("linear.cu")
-    assert nvrtc.compile_source("linear.cu", source, flags)[:4] == b"\x7fELF"
-    with pytest.raises(KernelError, match=r"could not compile linear\.cu"):
-        nvrtc.compile_source("linear.cu", source + b"\nnonsense;", flags)
+    flags = ("--gpu-architecture=sm_80", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
+    source = nvrtc.source_of(file)
+    assert nvrtc.compile_source(file, source, flags)[:4] == b"\x7fELF"
+    with pytest.raises(KernelError, match=rf"could not compile {file}"):
+        nvrtc.compile_source(file, source + b"\nnonsense;", flags)
 
 
 @pytest.fixture
@@ -107,9 +107,12 @@ def emulation(monkeypatch):
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
-    cuda._linear_kernel.cache_clear()
+    caches = (cuda._linear_kernel, cuda._batch_kernel, cuda._shape)
+    for one in caches:
+        one.cache_clear()
     yield
-    cuda._linear_kernel.cache_clear()
+    for one in caches:
+        one.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -123,11 +126,55 @@ def emulation(monkeypatch):
         ((20, 300, 96), 5, True, 8),
         ((5, 1152, 32), 7, False, 16),  # 36 units: scales are loaded four at a time, and rows end within a step
         ((3, 700, 128), 4, False, 20),
+        ((40, 2048, 64), 3, True, 4),
+        ((70, 1024, 64), 8, True, 33),
+        ((20, 4200, 64), 4, False, 64),  # eight slices, and rows end within a step
+        ((9, 300, 32), 5, False, 130),
     ],
     ids=str,
 )
 def test_emulated_products_are_those_of_the_reference(emulation, shape, bits, truncate, tokens):
     packed, x = make_packed(*shape, seed=sum(shape)).at(bits, truncate), make_activations(tokens, shape[1])
+    assert same_bits(cuda.linear(x, packed), reference.linear(x, packed))
+
+
+@pytest.mark.parametrize("number", range(len(cuda._SHAPES)))
+def test_emulated_products_are_the_same_however_they_are_cut(emulation, number):
+    """Several matrices, more tiles than blocks, and every second way with rows that end within a step."""
+    shape, (bits, truncate) = cuda._SHAPES[number], GRIDS[(5 * number + 4) % len(GRIDS)]
+    tokens, length = shape.columns - number % 3, (2048, 1100)[number % 2]
+    matrices = [make_packed(3 * shape.rows + 5, length, 64, seed=seed).at(bits, truncate) for seed in (1, 2)]
+    x, bias = make_activations(tokens, length), torch.randn(len(matrices[1].base))
+    outs = [torch.full((tokens, len(one.base)), 7.0) for one in matrices]
+    scratch = cuda.Scratch(torch.device("cpu"))
+    for _ in range(2):  # tickets are zero again
+        cuda._multiply_batch(cuda.to_digits(x, 64), tokens, matrices, outs, [None, bias], shape, scratch)
+        assert same_bits(outs[0], reference.linear(x, matrices[0]))
+        assert same_bits(outs[1], reference.linear(x, matrices[1]) + bias)
+        outs[0].zero_()
+
+
+def test_emulated_products_of_several_tokens_leave_the_range_of_floats_as_one_does(emulation):
+    packed, x = make_packed(33, 1024, 64, 4), make_activations(5, 1024) * 2.0**107
+    expected = reference.linear(x, packed)
+    assert 0 < expected.isfinite().sum() < expected.numel()
+    assert same_bits(cuda.linear(x, packed), expected)
+
+
+def test_emulated_planes_may_lie_at_any_word(emulation):
+    packed, x = make_packed(20, 1024, 64, 5), make_activations(5, 1024)
+    count = packed.planes[0].numel()
+    elsewhere = [torch.empty(count + 4, dtype=torch.uint8)[4:].view_as(plane).copy_(plane) for plane in packed.planes]
+    assert elsewhere[0].data_ptr() % 16 == 4
+    out = torch.empty(5, 20)
+    cuda.products(cuda.to_digits(x, 64), 5, [packed._replace(planes=elsewhere)], [out])
+    assert same_bits(out, reference.linear(x, packed))
+
+
+def test_a_row_too_long_for_shared_memory_is_multiplied_by_two_tokens_at_a_time(emulation, monkeypatch):
+    monkeypatch.setattr(nvrtc, "most_shared", lambda device: 1000)
+    packed, x = make_packed(5, 640, 64, 4), make_activations(3, 640)
+    assert cuda._shape(0, 3, 10, 64, 4) is None
     assert same_bits(cuda.linear(x, packed), reference.linear(x, packed))
 
 
@@ -277,7 +324,7 @@ def test_small_quantized_activations_are_those_of_the_reference(group_size):
 
 
 @needs_gpu
-@pytest.mark.parametrize("tokens", [33, 100])
+@pytest.mark.parametrize("tokens", [49, 100])
 @pytest.mark.parametrize("rows", [64, 20_000])
 def test_many_tokens_are_as_good_as_the_plain_product(rows, tokens):
     packed, x = make_packed(rows, 1024, 64, 5, spread=2), torch.randn(tokens, 1024)

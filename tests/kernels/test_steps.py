@@ -15,7 +15,7 @@ from otaro.kernels import cuda, cuda_steps, reference
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
-from otaro.kernels.steps import RING, Delta, ReferenceSteps, Rope, Routing, State
+from otaro.kernels.steps import RING, Activations, Delta, ReferenceSteps, Rope, Routing, State
 from otaro.sefp.codec import encode
 from tests.kernels import emulated
 
@@ -169,6 +169,22 @@ def test_rms_norm_to_halves(both, device):
     assert torch.allclose(outs[0].data.float(), outs[1].data.float(), rtol=2.0**-10, atol=0)
 
 
+def test_small_steps_of_a_prompt_in_bfloat16(both, device):
+    """What a bfloat16 model's prompts go through: one rounding of what the steps in torch give."""
+    kind, x = torch.bfloat16, random(3, 96, device=device)
+    delta, weight = Delta(random(3, 96, seed=1, device=device).to(kind)), random(1, 96, seed=2, device=device)[0]
+    outs = [Activations(96, None, torch.zeros(3, 96, dtype=kind, device=device)) for _ in range(4)]
+    sums = [x.clone(), x.clone()]
+    for steps, one, out in zip(both, sums, outs[:2], strict=True):
+        steps.rms_norm(one, delta, weight, 1e-5, out)
+    assert torch.equal(*sums)
+    gated = random(3, 192, seed=3, device=device).to(kind)
+    for steps, out in zip(both, outs[2:], strict=True):
+        steps.quantize(gated[:, :96], out, up=gated[:, 96:])
+    for ours, law in (outs[:2], outs[2:]):
+        assert torch.allclose(ours.data.float(), law.data.float(), rtol=2.0**-7, atol=0)
+
+
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_small_quantize(both, device, group_size):
     x = random(5, 176, device=device)
@@ -204,6 +220,7 @@ def state_of(device, positions, sequences):
         (20, 8, torch.float16),
         (80, 8, torch.float32),
         (64, 0, torch.float16),
+        (64, 0, torch.bfloat16),
     ],
     ids=str,
 )

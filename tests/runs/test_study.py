@@ -633,19 +633,16 @@ def test_workers_start_once_and_as_soon_as_their_model_has_come(tmp_path):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_a_weight_is_on_a_border_where_the_smallest_change_downward_takes_it_a_step_down(precision):
+def test_a_weight_is_on_a_border_where_the_smallest_change_to_one_side_takes_it_a_step_there(precision):
     weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).half().float()
     weights[0, :3] = torch.tensor([0.0, 0.5, -0.25])
     found = boundaries.on_border(weights, precision)
-    tensor = otaro.encode(weights)
-    sign = tensor.scales.sign().repeat_interleave(64, -1)
-    moved = torch.nextafter(weights, -sign * torch.inf)  # toward lower codes
-    lower = quantize(moved, precision.mantissa_bits, 64, "midpoint") != quantize(
-        weights, precision.mantissa_bits, 64, "midpoint"
-    )
-    same = otaro.encode(moved).scales == tensor.scales
-    assert torch.equal((lower & (weights != 0))[same[:, 0]], found[same[:, 0]])
-    assert 0 < int(found.sum()) < found.numel()
+    scales = otaro.encode(weights).scales
+    below, above = (torch.nextafter(weights, torch.tensor(side)) for side in (-torch.inf, torch.inf))
+    same = ((otaro.encode(below).scales == scales) & (otaro.encode(above).scales == scales))[:, 0]
+    at, to_below, to_above = (quantize(one, precision.mantissa_bits, 64, "midpoint") for one in (weights, below, above))
+    assert torch.equal((((to_below != at) ^ (to_above != at)) & (weights != 0))[same], found[same])
+    assert 0 < int(found[same].sum()) < int(same.sum()) * 64
 
 
 # stories15M ---------------------------------------------------------------------------------------------------------------

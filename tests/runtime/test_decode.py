@@ -408,7 +408,7 @@ def test_a_batch_with_a_row_that_cannot_be_held_changes_nothing(make_nested):
     assert cache.lengths == [3, 4, 5]
     for wrong, message in (
         (([1, 2], None, None), "2 tokens for 3 sequences"),
-        (([1, 2], [0, 0], None), "one of each"),
+        (([1, 2, 3], [0, 1, 0], None), "one after the other"),
         (([1], [3], None), "sequence 3 is none of the 3"),
         (([1, 2, 120], None, None), "token 120 is not in the vocabulary"),
         (([1], [0], [b"\4"]), "precisions of 1 matrices"),

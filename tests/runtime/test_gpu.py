@@ -21,6 +21,7 @@ from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.architectures import describe
 from otaro.runtime.description import Matrix
 from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.gpu_prompt import CudaPromptSteps, PromptSteps
 from otaro.sefp.precision import Precision
 from tests.kernels import emulated
 from tests.runtime.test_decode import EXACT, IDS, LONGROPE, MORE, SERVED, VARIANTS, RoundingCache, error, slow
@@ -258,8 +259,10 @@ def test_what_cannot_be_is_refused_and_leaves_the_cache_alone(make_nested):
         assert cache.length == 5
     with pytest.raises(OtaroError, match="another model"):
         other.forward([1], cache)
-    with pytest.raises(OtaroError, match="one of each"):
+    with pytest.raises(OtaroError, match="one after the other"):
         decoder.step([1, 2], cache)
+    with pytest.raises(OtaroError, match="one token of each sequence"):
+        decoder.begin([1, 2], cache, [0, 0])
     short, right = b"\4", decoder.description.all_at(Precision("E5M4"))
     for wrong, message in (
         ({"sequences": [-1]}, "sequence -1 is none of the 1"),
@@ -333,7 +336,7 @@ EMULATED = [*product(("llama", "qwen3"), KV)]
 EMULATED += zip(("gemma2", "phi3", "olmo2", "granite", "qwen3_moe_mixed"), cycle(KV), strict=False)
 
 
-def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, experts=None):
+def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, experts=None, scratch=None):
     """What `cuda.products` computes, in torch; for experts it is emulated."""
     if experts is not None:
         products_on_gpu(digits, tokens, matrices, outs, biases, first, experts)
@@ -369,6 +372,38 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
         one.begin([4, 5, 6], cache, bits=bits)
         assert one.chosen(one.advance()) == one.step([4, 5, 6], _cropped(cache), bits=bits).argmax(-1).tolist()
     assert (rows[0] - rows[1]).abs().max() <= rounding * rows[1].abs().max()
+
+
+class AtOnce:
+    """A stream or an event where there is no GPU: everything is done when it is asked for."""
+
+    def __init__(self, *given):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+
+@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.float16), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)], ids=str
+)
+def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_model, monkeypatch, name, dtype):
+    monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 24)  # the second chunk has others before it
+    model = otaro.load(make_nested(name), "E5M5", dtype=dtype)
+    decoder, ids = GpuDecoder.of(model), IDS[:41]
+    truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), ids)
+    theirs = error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth)
+    monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
+    for one in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, one, AtOnce)
+    launches = {}
+    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, launches))
+    assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
+    assert launches
 
 
 @pytest.mark.parametrize(
@@ -425,6 +460,19 @@ def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, 
     theirs = error(token_by_token(law, IDS[:40], kv), truth)
     for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
         assert error(ours.cpu(), truth) <= 2 * theirs
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_on_the_gpu_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_model, monkeypatch, name, dtype):
+    monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 24)
+    decoder, ids = GpuDecoder.of(otaro.load(make_nested(name), "E5M5", device="cuda", dtype=dtype)), IDS[:41]
+    truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), ids)
+    ours = [error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth) for _ in range(2)]
+    monkeypatch.setattr("otaro.runtime.gpu.CudaPromptSteps", lambda *given: PromptSteps(*given[:-1]))
+    theirs = error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth)
+    assert max(ours) <= 2 * theirs
 
 
 @ON_GPU

@@ -84,11 +84,10 @@ def finest_code(w: Fraction, s: Fraction, place: int, reconstruction: str) -> in
     if reconstruction == "truncate":
         q = abs(w) // (s / 256) if s else 0
         return q if w >= 0 else -q - 1
-    if w == 0:
-        return 15 if bin(place).count("1") % 2 else 16
-    code = w // (s / 256) + 16
-    assert -256 <= code <= 256  # 256: on the upper end of the grid
-    return min(255, code)
+    q = w / s * 256 if s else Fraction(0)
+    assert -272 <= q <= 240
+    below = q == q // 1 and bin(place).count("1") % 2 == 1
+    return min(max(q // 1 - below + 16, -256), 255)
 
 
 def shifted(code: int, m: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,14 +46,56 @@ def assert_one_group_as_the_oracle(weight: torch.Tensor, reconstruction: str) ->
 
 
 @FLOATS
-def test_an_exact_zero_is_put_above_or_below_by_its_place_and_so_evenly(dtype):
-    weight = torch.tensor([0.0, -0.0] * 32 + [1.0], dtype=dtype)
-    codes = encode(weight, 65).finest_codes[:64].tolist()
-    assert codes[:8] == [16, 15, 15, 16, 15, 16, 16, 15]
-    assert codes.count(16) == codes.count(15) == 32
-    values = {str(p): encode(weight, 65).decode(p)[:64] for p in PRECISIONS}
-    assert all(abs(v).unique().numel() == 1 and v.sum() == 0 for v in values.values())
-    assert [float(abs(v[0])) * 512 for v in values.values()] == [1.0, 2.0, 4.0, 8.0, 16.0, 0.0]
+@pytest.mark.parametrize("largest", [1.0, -1.0], ids=["mirrored", "upright"])
+@pytest.mark.parametrize("border", [0, 32, -64, 16, -240, 8, -3, 239])
+def test_a_weight_on_a_border_is_put_above_or_below_by_its_place_and_so_evenly(dtype, largest, border):
+    weight = torch.tensor([-largest * border / 256] * 64 + [largest], dtype=dtype)
+    tensor = encode(weight, 65)
+    assert tensor.scales.tolist() == [-largest]
+    codes = tensor.finest_codes[:64].tolist()
+    assert codes[:8] == [border + 16 - below for below in (0, 1, 1, 0, 1, 0, 0, 1)]
+    assert codes.count(border + 16) == codes.count(border + 15) == 32
+    for p in PRECISIONS:
+        m, errors = p.mantissa_bits, (tensor.decode(p) - weight)[:64]
+        if (border + 16) % 2 ** (8 - m) == 0:  # a border of this precision too
+            assert errors.abs().unique().tolist() == [0.5 / 2**m]
+            assert errors.sum() == 0
+        else:
+            assert errors.unique().numel() == 1
+
+
+def test_both_zeros_are_on_the_same_border():
+    weight = torch.tensor([0.0, -0.0] * 32 + [1.0])
+    assert torch.equal(encode(weight, 65).finest_codes, encode(weight.abs(), 65).finest_codes)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_ends_of_the_grid_belong_to_their_only_cell_at_every_place(sign):
+    weight = sign * torch.tensor([-17 / 16, 15 / 16]).repeat_interleave(4)[[0, 1, 4, 5, 2, 3, 6, 7]]
+    tensor = encode(weight)
+    assert tensor.scales.tolist() == [sign]
+    assert tensor.finest_codes.tolist() == [-256, -256, 255, 255, -256, -256, 255, 255]
+
+
+def test_a_pruned_matrix_errs_at_e5m4_less_than_at_e5m3_and_more_than_at_e5m5():
+    """In its weights, and in its rows' sums, where errors to one side would add up."""
+    weight = random_weight(256, 640)
+    weight[weight.abs() < weight.abs().quantile(0.3, -1, keepdim=True)] = 0.0
+    assert 0.29 < float((weight == 0).float().mean()) < 0.31
+    errors = [(encode(weight).decode(p) - weight).double() for p in ("E5M5", "E5M4", "E5M3")]
+    for finer, coarser in pairwise(errors):
+        assert finer.square().mean() < coarser.square().mean()
+        assert finer.sum(-1).square().mean() < coarser.sum(-1).square().mean()
+
+
+@pytest.mark.parametrize("finer", PRECISIONS[:-1], ids=str)
+def test_weights_on_the_grid_of_e5m3_err_by_half_a_step_of_a_finer_one_to_both_sides(finer):
+    """So a model that was quantized before is not moved as a whole."""
+    coarse = torch.randint(-8, 8, (64, 64), generator=torch.Generator().manual_seed(0)) / 8.0
+    coarse[:, 5] = -1.0  # which no smaller scale holds
+    errors = (encode(coarse).decode(finer) - coarse) * 2.0**finer.mantissa_bits
+    assert torch.equal(errors.abs(), torch.full_like(errors, 0.5))
+    assert errors.sum(-1).unique().tolist() == [0.0]
 
 
 @FLOATS

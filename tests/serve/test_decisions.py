@@ -1,6 +1,9 @@
 """/v1/systemone: probabilities of allowed answers, read from logits."""
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,22 @@ def test_questions_about_one_state_share_it(tiny, tokens):
     assert all(answer == answers[0] for answer in answers)
     reused = tiny.metric('otaro_reused_tokens_total{precision="E5M6"}')
     assert reused > 0.6 * response["usage"]["input_tokens"]  # three of the four found all but their last token
+
+
+def test_the_example_of_the_page_is_answered_in_the_shape_that_it_shows(tiny, tokens):
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    body = json.loads(re.search(r"/v1/systemone [^\n]*-d '(\{.*?\})'\n", page, re.DOTALL)[1])
+    shown = json.loads(
+        "{" + re.search(r'^    ("urgent": \{"type": "score", "score".*?)\n\n', page, re.DOTALL | re.MULTILINE)[1] + "}"
+    )
+    answers = tiny.post("/v1/systemone", body).json()["answers"]
+    assert {name: one["type"] for name, one in answers.items()} == {"team": "choice", "urgent": "score", "angry": "noul"}
+    assert answers["urgent"].keys() == shown["urgent"].keys()
+    levels = body["questions"]["urgent"]["criteria"]
+    assert answers["urgent"]["legend"] == shown["urgent"]["legend"] == {str(n): level for n, level in enumerate(levels)}
+    chances = list(shown["urgent"]["probabilities"].values())
+    question = Question("urgent", "score", "", list("012"), levels)
+    assert answered(question, Decision(1, otaro.Precision("E5M3"), chances)) == shown["urgent"]
 
 
 def test_answers_have_the_shape_of_their_kind():

@@ -199,6 +199,19 @@ def test_sigterm_under_load_ends_when_the_answers_have(loaded):
     assert all(line["finish"] == ["length"] for line in log if line.get("path") == "/v1/completions")
 
 
+def test_a_second_ctrl_c_ends_answers_at_once_and_quietly(loaded):
+    loaded.process.send_signal(signal.SIGINT)
+    while json.loads(loaded.process.stderr.readline())["event"] != "ending":
+        pass
+    began = time.monotonic()
+    log = loaded.end(signal.SIGINT)
+    assert time.monotonic() - began < 15  # of the 20 seconds that answers would have had
+    assert [line["event"] for line in log if line["event"] != "request"] == ["ended"]
+    assert all("at" not in line for line in log)
+    loaded.eventually(lambda: len(loaded.ends) == 4)
+    assert loaded.ends != [300] * 4
+
+
 def test_an_answer_that_is_not_done_in_time_does_not_hold_up_the_end(start, monkeypatch):
     running = start(shutdown_timeout=1.0)
     step = running.service.engine.scheduler.step

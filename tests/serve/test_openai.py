@@ -264,8 +264,9 @@ def test_many_clients_at_once_each_get_what_they_would_get_alone(tiny):
     ("field", "value", "words"),
     [
         ("tools", [{"type": "function"}], "does not support"),
-        ("draft", "E5M3", "does not support"),
-        ("precision", {"draft": "E5M3"}, "precision.draft"),
+        ("draft", "E5M9", "give a precision, prompt, or prompt+E5M3"),
+        ("draft", 3, "give a text"),
+        ("precision", {"draft": "E5M3"}, "precision.prefill"),
         ("logit_bias", {"5": 1}, "does not support"),
         ("presence_penalty", 1, "leave it out, or give 0"),
         ("nonsense", 1, "no such field"),
@@ -344,3 +345,24 @@ def test_a_model_without_a_chat_template_says_where_to_ask(tiny, monkeypatch):
     response = tiny.post("/v1/chat/completions", {"messages": MESSAGES})
     assert response.status_code == 400
     assert "/v1/completions" in response.json()["error"]["message"]
+
+
+# Drafts
+
+
+def test_a_draft_changes_no_answer_and_usage_tells_of_it(start):
+    body = {"prompt": "The assert statement. The assert statement. The", "max_tokens": 30, "temperature": 0}
+    one = start(draft="prompt+E5M3")
+    answers = [
+        one.post("/v1/completions", {"model": f"tiny:{precision}", **body, **more}).json()
+        for precision in ("E5M8", "E5M3")
+        for more in ({"draft": "off"}, {}, {"draft": "prompt"})
+    ]
+    refused = one.post("/v1/completions", {"model": "tiny:E5M3", **body, "draft": "E5M3"})
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    assert len(set(texts[:3])) == len(set(texts[3:])) == 1
+    told = [answer["usage"]["completion_tokens_details"] for answer in answers]
+    assert told[0] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert all(sum(each.values()) > 0 for each in (told[1], told[2], told[4], told[5]))  # the server's own yields to E5M3
+    assert refused.status_code == 400
+    assert "a draft is coarser than what it serves" in refused.json()["error"]["message"]

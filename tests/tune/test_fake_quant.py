@@ -100,6 +100,18 @@ def around(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat([down, numbers, up, -down, -numbers, -up])
 
 
+def borders() -> torch.Tensor:
+    """Every border of E5M8 at every scale there is but for powers of two, upright and mirrored, at both kinds of places."""
+    groups = []
+    for s in torch.arange(8, 16) / 16:
+        numbers = torch.cat([torch.tensor([-272]), torch.arange(-272, 240), torch.zeros(54)]).view(-1, 63)
+        weight = torch.cat([torch.full((len(numbers), 1), -272), numbers], -1) * s / 256
+        turned = weight.clone()
+        turned[:, 1:] = weight[:, 1:].roll(1, -1)
+        groups += [weight, turned, -weight, -turned]
+    return torch.cat(groups)
+
+
 FLOAT8 = torch.arange(8, 16)
 SPECIAL = {
     "zeros": torch.tensor([0.0, -0.0]).repeat(3, 97).roll(1, -1),
@@ -109,6 +121,7 @@ SPECIAL = {
     "powers of two": around(2.0 ** torch.arange(-30, 15)),
     "borders of cells": around(torch.cat([torch.arange(1, 273) * n / 2.0**12 for n in FLOAT8])),
     "borders beside the largest": torch.cat([torch.tensor([-17 * 13 / 256]), around(torch.arange(1, 240) * 13 / 2.0**12)]),
+    "every border": borders(),
     "where float8 ends": around(torch.tensor([448.0, 480.0]) * 17 / 16 / 2.0**9),
     "far below the largest": torch.cat([torch.tensor([100.0]), around(2.0 ** torch.arange(-40, 0))]),
     "below the smallest scale": torch.tensor([2.0**-22, -(2.0**-23), 2.0**-29, -(2.0**-30), 1e-30, -1e-30, 0.0, -0.0]),

@@ -161,8 +161,11 @@ def test_gradients_on_the_gpu_are_those_of_the_cpu(name, make_checkpoint):
         with precisely.at(Precision("E5M4")):
             trained(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
         gradients.append({name: p.grad.cpu() for name, p in trained.named_parameters()})
+    # Sums of float32 in another order cancel differently, so small ones are judged by the largest of their tensor. A
+    # quantizer that errs shows in percents: a step of E5M4 is a sixteenth of a group's scale.
     for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], gradient, atol=1e-4, rtol=1e-3)
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(gradients[1][key], gradient, atol=1e-3 * largest, rtol=1e-3)
 
 
 @needs_gpu

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from otaro.file.checkpoint import Checkpoint
     from otaro.file.hub import Hub
 
-app = typer.Typer(
+app = console.App(
     help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
 )
 

@@ -14,6 +14,7 @@ from otaro.cli.generate import DeviceOption, DirectoryArgument
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from otaro.evaluate.drafts import Drafts
     from otaro.evaluate.parallel import Parallel
     from otaro.evaluate.speed import Bar, Bench
 
@@ -25,7 +26,12 @@ def bench(
     device: DeviceOption = "cpu",
     precision: Annotated[
         str | None,
-        typer.Option("--precision", "-p", help="Some of E5M8,...,E5M3; by default all that are there.", show_default=False),
+        typer.Option(
+            "--precision",
+            "-p",
+            help="Some of E5M8,...,E5M3, or fits (fit:90MB); by default all that are there.",
+            show_default=False,
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
     tokens: Annotated[
@@ -49,6 +55,17 @@ def bench(
         typer.Option(
             help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,...", show_default=False
         ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Time texts with drafts instead, and say whether they pay: E5M3,prompt,prompt+E5M3",
+            metavar="DRAFT,...",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Texts for --draft; by default Python's documentation.", show_default=False)
     ] = None,
     threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1, show_default=False)] = None,
     kv: Annotated[
@@ -75,6 +92,8 @@ def bench(
     Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
     """
     import otaro
+    from otaro.builtin import heldout_text
+    from otaro.evaluate import drafts as drafting
     from otaro.evaluate import parallel as together
     from otaro.evaluate import speed
     from otaro.file.hub import Hub
@@ -85,12 +104,36 @@ def bench(
         raise otaro.OtaroError("--gguf-dir keeps the files of --against llama.cpp, which is not given")
     if parallel is not None and transformers:
         raise otaro.OtaroError("--transformers reads one sequence, and --parallel several: give either")
+    if text is not None and draft is None:
+        raise otaro.OtaroError("--text is for --draft, which is not given")
+    if draft is not None and (parallel or transformers or against):
+        raise otaro.OtaroError("--draft is timed beside the model alone: leave out --parallel, --transformers and --against")
+    chosen = [name.strip() for name in precision.split(",")] if precision else None
+    console.quiet_transformers()
     ours = {"prompt_tokens": prompt_tokens, "tokens": tokens, "context": context, "rounds": rounds, "threads": threads}
     given = {name: value for name, value in ours.items() if value is not None}
+    if draft is not None:
+        if chosen is not None and len(chosen) > 1:
+            raise otaro.OtaroError("--draft serves one --precision at a time")
+        given.pop("prompt_tokens")
+        with console.progress_bar("timing") as progress:
+            drafts = drafting.bench(
+                directory,
+                draft.split(","),
+                drafting.Settings(**given, kv=otaro.Precision(kv) if kv else None),
+                heldout_text() if text is None else text.read_text("utf-8"),
+                otaro.Precision(chosen[0]) if chosen else None,
+                device=device,
+                hub=Hub(revision, token, cache_dir),
+                progress=progress,
+            )
+        if json:
+            console.print_json({**drafts.to_dict(), "versions": console.versions()})
+        else:
+            show_drafts(drafts)
+        return
     short = {} if parallel is None else {"tokens": 32, "context": 64, "rounds": 3}
     settings = speed.Settings(**{**short, **given}, kv=otaro.Precision(kv) if kv else None)
-    chosen = [otaro.Precision(name.strip()) for name in precision.split(",")] if precision else None
-    console.quiet_transformers()
     options: dict[str, Any] = {"device": device, "with_llama": against == LLAMA, "gguf_dir": gguf_dir}
     options["hub"] = Hub(revision, token, cache_dir)
     result: Bench | Parallel
@@ -133,6 +176,28 @@ def show_parallel(result: Parallel) -> None:
     console.out.print(table)
 
 
+def show_drafts(result: Drafts) -> None:
+    """Print what drafts gain."""
+    settings = result.settings
+    for line in _place(result):
+        console.out.print(line, highlight=False, soft_wrap=True)
+    console.out.print(
+        f"{result.precision}, {settings.tokens} tokens after each of {settings.texts} passages of {settings.context}, keys and "
+        f"values in {settings.kv or 'float16'}; the shortest of {_many(settings.rounds, 'round')}, in turns",
+        highlight=False,
+        soft_wrap=True,
+    )
+    headings = ["tokens/s", "without", "times", "tokens\na pass", "accepted at position\n1, 2, ..."]
+    table = _table("With a draft, and without", ["draft", "text"], headings)
+    for row in result.rows:
+        accepted = " ".join(f"{one:.0%}" for one in row.acceptance)
+        figures = (_rate(row.rate), _rate(row.plain), f"[bold]{row.gain:.2f}x[/]", f"{row.tokens_per_pass:.2f}")
+        table.add_row(row.draft, row.texts, *figures, accepted)
+    console.out.print(table)
+    for row in result.rows:
+        console.out.print(row.verdict, highlight=False, soft_wrap=True)
+
+
 def show(result: Bench) -> None:
     """Print what was measured."""
     for line in _head(result):
@@ -150,7 +215,7 @@ def show(result: Bench) -> None:
             console.out.print(_verdict(bar), highlight=False, soft_wrap=True)
 
 
-def _place(result: Bench | Parallel) -> Iterator[str]:
+def _place(result: Bench | Parallel | Drafts) -> Iterator[str]:
     """Where it was measured."""
     kernels = f"{result.kernels} ({console.escape(result.kernels_reason)})"
     yield f"[bold]{console.escape(result.model)}[/]"
@@ -209,7 +274,7 @@ def _memory(result: Bench) -> Table:
     return table
 
 
-def _on_gpu(result: Bench | Parallel) -> bool:
+def _on_gpu(result: Bench | Parallel | Drafts) -> bool:
     return result.device == "cuda"
 
 

@@ -10,6 +10,7 @@ from otaro.cli.generate import (
     DecodeOption,
     DeviceOption,
     DirectoryArgument,
+    DraftOption,
     KvOption,
     MaxNewTokensOption,
     PrefillOption,
@@ -51,6 +52,7 @@ def chat(
     decode: DecodeOption = None,
     schedule: ScheduleOption = None,
     kv: KvOption = None,
+    draft: DraftOption = None,
     device: DeviceOption = "cpu",
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
@@ -70,6 +72,7 @@ def chat(
         console.err.print("This model has no chat template: it continues your text instead of answering it.", highlight=False)
     options = {
         "max_new_tokens": max_new_tokens,
+        "draft": draft,
         **stopping(stop, tokenizer),
         **chosen,
     }

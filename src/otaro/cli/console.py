@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperCommand, TyperGroup
 
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
@@ -24,13 +25,43 @@ from otaro.readable import size as size
 out = Console()
 err = Console(stderr=True)
 
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare_flags(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare_flags(super().get_params(ctx))
+
+
+def _bare_flags(parameters: list[Any]) -> list[Any]:
+    """A flag takes no value, but typer's help shows the type of every option behind it."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class App(typer.Typer):
+    """Commands whose help says of flags no more than is to be typed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """As typer's."""
+        return super().command(name, cls=_Command, **options)
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
         "--precision",
         "-p",
-        help="E5M8 to E5M3, by default the finest present; or by module: E5M3,lm_head=E5M4",
+        help="E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4",
         show_default=False,
     ),
 ]

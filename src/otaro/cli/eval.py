@@ -32,7 +32,10 @@ TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     precision: Annotated[
-        str, typer.Option("--precision", "-p", help="all, or some of fp,E5M8,...,E5M3; fp is a checkpoint unquantized.")
+        str,
+        typer.Option(
+            "--precision", "-p", help="all, or some of fp,E5M8,...,E5M3 and fits (fit:90MB); fp is a checkpoint unquantized."
+        ),
     ] = "all",
     text: Annotated[str | None, typer.Option(help=TEXT_HELP, show_default=False)] = None,
     window: Annotated[

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a file for gguf, else a directory.")],
-    precision: Annotated[str, typer.Option("--precision", "-p", help="E5M8 to E5M3.")],
+    precision: Annotated[str, typer.Option("--precision", "-p", help="E5M8 to E5M3; for gguf and hf also a fit: fit:90MB.")],
     to: Annotated[
         Literal["gguf", "compressed-tensors", "mlx", "hf"],
         typer.Option(

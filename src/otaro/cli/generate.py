@@ -33,6 +33,14 @@ ScheduleOption = Annotated[
 KvOption = Annotated[
     str | None, typer.Option(help="Keep keys and values at this precision; in float16 by default.", show_default=False)
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or prompt+E5M3. "
+        "Changes the speed and nothing else.",
+        show_default=False,
+    ),
+]
 StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.", show_default=False)]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -53,6 +61,7 @@ def generate(
     decode: DecodeOption = None,
     schedule: ScheduleOption = None,
     kv: KvOption = None,
+    draft: DraftOption = None,
     device: DeviceOption = "cpu",
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
@@ -84,6 +93,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         pad_token_id=padding_token(tokenizer),
+        draft=draft,
         **stopping(stop, tokenizer),
         **chosen,
     )
@@ -182,6 +192,8 @@ def told(how: Any) -> dict[str, Any]:
         "prefill_tokens_per_second": how.prefill_rate,
         "decode_tokens_per_second": how.decode_rate,
         "cache_bytes": how.cache_bytes,
+        "drafted": how.drafted,
+        "accepted": how.accepted,
         "served_by": how.served_by,
         "reason": how.reason,
     }
@@ -193,6 +205,8 @@ def remark(how: Any) -> None:
     parts.append(f"prompt of {how.prompt_tokens - how.reused_tokens} at {how.prefill_rate:.1f} per second")
     if how.reused_tokens:
         parts.append(f"{how.reused_tokens} tokens reused")
+    if how.drafted:
+        parts.append(f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right")
     if how.cache_bytes is not None:
         parts.append(f"cache {console.size(how.cache_bytes)}")
     if how.reason:

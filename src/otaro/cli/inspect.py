@@ -13,6 +13,8 @@ from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
     from otaro.evaluate.quality import Quality
+    from otaro.file.fits import Fit
+    from otaro.file.header import Schema
     from otaro.file.hub import Hub
     from otaro.file.summary import PrecisionSummary, Summary
 
@@ -33,11 +35,14 @@ def inspect(
     from otaro.file.hub import Hub
 
     hub = Hub(revision, token, cache_dir)
-    summary, quality = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
+    summary, quality, fits = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
     if json:
-        console.print_json({**summary.to_dict(), "quality": quality and quality.to_dict()})
+        told = {name: fit.to_dict() for name, fit in fits.items()}
+        console.print_json({**summary.to_dict(), "quality": quality and quality.to_dict(), "fits": told})
     else:
         show(summary)
+        if fits:
+            show_fits(fits)
         if quality is not None:
             show_quality(quality.entries)
 
@@ -51,7 +56,7 @@ def _elsewhere(directory: str) -> bool:
     return "://" in directory or not (HF_HUB_OFFLINE or Path(directory).exists() or directory == BUILTIN)
 
 
-def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None]:
+def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str, Fit]]:
     from otaro.file.checkpoint import resolve_nested
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
@@ -59,20 +64,23 @@ def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None]:
     nested = NestedDirectory(resolve_nested(directory, hub=hub))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
-    return summary, _quality(nested.path, summary)
+    return summary, _quality(nested.path, summary), _fits(nested.path, summary.model, nested.schema)
 
 
-def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None]:
+def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str, Fit]]:
     from otaro.file.fetch import RemoteModel, read_small
-    from otaro.file.replace import QUALITY_FILE
+    from otaro.file.replace import FITS_FILE, QUALITY_FILE
     from otaro.file.source import find_source
     from otaro.file.summary import summarize_headers
 
     source = find_source(model, hub)
-    summary = summarize_headers(RemoteModel(source), model)
+    remote = RemoteModel(source)
+    summary = summarize_headers(remote, model)
     with TemporaryDirectory() as folder:
-        read_small(source, QUALITY_FILE, Path(folder) / QUALITY_FILE)
-        return summary, _quality(Path(folder), summary)
+        for name in (QUALITY_FILE, FITS_FILE):
+            if not read_small(source, name, Path(folder) / name):
+                (Path(folder) / name).unlink(missing_ok=True)
+        return summary, _quality(Path(folder), summary), _fits(Path(folder), summary.model, remote.schema)
 
 
 def _quality(directory: Path, summary: Summary) -> Quality | None:
@@ -85,6 +93,33 @@ def _quality(directory: Path, summary: Summary) -> Quality | None:
     except QualityError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
         return None
+
+
+def _fits(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+    """What `otaro fit` found for a model, where a file says so that can be read."""
+    from otaro.errors import FormatError
+    from otaro.file.fits import read_fits_in
+
+    try:
+        return read_fits_in(directory, model, schema)
+    except FormatError as error:
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        return {}
+
+
+def show_fits(fits: dict[str, Fit]) -> None:
+    """Print what fits take, and what they lose beside the best single precision of no more bytes."""
+    from rich.table import Table
+
+    table = Table(title="Fits, the largest first", title_justify="left")
+    for heading in ("precision", "size", "bits per weight", "up to", "KL", "instead of", "KL"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("precision", "up to", "instead of") else "right")
+    for fit in sorted(fits.values(), key=lambda fit: -fit.bytes):
+        about = fit.about
+        taken = (console.size(fit.bytes), f"{about['bits_per_weight']:.3f}", str(fit.finest))
+        lost = (f"{about['measured']:.4f}", about["uniform"], f"{about['uniform_measured']:.4f}")
+        table.add_row(str(fit), *taken, *lost)
+    console.out.print(table)
 
 
 def show(summary: Summary) -> None:

@@ -10,11 +10,27 @@ from typing import Annotated
 import typer
 
 import otaro
-from otaro.cli import analyze, bench, chat, console, demo, export, fetch, generate, inspect, pack, report, serve, tune, verify
+from otaro.cli import (
+    analyze,
+    bench,
+    chat,
+    console,
+    demo,
+    export,
+    fetch,
+    fit,
+    generate,
+    inspect,
+    pack,
+    report,
+    serve,
+    tune,
+    verify,
+)
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
 
-app = typer.Typer(
+app = console.App(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
     no_args_is_help=True,
     add_completion=False,
@@ -25,6 +41,7 @@ app.command("pack")(pack.pack)
 app.command("fetch")(fetch.fetch)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("fit")(fit.fit)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

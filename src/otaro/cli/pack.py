@@ -6,14 +6,17 @@ import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from otaro.cli import console
+from otaro.errors import OtaroError
 from otaro.sefp.precision import PRECISIONS
 
 if TYPE_CHECKING:
+    from otaro.calibrate.run import Calibrated
+    from otaro.evaluate.text import Text
     from otaro.file.summary import UnpackedSummary
 
 _NAMED = 3  # groups of tensors
@@ -33,6 +36,22 @@ def pack(
         bool,
         typer.Option("--keep-float32", help="Store large float32 tensors that are not packed as they are, not in 16 bits."),
     ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Choose codes that make up for each other's error on this text: a file, a Hub data set, or `builtin`. "
+            "Takes minutes to hours, and goes on where it was after a stop.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.", show_default=False)
+    ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -42,29 +61,41 @@ def pack(
 
     Reads safetensors and GGUF only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
     """
+    if calibrate is None and (given := "--samples" if samples is not None else "--device" if device is not None else None):
+        raise OtaroError(f"{given} is for packing with --calibrate TEXT; give a text, or leave {given} out")
     started = time.perf_counter()
+    calibrated: Calibrated | None = None
+    options: dict[str, Any] = {
+        "group_size": group_size,
+        "reconstruction": reconstruction,
+        "overwrite": overwrite,
+        "keep_float32": keep_float32,
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+    }
     try:
-        from otaro.file.pack import pack as pack_model
-
         console.quiet_transformers()
+        title = "packing" if calibrate is None else "calibrating"
         with (
             warnings.catch_warnings(record=True) as notes,
-            console.progress_bar("packing (million weights)", 1_000_000) as progress,
+            console.progress_bar(f"{title} (million weights)", 1_000_000) as progress,
         ):
-            nested = pack_model(
-                model,
-                out,
-                group_size=group_size,
-                reconstruction=reconstruction,
-                overwrite=overwrite,
-                keep_float32=keep_float32,
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                progress=progress,
-            )
+            if calibrate is None:
+                from otaro.file.pack import pack as pack_model
+
+                nested = pack_model(model, out, progress=progress, **options)
+            else:
+                from otaro.calibrate.run import SAMPLES, pack_calibrated
+
+                text = _text(calibrate)
+                options |= {"samples": SAMPLES if samples is None else samples, "device": device or "cpu"}
+                calibrated = pack_calibrated(model, out, text.content, text_name=text.name, progress=progress, **options)
+                nested = calibrated.nested
     except KeyboardInterrupt:
-        console.remark(f"interrupted: {f'{out} is as it was' if out.exists() else 'nothing is left behind'}")
+        kept = "; finished layers are kept beside it, and the same command goes on with them" if calibrate is not None else ""
+        now = f"{out} is as it was" if out.exists() else f"there is no {out}" if kept else "nothing is left behind"
+        console.remark(f"interrupted: {now}{kept}")
         raise typer.Exit(130) from None
     seconds = time.perf_counter() - started
     for note in notes:
@@ -77,7 +108,9 @@ def pack(
         coding = {"group_size": nested.schema.group_size, "reconstruction": nested.schema.reconstruction}
         result = {"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model}
         bits = {row.precision: row.bits_per_weight for row in sizes}
-        console.print_json({**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]})
+        more = {} if calibrated is None else {"calibrated": {"tokens": calibrated.tokens, "plain": calibrated.plain}}
+        about = {**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]}
+        console.print_json({**about, **more})
     else:
         console.out.print(
             f"packed {model} into {out}: {console.size(total)} for all six precisions, {seconds:.1f} s "
@@ -90,9 +123,26 @@ def pack(
             f"({finest.ratio_to_fp16:.0%} of FP16) to {coarsest.bits_per_weight:.2f} at {coarsest.precision}",
             highlight=False,
         )
+        if calibrated is not None:
+            console.out.print(f"calibrated on {calibrated.tokens} tokens of {console.escape(str(calibrate))}", highlight=False)
+            for name in calibrated.plain:
+                console.out.print(f"packed plainly: {console.escape(name)}", highlight=False, soft_wrap=True)
         if left:
             console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False, soft_wrap=True)
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)
+
+
+def _text(source: str) -> Text:
+    from otaro.evaluate.text import Text, TextError, read_text
+
+    if source == "builtin":
+        from otaro.builtin import topics_training_text
+
+        return Text(source, topics_training_text(), source)
+    try:
+        return read_text(source)
+    except TextError as error:  # which names the option of the commands that measure
+        raise TextError(str(error).replace("--text", "--calibrate", 1)) from error
 
 
 def _named(left: list[UnpackedSummary]) -> str:

@@ -90,10 +90,9 @@ def _width(table: Table) -> int:
 
 
 def _precisions(entries: list[Entry]) -> list[str]:
-    from otaro.evaluate.quality import PRECISION_NAMES
+    from otaro.evaluate.quality import in_order
 
-    measured = {entry["precision"] for entry in entries}
-    return [name for name in PRECISION_NAMES if name in measured]
+    return in_order(entry["precision"] for entry in entries)
 
 
 def _grouped(entries: list[Entry], kind: str) -> list[dict[str, Entry]]:

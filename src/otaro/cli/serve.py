@@ -18,7 +18,8 @@ def serve(
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
     name: Annotated[str | None, typer.Option(help="Of the model, for clients; by default the directory's.")] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", "-p", help="Of requests that name none: the finest there, or this; or auto.")
+        str | None,
+        typer.Option("--precision", "-p", help="Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto."),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -31,6 +32,9 @@ def serve(
         int | None, typer.Option(help="Memory of keys and values; by default 2,048 tokens for each of --max-sequences.", min=1)
     ] = None,
     kv: KvOption = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Of requests that name none: E5M3, prompt or prompt+E5M3; by default none.")
+    ] = None,
     max_queue: Annotated[int, typer.Option(help="Answers that may wait for a place; more get 429.", min=0)] = 64,
     max_connections: Annotated[int, typer.Option(help="Requests at one time; more get 429.", min=1)] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request; more gets 413.", min=1)] = 1 << 20,
@@ -64,6 +68,7 @@ def serve(
 
     settings = Settings(
         precision=precision,
+        draft=draft,
         keys=_keys(api_key, api_key_file),
         origins=tuple(cors or ()),
         max_body_bytes=max_body_bytes,

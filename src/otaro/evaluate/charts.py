@@ -111,6 +111,25 @@ def sizes(rows: Sequence[Row]) -> Spec:
     return _finish(alt.layer(bars, labels), 32 * len(order))
 
 
+def by_size(rows: Sequence[Row]) -> Spec:
+    """What fits and single precisions lose, against bits per weight; `rows` have bits, value, kind and name."""
+    alt = altair()
+    kinds = alt.Scale(domain=["fit", "one precision"], range=["var(--run-1)", "var(--before)"])
+    legend = alt.Legend(title=None, orient="top")
+    base = alt.Chart(alt.Data(values=list(rows))).encode(
+        x=alt.X("bits:Q", title="bits per weight", scale=alt.Scale(zero=False)),
+        y=alt.Y("value:Q", title="divergence (nats)", scale=alt.Scale(zero=True)),
+        color=alt.Color("kind:N", scale=kinds, legend=legend),
+        tooltip=[
+            alt.Tooltip("name:N", title="precision"),
+            alt.Tooltip("bits:Q", title="bits per weight", format=".3f"),
+            alt.Tooltip("value:Q", title="divergence", format=".4f"),
+        ],
+    )
+    lines = base.mark_line(strokeWidth=2).properties(name="lines")
+    return _finish(alt.layer(lines, base.mark_point(filled=True, size=70, opacity=1).properties(name="points")), 240)
+
+
 def training(log: Sequence[Step]) -> Spec:
     """Loss by step in the colour of its precision: every step (thinned where there are very many), and means of stretches."""
     alt = altair()

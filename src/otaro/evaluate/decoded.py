@@ -8,20 +8,22 @@ The values are those of the packed modules' `weight`, to the last bit. So are th
 more than a few tokens (`kernels.ops.FEW_TOKENS`) a packed module decodes its weights and multiplies in floating point too.
 Only up to so many tokens at once, as when generating, are activations rounded to 16-bit integers.
 
-One set of decoded weights is in memory, whatever the number of precisions: the next is decoded over it. Norms, biases and all
+One set of decoded weights is in memory, whatever the number of precisions: the next is decoded over it, as far as it differs.
+A precision may be one for each tensor (`file.fits`). Norms, biases and all
 else that is not packed are the nested model's own tensors.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 
 from otaro.runtime.generate import Generates
-from otaro.runtime.modules import SefpEmbedding
+from otaro.runtime.modules import PackedWeight, SefpEmbedding
 from otaro.runtime.precision import attachment, trim
 from otaro.sefp.precision import Precision
 
@@ -52,28 +54,35 @@ class DecodedModel:
         self._model.load_state_dict(seen, assign=True, strict=False)
         self._model.tie_weights()
         self._model.requires_grad_(False).eval()
-        self._at: Precision | None = None
+        self._at: dict[PackedWeight, int] = {}
 
-    def at(self, precision: str | Precision) -> Any:
-        """The model at this precision, until the next call."""
-        wanted = Precision(precision)
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The decoded weights by the names of their packed tensors, as they are now."""
+        return {packed.name: weight for packed, weight in self._weights.items()}
+
+    def at(self, precision: str | Precision | Mapping[str, Precision]) -> Any:
+        """The model at this precision, or with one for each packed tensor, until the next call."""
+        named = precision if isinstance(precision, Mapping) else dict.fromkeys(self.weights, Precision(precision))
+        wanted = {packed: named[packed.name].mantissa_bits for packed in self._weights}
         if wanted != self._at:
-            self._at = None  # whatever interrupts this leaves a mixture
-            self._decode(wanted)
-            self._at = wanted
+            attachment(self.nested).nested.require(max(named.values()))
+            self._decode({packed: bits for packed, bits in wanted.items() if self._at.get(packed) != bits})
         return self._model
 
     @torch.inference_mode()
-    def _decode(self, precision: Precision) -> None:
-        attachment(self.nested).nested.require(precision)
-        bits, since = precision.mantissa_bits, 0
-        for packed, weight in self._weights.items():
+    def _decode(self, wanted: dict[PackedWeight, int]) -> None:
+        since = 0
+        for packed, bits in wanted.items():
+            weight = self._weights[packed]
+            self._at.pop(packed, None)  # whatever interrupts this leaves a mixture
             packed.reach(bits)
             target = weight.view(-1, packed.shape[-1])
             rows = max(1, _AT_ONCE // packed.shape[-1])
             for start in range(0, len(target), rows):
                 some = slice(start, min(start + rows, len(target)))
                 target[some] = packed.decode(bits, weight.dtype, some)
+            self._at[packed] = bits
             since += prod(packed.shape)
             if since >= _TRIM_EVERY and not self._keep_planes:
                 trim(self.nested, everything=True)

@@ -18,7 +18,7 @@ from otaro.runtime.decode import Decoder
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.loop import Chunks, Loop, Row, Slot
 from otaro.runtime.precision import attachment
-from otaro.runtime.sample import argmax
+from otaro.runtime.sample import Sampler, argmax
 from otaro.sefp.precision import Precision
 
 _GROWTH = 64  # tokens by which a decoder's cache grows
@@ -115,7 +115,7 @@ class _Loop(Loop):
 
     def run(self, ids: list[int]) -> None:
         self._ids, ahead = ids, bool(self.decoder.ahead)
-        self._running = [Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, slot=Slot(0))]
+        self._running = [Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, sampler=Sampler((), False), slot=Slot(0))]
         while self.step():
             pass
 

@@ -25,16 +25,17 @@ from otaro.errors import OtaroError
 from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_path, library, write_gguf
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.speed import Settings, random_ids, threads_for_a_while
-from otaro.file.checkpoint import HUB, resolve_nested
+from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
+from otaro.file.checkpoint import HUB
+from otaro.file.fits import Fit
 from otaro.file.hub import Hub
-from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
 from otaro.runtime.architectures import packed_modules
 from otaro.runtime.load import load
+from otaro.runtime.precision import attachment, chosen_bits
 from otaro.runtime.scheduler import Scheduler
 from otaro.runtime.serving import decoder_of
-from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.sefp.precision import Precision
 
 ALONE = "decoder alone"
 MIXED = "mixed"
@@ -84,7 +85,7 @@ def bench(
     directory: str,
     counts: Sequence[int],
     settings: Settings,
-    precisions: Sequence[Precision] | None = None,
+    precisions: Sequence[str | Precision] | None = None,
     *,
     device: str = "cpu",
     with_llama: bool = False,
@@ -102,9 +103,7 @@ def bench(
         raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
     if with_llama:
         library()  # a missing package shows before anything is measured
-    nested = NestedDirectory(resolve_nested(directory, max(precisions) if precisions else None, hub))
-    chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
-    nested.require(chosen[0])
+    nested, chosen = open_at(directory, precisions, hub)
     with ExitStack() as stack:
         threads = stack.enter_context(threads_for_a_while(settings.threads))
         kernels, reason = ops.backend(place.device)
@@ -174,7 +173,9 @@ def _prompts(vocabulary: int, count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, len(ids), length)]
 
 
-def _ours(place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision], tokens: int) -> Turn:
+def _ours(
+    place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision | Fit], tokens: int
+) -> Turn:
     pairs = list(zip(prompts, islice(cycle(precisions), len(prompts)), strict=True))
 
     def submitted(count: int) -> list[Any]:
@@ -202,9 +203,10 @@ def _ours(place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions
     return turn
 
 
-def _alone(place: Cpu, model: Any, prompt: list[int], precision: Precision, settings: Settings) -> Turn:
+def _alone(place: Cpu, model: Any, prompt: list[int], precision: Precision | Fit, settings: Settings) -> Turn:
     decoder: Any = decoder_of(model)
-    bits = bytes([precision.mantissa_bits]) * len(packed_modules(model))
+    chosen = chosen_bits(attachment(model), precision)
+    bits = bytes([chosen[module] for module in packed_modules(model)])
     cache = decoder.new_cache(settings.kv, 1, settings.context + settings.tokens)
 
     def turn() -> tuple[float, int]:

@@ -11,7 +11,8 @@ measuring the same again replaces it. The rest is the outcome, and under which c
 versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
 
 `bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not in the type of
-the model. An entry without `bos` is of a version in which only the first window had one: it is of its own kind.
+the model. An entry without `bos` is of a version in which only the first window had one: it is of its own kind. A precision
+may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit of this name.
 
 Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
 nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
@@ -31,10 +32,11 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, PrecisionError
 from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
 from otaro.file.atomic import update_text, write_text
 from otaro.file.coding import Coding, is_group_size, is_reconstruction
+from otaro.file.fits import fit_name, is_fit
 from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
@@ -93,6 +95,14 @@ def _is_precision(value: object) -> bool:
     return isinstance(value, str) and value in PRECISION_NAMES
 
 
+def _is_chosen(value: object) -> bool:
+    """One for all tensors, or the name of a fit in its one spelling."""
+    try:
+        return _is_precision(value) or (isinstance(value, str) and is_fit(value) and fit_name(value) == value)
+    except PrecisionError:
+        return False
+
+
 def _is_date(value: object) -> bool:
     try:
         return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
@@ -110,7 +120,8 @@ def _or_null(check: Check) -> Check:
 
 CODING = {"group_size": is_group_size, "reconstruction": is_reconstruction}
 _AT: dict[str, Check] = {
-    "precision": _is_precision,
+    "precision": _is_chosen,
+    "fit_sha256": _is_digest,
     **CODING,
     "device": _is_name,
     "reference_model": _is_digest,
@@ -141,7 +152,7 @@ OUTCOME: dict[str, dict[str, Check]] = {
 }
 CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions}
 # Other writers may not know them, or they do not apply.
-OPTIONAL = {*CODING, "bos", "kv", "reference_model", "reference", "data_sha256", "truncated", "device"}
+OPTIONAL = {*CODING, "fit_sha256", "bos", "kv", "reference_model", "reference", "data_sha256", "truncated", "device"}
 
 
 def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -159,6 +170,12 @@ def with_coding(entry: Entry, coding: Coding | None) -> Entry:
     return entry if coding is None or entry["precision"] == FULL else {**entry, **asdict(coding)}
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of precisions from fine to coarse, and fits behind them."""
+    there = set(names)
+    return [name for name in PRECISION_NAMES if name in there] + sorted(there - set(PRECISION_NAMES))
+
+
 def series(entries: Iterable[Entry]) -> list[dict[str, Entry]]:
     """Entries that differ in nothing but precision, by precision and from fine to coarse.
 
@@ -167,16 +184,15 @@ def series(entries: Iterable[Entry]) -> list[dict[str, Entry]]:
     whole: dict[tuple[Any, ...], list[Entry]] = {}  # full precision
     parts: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Entry]]] = {}  # by coding
     for entry in entries:
-        free = ("precision", "reference_model", *CODING) if entry["kind"] != "divergence" else ("precision", *CODING)
+        free = ("precision", "fit_sha256", *CODING, *(["reference_model"] if entry["kind"] != "divergence" else []))
         key = identity({field: value for field, value in entry.items() if field not in free})
         codings = parts.setdefault(key, {})
         if entry["precision"] == FULL:
             whole.setdefault(key, []).append(entry)
         else:
             codings.setdefault(tuple(entry.get(field) for field in CODING), {})[entry["precision"]] = entry
-    order = PRECISION_NAMES.index
     return [
-        {**full, **dict(sorted(part.items(), key=lambda item: order(item[0])))}
+        {**full, **{name: part[name] for name in in_order(part)}}
         for key, codings in parts.items()
         for full in [{FULL: entry} for entry in whole.get(key, [])] or [{}]
         for part in codings.values() or [{}]
@@ -276,6 +292,8 @@ def _check_entry(where: str, entry: object) -> None:
     for name in entry.keys() & fields.keys():
         if not fields[name](entry[name]):
             raise ValueError(f"{where}: {name} is {str(entry[name])[:40]!r}")
+    if is_fit(entry["precision"]) != ("fit_sha256" in entry):
+        raise ValueError(f"{where}: fit_sha256 goes with the name of a fit, and with no other precision")
     if len(entry.keys() & CODING) == 1 or (entry["precision"] == FULL and coding_of(entry)):
         raise ValueError(f"{where}: group_size and reconstruction go together, and full precision has neither")
 

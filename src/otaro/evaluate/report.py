@@ -22,6 +22,7 @@ from otaro.evaluate.page import Cell, Page, escape, word
 from otaro.evaluate.run_folder import BEFORE, NAMES, Run
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
+from otaro.file.fits import Fit
 from otaro.file.summary import Summary
 from otaro.readable import size
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
@@ -48,7 +49,7 @@ class _Report:
         opening = self._opening()
         sections = [
             ("quality", "Quality", self._quality()),
-            ("size", "Size and speed", self._size() + self._speed()),
+            ("size", "Size and speed", self._size() + self._fits() + self._speed()),
             ("training", "Training", self._training()),
             ("analyses", "Analyses", self._gradients() + self._weights()),
             ("samples", "Samples", self._samples()),
@@ -194,6 +195,32 @@ class _Report:
         return self.page.figure(f"Size of {', '.join(run.name for run in runs)}", note, commands, charts.sizes(bars)) + (
             self.page.table("Size by precision", headings, rows, commands)
         )
+
+    def _fits(self) -> str:
+        """What fits lose beside the single precisions that they take the place of, by size."""
+        parts = []
+        for run in self.runs:
+            by_text: dict[str, list[Fit]] = {}
+            for fit in sorted(run.fits, key=lambda one: one.bytes):
+                by_text.setdefault(fit.about["text"], []).append(fit)
+            alone = {row.precision: row.bits_per_weight for row in run.summary.precisions} if run.summary else {}
+            for text, fits in by_text.items():
+                points, rows = [], []
+                for fit in fits:
+                    about, bits = fit.about, fit.about["bits_per_weight"]
+                    one = {"bits": alone[about["uniform"]], "name": about["uniform"], "value": about["uniform_measured"]}
+                    points += [{"bits": bits, "name": str(fit), "value": about["measured"], "kind": "fit"}]
+                    points += [{**one, "kind": "one precision"}]
+                    cells = [Cell(size(fit.bytes), fit.bytes), Cell(f"{bits:.3f}", bits)]
+                    lost = [Cell(f"{value:.4f}", value) for value in (about["measured"], about["uniform_measured"])]
+                    rows.append([word(str(fit)), *cells, lost[0], word(about["uniform"]), lost[1]])
+                commands = [fit.about["command"] for fit in fits]
+                title = f"Fits of {run.name}: divergence by size, {text}"
+                hint = "In nats, from the finest precision, on text that they were not measured on. Lower is better."
+                parts.append(self.page.figure(title, hint, commands, charts.by_size(points)))
+                headings = ["fit", "size", "bits per weight", "divergence", "instead of", "divergence"]
+                parts.append(self.page.table(f"Fits of {run.name}", headings, rows, commands))
+        return "".join(parts)
 
     def _speed(self) -> str:
         parts = []

@@ -141,6 +141,8 @@ class Evaluation:
         """What identifies the measurements at a precision."""
         subject, windows, text = self.subject, self._windows, self.wanted.text
         at = with_coding({"precision": precision, "device": subject.device_name}, subject.coding)
+        if precision in subject.fits:
+            at["fit_sha256"] = subject.fits[precision].sha256
         elsewhere = {"reference_model": subject.original.identity} if subject.original is not None else {}
         if precision == FULL:
             at |= elsewhere

@@ -15,7 +15,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,6 +24,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, coding_of, identity, read_quality
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
+from otaro.file.fits import Fit, read_fits
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.replace import QUALITY_FILE
@@ -74,6 +75,8 @@ class Run:
     """The nested directory."""
     summary: Summary | None
     """Sizes of the nested directory."""
+    fits: list[Fit] = field(default_factory=list)
+    """What `otaro fit` found for it."""
 
     @property
     def command(self) -> str:
@@ -143,6 +146,7 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
+        fits=list(read_fits(directory).values()) if directory else [],
     )
 
 
@@ -156,7 +160,8 @@ def _quality_of(directory: Path, model: str | None, older: Coding | None) -> lis
     """What was measured of a model, in quality.json in its directory; `model` identifies a nested one."""
     quality = read_quality(directory, model, older)
     blank = {"stderr": None, "tokens_per_second": None, "reference": FULL}
-    return [{**blank, **entry} for entry in quality.entries] if quality else []
+    entries = quality.entries if quality else ()
+    return [{**blank, **entry} for entry in entries if entry["precision"] in NAMES]  # fits are no step of the scale
 
 
 def read_json(path: Path) -> Any:

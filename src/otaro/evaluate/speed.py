@@ -39,6 +39,7 @@ from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import HUB, resolve_nested
+from otaro.file.fits import Fit, bytes_of, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
@@ -199,7 +200,7 @@ class Bench:
 def bench(
     directory: str,
     settings: Settings,
-    precisions: Sequence[Precision] | None = None,
+    precisions: Sequence[str | Precision] | None = None,
     *,
     device: str = "cpu",
     with_transformers: bool = False,
@@ -215,10 +216,7 @@ def bench(
         raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
     if with_llama:
         library()  # a missing package shows before anything is measured
-    finest = max(precisions) if precisions else None
-    nested = NestedDirectory(resolve_nested(directory, finest, hub))
-    chosen = sorted(set(precisions or [p for p in PRECISIONS if p <= nested.finest]), reverse=True)
-    nested.require(chosen[0])
+    nested, chosen = open_at(directory, precisions, hub)
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
     contenders = len(chosen) + with_transformers + len(kinds)
     asked = settings
@@ -297,6 +295,17 @@ def bench(
         )
 
 
+def open_at(
+    directory: str, precisions: Sequence[str | Precision] | None, hub: Hub
+) -> tuple[NestedDirectory, list[Precision | Fit]]:
+    """A nested model, and the precisions and fits that are named, by default all precisions, the largest first."""
+    plain = None if any(map(is_fit, precisions or ())) else [Precision(one) for one in precisions or ()]
+    nested = NestedDirectory(resolve_nested(directory, max(plain) if plain else None, hub))
+    found = {known(nested, one) for one in precisions or [p for p in PRECISIONS if p <= nested.finest]}
+    nested.require(max(map(finest_of, found)))
+    return nested, sorted(found, key=lambda one: bytes_of(nested, one), reverse=True)
+
+
 def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
     """About how long a token of a prompt takes, and one that is decoded."""
     few = ids[:_TRIED]
@@ -320,7 +329,7 @@ def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
 class _AtPrecision:
     """The one nested model at one of its precisions."""
 
-    def __init__(self, model: Any, precision: Precision, engine: Engine) -> None:
+    def __init__(self, model: Any, precision: Precision | Fit, engine: Engine) -> None:
         self._model, self._precision, self._engine = model, precision, engine
         self.feed, self.decode = engine.feed, engine.decode
 
@@ -377,9 +386,9 @@ class _Timer:
         return prefill, seconds
 
 
-def switch_times(model: Any, precisions: Sequence[Precision]) -> dict[Precision, float]:
+def switch_times(model: Any, precisions: Sequence[Precision | Fit]) -> dict[Precision | Fit, float]:
     """Median seconds to switch to each precision from the one before it in turn; none if there is but one."""
-    times: dict[Precision, list[float]] = {p: [] for p in precisions}
+    times: dict[Precision | Fit, list[float]] = {p: [] for p in precisions}
     if len(times) < 2:
         return {}
     for _ in range(SWITCHES):
@@ -461,5 +470,8 @@ def threads_for_a_while(wanted: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _file_bytes(nested: NestedDirectory, precision: Precision) -> int:
+def _file_bytes(nested: NestedDirectory, precision: Precision | Fit) -> int:
+    """Of shards; at a fit, of what it reads of them."""
+    if isinstance(precision, Fit):
+        return bytes_of(nested, precision)
     return sum((nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1))

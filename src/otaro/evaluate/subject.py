@@ -27,9 +27,10 @@ import torch
 from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL, PRECISION_NAMES
+from otaro.evaluate.quality import FULL, PRECISION_NAMES, in_order
 from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
+from otaro.file.fits import Fit, finest_of, fit_name, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
@@ -44,15 +45,16 @@ _READ_SIZE = 1 << 22
 
 
 def parse_precisions(text: str) -> list[str] | None:
-    """`fp,E5M8,E5M3` as names, full precision first and then from fine to coarse; None for `all`."""
+    """`fp,E5M8,E5M3` as names, full precision first and then from fine to coarse, fits last; None for `all`."""
     names = [name.strip() for name in text.split(",")]
     if names == [ALL]:
         return None
-    known = {name.upper(): name for name in PRECISION_NAMES}
-    if odd := [name for name in names if name.upper() not in known]:
-        raise PrecisionError(f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}")
-    chosen = {known[name.upper()] for name in names}
-    return [name for name in PRECISION_NAMES if name in chosen]
+    exact = {name.upper(): name for name in PRECISION_NAMES}
+    if odd := [name for name in names if name.upper() not in exact and not is_fit(name)]:
+        raise PrecisionError(
+            f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}, or fits such as fit:90MB"
+        )
+    return in_order(fit_name(name) if is_fit(name) else exact[name.upper()] for name in names)
 
 
 class Subject:
@@ -78,13 +80,15 @@ class Subject:
         check_device(device)
         self.model, self.device, self.revision = model, device, hub.revision
         self.is_directory = Path(model).is_dir()
+        self.fits: dict[str, Fit] = {}
+        """Those among the precisions."""
         self.coding_asked = group_size is not None or reconstruction is not None
         wanted = parse_precisions(precision)
         self.path = resolve_model(model, ["config.json"], hub)
         self.is_nested = _is_nested(self.path)
         if self.is_nested:
-            named = [Precision(name) for name in wanted or () if name != FULL]
-            finest = max(named) if named and not with_reference else None
+            named = [Precision(name) for name in wanted or () if name != FULL and not is_fit(name)]
+            finest = max(named) if named and not with_reference and not any(map(is_fit, wanted or ())) else None
             nested = NestedDirectory(resolve_nested(model, finest, hub))
             self.path = nested.path
             self.coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
@@ -102,8 +106,13 @@ class Subject:
                     f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed from, "
                     "or name that with --reference"
                 )
-            nested.require(max([Precision(name) for name in self.precisions if name != FULL], default=nested.finest))
+            chosen = {name: known(nested, name) for name in self.precisions if name != FULL}
+            self._finest = max(map(finest_of, chosen.values()), default=nested.finest)
+            nested.require(self._finest)
+            self.fits = {name: one for name, one in chosen.items() if isinstance(one, Fit)}
         else:
+            if fits := [name for name in wanted or () if is_fit(name)]:
+                raise PrecisionError(f"{fits[0]} is of a nested model, and {model} is a checkpoint: pack it, then fit")
             if original is not None:
                 raise OtaroError(f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}")
             self.path = resolve_model(model, hub=hub)
@@ -169,11 +178,11 @@ class Subject:
             return self._full
         if self._decoded is None:
             self._decoded = DecodedModel(self._opened(progress))
-        return self._decoded.at(precision)
+        return self._decoded.at(self.fits[precision].precisions if precision in self.fits else precision)
 
     def packed_at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """The nested model, to be run at this precision until the next call."""
-        set_precision(self._opened(progress), precision)
+        set_precision(self._opened(progress), self.fits.get(precision, precision))
         return self._switched
 
     @property
@@ -216,8 +225,7 @@ class Subject:
 
     def _open_switched(self, progress: Progress) -> Any:
         if self.is_nested:
-            finest = max(Precision(name) for name in self.precisions if name != FULL)
-            return load(self.path, finest, device=self.device)
+            return load(self.path, self._finest, device=self.device)
         with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
             size, kind = self.coding.group_size, self.coding.reconstruction
             pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)

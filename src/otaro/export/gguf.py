@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -21,14 +22,16 @@ from otaro.export.source import Piece, Progress, Source
 def write(source: Source, out: Path, report: Report, kind: str | None, progress: Progress) -> None:
     """Write the file `out`; packed weights in the type `kind`, or the smallest that is exact."""
     gguf = _library()
-    wanted = blocks.smallest(source.grid) if kind is None else blocks.parse_type(kind)
+    asked = None if kind is None else blocks.parse_type(kind)
+    wanted = {name: asked or blocks.smallest(grid) for name, grid in source.grids.items()}
+    mostly = Counter(wanted.values()).most_common(1)[0][0]
     entry = architecture(source.config)
     writer = gguf.GGUFWriter(out, entry.name)
     header = source.nested.base.header
     writer.add_string("otaro.model", header.model)
     writer.add_string("otaro.precision", str(source.precision))
     writer.add_name(source.nested.path.resolve().name)
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if wanted == "F32" else f"MOSTLY_{wanted}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if mostly == "F32" else f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for method, value in metadata(source.config, entry).items():
         getattr(writer, f"add_{method}")(value)
@@ -40,7 +43,7 @@ def write(source: Source, out: Path, report: Report, kind: str | None, progress:
         report.notes.append("the model has no tokenizer, so the file has no vocabulary: tokens go in and out as numbers")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[entry.name.upper()], source.config.num_hidden_layers)
     tensors = pieces(source, entry, names)
-    kinds = {piece.name: _kind(source, piece, wanted) for piece in tensors}
+    kinds = {piece.name: _kind(piece, wanted) for piece in tensors}
     extra = extra_tensors(source.config, entry)
     for piece in tensors:
         size = blocks.row_bytes(kinds[piece.name], piece.shape[-1]) * prod(piece.shape[:-1])
@@ -69,11 +72,10 @@ def write(source: Source, out: Path, report: Report, kind: str | None, progress:
     _check(source, out, tensors, entry.norm_offset, report, progress, gguf)
 
 
-def _kind(source: Source, piece: Piece, wanted: str) -> str:
+def _kind(piece: Piece, wanted: dict[str, str]) -> str:
     """Blocks need rows of whole blocks; what is not packed is small and stays in full."""
-    if piece.source not in source.packed:
-        return "F32"
-    return "F16" if wanted in blocks.BLOCK_BYTES and piece.shape[-1] % blocks.BLOCK else wanted
+    kind = wanted.get(piece.source, "F32")
+    return "F16" if kind in blocks.BLOCK_BYTES and piece.shape[-1] % blocks.BLOCK else kind
 
 
 def _bytes(source: Source, piece: Piece, kind: str, offset: float, gguf: Any) -> Iterator[tuple[torch.Tensor, int]]:

@@ -9,14 +9,17 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 
-from otaro.errors import OtaroError, TargetError
+from otaro.errors import OtaroError, PrecisionError, TargetError
 from otaro.export.report import Report
 from otaro.export.source import Progress, Source
 from otaro.file.atomic import new_directory, new_file
+from otaro.file.fits import is_fit
 from otaro.file.hub import Hub
 from otaro.sefp.precision import Precision
 
 TARGETS = ("gguf", "compressed-tensors", "mlx", "hf")
+MIXED = ("gguf", "hf")
+"""Whose tensors may be of different precisions."""
 MARK = "otaro-export.json"
 """Beside an exported directory: what it was made from, and which files are of the export."""
 
@@ -43,6 +46,11 @@ def export(
     """
     if to not in TARGETS:
         raise OtaroError(f"unknown target {to!r}; choose from {', '.join(TARGETS)}")
+    if is_fit(precision) and to not in MIXED:
+        raise PrecisionError(
+            f"{precision} has several precisions, and --to {to} one for all tensors; export it to {' or '.join(MIXED)}, "
+            "or a single precision"
+        )
     target = Path(os.path.realpath(out))
     _check_target(target, to, overwrite)
     source = Source(model, precision, Hub(revision, token, cache_dir))

@@ -1,4 +1,4 @@
-"""What is exported: the tensors of a nested directory at one precision, some rows at a time."""
+"""What is exported: the tensors of a nested directory at one precision, or each at that of a fit, some rows at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import torch
 from otaro.errors import FormatError, brief
 from otaro.export.grid import Grid
 from otaro.file.checkpoint import SIDECARS, build_on_meta, resolve_nested
+from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import unpack_codes
 from otaro.packable import Kind, packable
 from otaro.sefp.codec import decode_codes, scale_values
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import Precision, of_mantissa_bits
 
 _CHUNK = 1 << 20  # weights at a time
 
@@ -67,11 +68,17 @@ class Source:
     """A nested directory, or the Hub id of one, opened at a precision."""
 
     def __init__(self, model: str | os.PathLike[str], precision: str | Precision, hub: Hub | None = None) -> None:
-        self.precision = Precision(precision)
-        self.nested = NestedDirectory(resolve_nested(model, self.precision, hub or Hub()))
-        self.nested.require(self.precision)
+        hub = hub or Hub()
+        self.precision = _known(precision, model, hub)
+        finest = finest_of(self.precision)
+        self.nested = NestedDirectory(resolve_nested(model, finest, hub))
+        self.nested.require(finest)
         schema = self.nested.schema
-        self.grid = Grid(self.precision.mantissa_bits, schema.reconstruction)
+        its = self.precision.precisions if isinstance(self.precision, Fit) else dict.fromkeys(schema.packed, finest)
+        self.grids = {name: Grid(its[name].mantissa_bits, schema.reconstruction) for name in schema.packed}
+        """Of each packed tensor."""
+        self.grid = Grid(finest.mantissa_bits, schema.reconstruction)
+        """Of the finest: of all, unless it is a fit."""
         self.group_size = schema.group_size
         self.config = _config(self.nested.path)
         self.model = build_on_meta(self.config)
@@ -113,7 +120,8 @@ class Source:
     def rows(self, piece: Piece) -> Iterator[Rows]:
         """The rows of a piece of a packed tensor, a few thousand at a time."""
         *lead, length = self.packed[piece.source]
-        planes = [self.nested.plane(plane).tensor(piece.source) for plane in range(BASE, self.precision.mantissa_bits + 1)]
+        grid = self.grids[piece.source]
+        planes = [self.nested.plane(plane).tensor(piece.source) for plane in range(BASE, grid.mantissa_bits + 1)]
         stored = [tensor.reshape(prod(lead), -1) for tensor in planes]
         scale_bytes = self.scale_bytes(piece.source).reshape(prod(lead), -1)
         exponent = self.nested.schema.scale_exponents[piece.source]
@@ -122,7 +130,7 @@ class Source:
             some = slice(start, start + count) if piece.rows is None else piece.rows[start : start + count]
             base, *more = (tensor[some] for tensor in stored)
             scales = scale_values(scale_bytes[some], exponent)
-            yield Rows(unpack_codes(base, more, length), scales, self.grid, self.group_size)
+            yield Rows(unpack_codes(base, more, length), scales, grid, self.group_size)
 
     def values(self, piece: Piece) -> Iterator[torch.Tensor]:
         """Its rows in full, float32; of a tensor that is not packed all at once, in its own type."""
@@ -181,7 +189,15 @@ def chosen_dtype(source: Source) -> torch.dtype:
     own = source.config.dtype
     bytes_of = torch.cat([source.scale_bytes(name).flatten().unique() for name in source.packed])
     candidates = [own] * (own in (torch.float16, torch.bfloat16)) + [torch.float16]
-    return next((dtype for dtype in candidates if source.grid.fits(dtype, bytes_of)), torch.float32)
+    grids = set(source.grids.values())
+    return next((dtype for dtype in candidates if all(grid.fits(dtype, bytes_of) for grid in grids)), torch.float32)
+
+
+def _known(precision: str | Precision, model: str | os.PathLike[str], hub: Hub) -> Precision | Fit:
+    """A precision by its name; for a fit, the file that has it and the base shard are fetched if need be."""
+    if not is_fit(precision):
+        return Precision(precision)
+    return known(NestedDirectory(resolve_nested(model, of_mantissa_bits(BASE), hub)), precision)
 
 
 Progress = Callable[[str, int, int], None]

@@ -28,7 +28,7 @@ from otaro.file.gguf import Gguf, GgufTensors
 from otaro.file.gguf_config import read_config
 from otaro.file.header import BASE, DTYPES, shard_name
 from otaro.file.hub import Hub
-from otaro.file.replace import QUALITY_FILE
+from otaro.file.replace import FITS_FILE, QUALITY_FILE
 from otaro.file.run import refuse_run
 from otaro.packable import Kind, packable
 from otaro.sefp.codec import refusal
@@ -66,7 +66,7 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
     """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the Hub has."""
-    path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, *SIDECARS], hub)
+    path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():
         hub.fetch_planes(str(model), base, precision)

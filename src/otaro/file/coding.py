@@ -82,9 +82,11 @@ def read_coding(directory: Path) -> Coding | None:
     return None
 
 
-def write_coding(directory: Path, coding: Coding, source: dict[str, Any] | None = None) -> None:
-    """Say beside a checkpoint how it was tuned; beside a model packed from a GGUF file how, and what it came from."""
-    stated = asdict(coding) | ({} if source is None else {"source": source})
+def write_coding(directory: Path, coding: Coding, about: dict[str, Any] | None = None) -> None:
+    """Say beside a checkpoint how it was tuned; beside a packed model how, what GGUF file it came from (`source`), and
+    what it was calibrated on (`calibrated`).
+    """
+    stated = asdict(coding) | (about or {})
     write_text(directory / CODING_FILE, json.dumps(stated) + "\n")
 
 

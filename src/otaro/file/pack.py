@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +53,16 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
+class Chosen(Protocol):
+    """Codes that were chosen before; what it has none for is encoded here."""
+
+    def rows(self, name: str) -> Iterator[PackedRows] | None:
+        """The encoded rows of a tensor, in order."""
+
+    def stored(self, name: str) -> torch.Tensor | None:
+        """A tensor that is not packed, where it has become another."""
+
+
 def pack(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -65,6 +75,8 @@ def pack(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    chosen: Chosen | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> NestedDirectory:
     """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) or a GGUF file into the nested directory `out`.
 
@@ -72,12 +84,13 @@ def pack(
     groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16 bits, with a warning that
     names them, unless `keep_float32`. `out` appears when everything is written and flushed, or not at all. `progress`
     is called with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those
-    of transformers, for a model on the Hub.
+    of transformers, for a model on the Hub. `chosen` has codes that were chosen otherwise, `record` what `otaro.json` says
+    of them.
     """
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced
-    _check_target(target, source, overwrite)
+    check_target(target, source, overwrite)
     checkpoint = Checkpoint(source)
     if unused := checkpoint.unused():
         warnings.warn(
@@ -92,15 +105,17 @@ def pack(
     looked_at, on_grid = 0, 0
     with (
         NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=(*SIDECARS, CODING_FILE)) as writer,
-        _one_core_each() as pool,
+        one_core_each() as pool,
     ):
         for name in checkpoint.packed:
-            for rows in _packed_rows(checkpoint, name, coding, pool):
+            given = None if chosen is None else chosen.rows(name)
+            for rows in _packed_rows(checkpoint, name, coding, pool) if given is None else given:
                 progress(name, done, total)
                 writer.append_rows(name, rows)
                 before, done, zeros = done, done + rows.weights, zeros + rows.zeros
-                bits = _on_coarsest_grid(rows)
-                looked_at, on_grid = looked_at + bits.size, on_grid + int(bits.sum())
+                if given is None:
+                    bits = _on_coarsest_grid(rows)
+                    looked_at, on_grid = looked_at + bits.size, on_grid + int(bits.sum())
                 if done // _TRIM_EVERY > before // _TRIM_EVERY:
                     _return_freed_memory()
         if coding.reconstruction == "midpoint" and zeros > MANY_ZEROS * total:
@@ -111,15 +126,17 @@ def pack(
             )
         if coding.reconstruction == "midpoint" and 2 * on_grid > looked_at:
             warnings.warn(
-                "these weights lie on E5M3's grid: the model was quantized to 4 bits before, and precisions between E5M3 and "
-                "E5M8 will be worse than either; pack the model that it was made from",
+                "these weights lie on E5M3's grid: the model was quantized to 4 bits before, and E5M4 will be worse than E5M3, "
+                "as it errs by a quarter of E5M3's step everywhere (E5M5 by an eighth, and so on); pack the model that it was "
+                "made from",
                 stacklevel=2,
             )
         for name in kept:
-            tensor = checkpoint.read(name)
+            other = None if chosen is None else chosen.stored(name)
+            tensor = checkpoint.read(name) if other is None else other
             _check_finite(name, tensor, name in checkpoint.buffers)
             writer.append_stored(BASE, name, tensor.to(unpacked[name][0]))
-        _write_sidecars(checkpoint, schema, coding, writer.directory)
+        _write_sidecars(checkpoint, schema, coding, writer.directory, record)
         progress("flushing to disk", done, total)
     if narrow:
         told = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in narrow.items())
@@ -130,7 +147,7 @@ def pack(
     return NestedDirectory(target)
 
 
-def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+def check_target(target: Path, source: Path, overwrite: bool) -> None:
     """Overwriting is for nested models: nothing else is ever replaced, least of all the checkpoint."""
     if source.resolve().is_relative_to(target):
         raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
@@ -187,13 +204,13 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
 
 
 def _on_coarsest_grid(rows: PackedRows) -> Any:
-    """Of each weight of the first row whether it may be a value of E5M3: after its bits a 1, then zeros."""
+    """Of each weight of the first row whether it may be a value of E5M3: after its bits 10000 or, on the other side, 01111."""
     first, *rest = (plane[0].numpy() for plane in rows.planes)
-    return np.unpackbits(first & ~np.bitwise_or.reduce(rest))
+    return np.unpackbits(np.bitwise_and.reduce([first ^ plane for plane in rest]))
 
 
 @contextmanager
-def _one_core_each() -> Iterator[ThreadPoolExecutor]:
+def one_core_each() -> Iterator[ThreadPoolExecutor]:
     """As many threads as torch would use for one operation, each of which computes alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -230,9 +247,12 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _write_sidecars(checkpoint: Checkpoint, schema: Schema, coding: Coding, directory: Path) -> None:
-    if checkpoint.gguf is not None:
-        _write_origin(checkpoint, coding, directory)
+def _write_sidecars(
+    checkpoint: Checkpoint, schema: Schema, coding: Coding, directory: Path, record: Mapping[str, Any] | None
+) -> None:
+    origin = {} if checkpoint.gguf is None else {"source": _write_origin(checkpoint, directory)}
+    if about := {**origin, **(record or {})}:
+        write_coding(directory, coding, about)
     for pattern in SIDECARS:
         for path in checkpoint.directory.glob(pattern) if checkpoint.gguf is None else ():
             if path.is_file():
@@ -247,11 +267,10 @@ def _write_sidecars(checkpoint: Checkpoint, schema: Schema, coding: Coding, dire
     write_config(config, directory)
 
 
-def _write_origin(checkpoint: Checkpoint, coding: Coding, directory: Path) -> None:
-    """Of a GGUF file: say what the weights were rounded to before, and write the tokenizer that it states."""
+def _write_origin(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
+    """Of a GGUF file: write the tokenizer that it states, and say what the weights were rounded to before."""
     assert checkpoint.gguf is not None
     kinds = checkpoint.gguf.kinds
-    write_coding(directory, coding, {"gguf": checkpoint.directory.name, "types": kinds})
     warnings.warn(
         f"the weights come from a GGUF file ({stated_types(kinds)}); what was rounded there stays so",
         OtaroWarning,
@@ -259,6 +278,7 @@ def _write_origin(checkpoint: Checkpoint, coding: Coding, directory: Path) -> No
     )
     if why := write_tokenizer(checkpoint.gguf.fields, directory, checkpoint.config.max_position_embeddings):
         warnings.warn(f"no tokenizer is written: {why}; copy the original model's beside", OtaroWarning, stacklevel=4)
+    return {"gguf": checkpoint.directory.name, "types": kinds}
 
 
 def write_config(config: Any, directory: Path) -> None:

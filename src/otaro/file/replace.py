@@ -1,7 +1,7 @@
 """Writing a model where one is: an older nested model gives way, other weights are in the way, everything else stays.
 
 Two models in one folder would leave it to chance which one is opened, and replacing an ordinary checkpoint would lose it:
-a folder that holds one is refused. A quality record stays with the model it is about; that of another is put aside.
+a folder that holds one is refused. A record (quality, fits) stays with the model it is about; that of another is put aside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from otaro.file.header import BASE, is_digest, shard_name
 from otaro.sefp.precision import FINEST
 
 QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
+FITS_FILE = "precisions.json"  # the fits that `otaro fit` made for it
+SENSITIVITY_FILE = "sensitivity.json"  # what it measured for that
 SHARDS = [shard_name(plane) for plane in range(BASE, FINEST + 1)]
+_RECORDS = (QUALITY_FILE, FITS_FILE, SENSITIVITY_FILE)
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 
 
@@ -37,7 +40,7 @@ def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> Non
     `replaced` are patterns of files that belong to the older model beside its shards; `model` is the newer one's identity.
     """
     for path in sorted(old.iterdir()) if old.is_dir() else ():
-        kept = new / path.name if path.name != QUALITY_FILE else _place_of_record(path, new, model)
+        kept = new / path.name if path.name not in _RECORDS else _place_of_record(path, new, model)
         of_old_model = path.name in SHARDS or (path.is_file() and any(path.match(pattern) for pattern in replaced))
         if kept.exists() or of_old_model:
             continue
@@ -48,13 +51,13 @@ def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> Non
 
 
 def _place_of_record(path: Path, new: Path, model: str) -> Path:
-    """Where a quality record goes: it keeps its name if it is about `model`, else it gets a free one, after its own model."""
+    """Where a record goes: it keeps its name if it is about `model`, else it gets a free one, after its own model."""
     try:
         about = json.loads(path.read_text())["model"]
     except (OSError, ValueError, KeyError, TypeError):
         about = None
     if about == model:
         return new / path.name
-    stem = f"quality-{about[:12]}" if is_digest(about) else "quality-damaged"
+    stem = f"{path.stem}-{about[:12]}" if is_digest(about) else f"{path.stem}-damaged"
     names = chain([f"{stem}.json"], (f"{stem}-{number}.json" for number in count(2)))
     return new / next(name for name in names if not path.with_name(name).exists())

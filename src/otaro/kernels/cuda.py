@@ -9,28 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 
 from otaro.errors import KernelError
-from otaro.file.planes import BASE_BYTES, BLOCK, blocks
+from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks
 from otaro.kernels import nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
 from otaro.sefp.precision import COARSEST
 
 MOST_TOKENS = 16
-"""Of one launch of `products`."""
+"""Of one call of `products`, which is one launch where rows are not too long for the GPU's shared memory."""
 MATRICES = 3
-INTEGER_TOKENS = (32, 32, 32, 16, 16, 16)
+INTEGER_TOKENS = (48, 48, 48, 32, 32, 32)
 """Up to so many tokens integers are faster, in passes of `MOST_TOKENS`, at E5M3, E5M4, ...; for more, weights are decoded and
-multiplied by the library. Measured at E5M4 and E5M8 (`bench_table2.py --only batch`); others go with the nearer one."""
+multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the nearer one."""
 
 _TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
+_FEW = 2  # tokens that `linear` takes; `batch` takes more
+_COLUMNS = (8, MOST_TOKENS)  # tokens that `batch` is compiled for
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 
@@ -97,6 +100,7 @@ def products(
     biases: Sequence[torch.Tensor | None] = (),
     first: int = 0,
     experts: Chosen | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
     """Multiply tokens `first`, `first` + 1, ... with up to three matrices of one form in one launch.
 
@@ -113,14 +117,41 @@ def products(
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
         raise KernelError("a matrix of so many weights has to be multiplied in parts")  # offsets into it are 32-bit numbers
+    if experts is not None:
+        _multiply_few(digits, pairs, matrices, outs, biases, experts, pairs // tokens)
+        return
+    units, unit = digits.digits.shape[1], unit_size(like.group_size)
+    while tokens:
+        shape = None if tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
+        now = min(tokens, _FEW if shape is None else shape.columns)
+        some, theirs = digits, outs
+        if first:
+            some, theirs = Digits(*(part[first:] for part in digits)), [out[first:] for out in outs]
+        if shape is None:
+            _multiply_few(some, now, matrices, theirs, biases)
+        else:
+            _multiply_batch(some, now, matrices, theirs, biases, shape, scratch)
+        first, tokens = first + now, tokens - now
+
+
+def _multiply_few(
+    digits: Digits,
+    tokens: int,
+    matrices: Sequence[Packed],
+    outs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    experts: Chosen | None = None,
+    each: int = 1,
+) -> None:
+    """One or two tokens; or so many pairs of a token and one of its `each` experts."""
+    like, pairs, columns = matrices[0], 1 if experts is None else tokens, 1 if experts is not None else tokens
     unit, count, device = unit_size(like.group_size), blocks(like.length), _device(like.base)
-    columns = tokens if experts is None else 1
-    units, most_columns = digits.digits.shape[1], next(n for n in (1, 2, 4, 8, MOST_TOKENS) if n >= columns)
-    shared = most_columns * units * (2 * unit + 8) if most_columns <= 2 else 0
+    units = digits.digits.shape[1]
+    shared = columns * units * (2 * unit + 8)
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
-    kernel, threads, most = _linear_kernel(
+    kernel, most = _linear_kernel(
         device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
-        most_columns, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        columns, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
         like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
         count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
@@ -128,52 +159,167 @@ def products(
     share = min(1.0, most / max(sum(tiles) * pairs, 1))
     ends = list(accumulate(max(1, int(tile * share)) if tile else 0 for tile in tiles))
     kernel(
-        (ends[-1],) if experts is None else (ends[-1], pairs), threads, shared,
-        matrix=[packed_fields(one) for one in matrices], bias=biases,
-        out=[out[first:] for out in outs] if first else outs, stride=[out.stride(0) for out in outs],
-        first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
-        x=(Digits(*(part[first:] for part in digits)) if first else digits)._asdict(),
+        (ends[-1],) if experts is None else (ends[-1], pairs), _THREADS, shared,
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
+        first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(),
         tokens=columns, blocks=count, units=units, groups=-(-like.length // like.group_size),
         experts=None if experts is None else experts.numbers, expert_rows=() if experts is None else experts.strides,
-        each=pairs // tokens,
+        each=each,
     )  # fmt: skip
+
+
+class Scratch:
+    """Where the blocks of a launch meet; one for each stream that products run on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.empty(0, device=device)
+        self._tickets = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []  # graphs may point there
+
+    def of(self, sums: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for so many sums, and a zero for each tile, which launches leave zero."""
+        if self._sums.numel() < sums:
+            self._outgrown.append(self._sums)
+            self._sums = torch.empty(sums, device=self._sums.device)
+        if self._tickets.numel() < tiles:
+            self._outgrown.append(self._tickets)
+            self._tickets = torch.zeros(tiles, dtype=torch.int32, device=self._sums.device)
+        return self._sums, self._tickets
+
+
+class _Shape(NamedTuple):
+    """How `batch` cuts its work: constants of batch.cu."""
+
+    columns: int
+    slices: int
+    groups: int
+    tiles: int
+    stages: int
+    steps: int
+    blocks: int = 1
+    chunk: int = 4
+
+    @property
+    def lanes(self) -> int:
+        """Of a slice."""
+        return _LANES // self.slices
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return _WARP * self.groups * self.lanes
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return _ROWS * self.tiles * self.groups
+
+    def shared(self, units: int, unit: int, bits: int) -> int:
+        """Bytes of shared memory: the ring of weights, digits and terms of a slice, sums where a stage does not hold them."""
+        count = self.steps * self.lanes * unit // BLOCK
+        base = BASE_BYTES * count
+        row = base + (0 if base % 64 else 32) + (bits - COARSEST) * (PLANE_BYTES * count + 16) + self.steps * self.lanes
+        stage, sums = -(-self.rows * row // 16) * 16, 4 * self.lanes * self.columns * (self.rows + 4)
+        kept = -(-units // (_LANES * self.steps)) * self.steps * self.lanes
+        return min(self.stages * max(stage, sums), self.stages * stage + sums) + kept * self.columns * (2 * unit + 8)
+
+
+# As measured on an H200: of what fits the first, which for a row of 4,096 weights is the fastest.
+_SHAPES = (
+    _Shape(16, 1, 1, 2, 2, 2), _Shape(16, 1, 1, 2, 2, 1), _Shape(16, 4, 4, 2, 2, 2), _Shape(16, 4, 4, 2, 2, 1),
+    _Shape(8, 1, 1, 2, 3, 2), _Shape(8, 1, 1, 2, 4, 1), _Shape(8, 1, 1, 2, 3, 1), _Shape(8, 4, 4, 2, 4, 1),
+    _Shape(8, 4, 4, 1, 2, 1, 2), _Shape(8, 8, 8, 1, 2, 1, 1, 2), _Shape(8, 16, 8, 1, 2, 1, 1, 1),
+)  # fmt: skip
+
+
+@cache
+def _shape(device: int, tokens: int, units: int, unit: int, bits: int) -> _Shape | None:
+    """For so many tokens, or as many as fit; None where rows are too long for any."""
+    most = nvrtc.most_shared(device)
+    columns = next(n for n in _COLUMNS if n >= tokens)
+    for shape in _SHAPES:
+        if shape.columns <= columns and shape.shared(units, unit, bits) <= most:
+            return shape
+    return None
+
+
+def _multiply_batch(
+    digits: Digits,
+    tokens: int,
+    matrices: Sequence[Packed],
+    outs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    shape: _Shape,
+    scratch: Scratch | None,
+) -> None:
+    """More tokens, up to the columns of the shape."""
+    like, device = matrices[0], _device(matrices[0].base)
+    unit, units, count = unit_size(like.group_size), digits.digits.shape[1], blocks(like.length)
+    planes = [count * PLANE_BYTES, shape.chunk * unit // BLOCK * PLANE_BYTES]
+    planes += [plane.data_ptr() for one in matrices for plane in one.planes]
+    kernel, most = _batch_kernel(
+        device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit, shape,
+        count % (shape.steps * _LANES * unit // BLOCK) != 0, gcd(16, *planes), units,
+    )  # fmt: skip
+    ends = list(accumulate(-(-len(one.base) // shape.rows) for one in matrices))
+    sums, tickets = None, None
+    if shape.slices > 1:
+        needed = ends[-1] * shape.rows * shape.columns * shape.slices * shape.chunk
+        sums, tickets = (scratch or Scratch(like.base.device)).of(needed, ends[-1])
+    kernel(
+        (shape.slices * min(ends[-1], max(1, most // shape.slices)),), shape.threads,
+        shape.shared(units, unit, like.bits),
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
+        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(), scratch=sums, tickets=tickets,
+        tokens=tokens, blocks=count, units=units, groups=-(-like.length // like.group_size),
+    )  # fmt: skip
+
+
+@cache
+def _batch_kernel(
+    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, shape: _Shape, ragged: bool, plane_copy: int,
+    units: int,
+) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
+    """The kernel, and how many of its blocks the GPU runs at a time."""
+    kernel = nvrtc.kernel(
+        "batch.cu", "batch", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
+        COLUMNS=shape.columns, CHUNK=shape.chunk, SLICES=shape.slices, GROUPS=shape.groups, TILES=shape.tiles,
+        STAGES=shape.stages, STEPS=shape.steps, RAGGED=ragged, PLANE_COPY=plane_copy, BLOCKS=shape.blocks,
+    )  # fmt: skip
+    shared = shape.shared(units, unit_blocks * BLOCK, bits)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return kernel, processors * kernel.blocks_per_multiprocessor(shape.threads, shared)
 
 
 @cache
 def _linear_kernel(
     device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
     ragged: bool, long: bool, shared: int, experts: bool,
-) -> tuple[nvrtc.Kernel, int, int]:  # fmt: skip
-    """The kernel, its threads, and how many of its blocks the GPU runs at a time.
+) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
+    """The kernel, and how many of its blocks the GPU runs at a time.
 
-    One or two tokens wait for memory: a warp takes four lanes and loads three steps ahead, of a long row four. With more
-    tokens a warp has more sums to hold, takes two lanes, and loads as far ahead as registers last: with few planes three
-    steps, else two. (Measured on an H200, docs/gpu.md.)
+    A warp takes four lanes and loads three steps ahead, of a long row four (measured on an H200, docs/gpu.md).
     """
-    if tokens <= 2:
-        span, depth = 4, 4 if long else 3
-    else:
-        span, depth = 2, 3 if bits <= (6 if tokens == 4 else 4) else 2
-    units = min(span, max(1, 4 // tokens))
     of_experts = {"EXPERTS": True} if experts else {}
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
-        TOKENS=tokens, SPAN=span, UNITS=units, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0,
-        DEPTH=depth, **of_experts,
+        TOKENS=tokens, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0, DEPTH=4 if long else 3,
+        **of_experts,
     )  # fmt: skip
-    threads = _WARP * _LANES // span
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return kernel, threads, processors * kernel.blocks_per_multiprocessor(threads, shared)
+    return kernel, processors * kernel.blocks_per_multiprocessor(_THREADS, shared)
 
 
-def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """As `reference.decode`."""
-    return _decode(packed, None, len(packed.base), dtype)
+def decode(packed: Packed, dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As `reference.decode`; into `out` [rows, length], contiguous, where that is given."""
+    if out is None:
+        out = torch.empty(len(packed.base), packed.length, dtype=dtype, device=packed.base.device)
+    return _decode(packed, None, out)
 
 
 def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """As `reference.embedding`."""
-    return _decode(packed, ids, len(ids), dtype)
+    return _decode(packed, ids, torch.empty(len(ids), packed.length, dtype=dtype, device=packed.base.device))
 
 
 def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,21 +338,25 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
     return out
 
 
-def _decode(packed: Packed, ids: torch.Tensor | None, count: int, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(count, packed.length, dtype=dtype, device=packed.base.device)
-    threads = count * 4 * blocks(packed.length)
-    if not threads:
-        return out
-    packed = _aligned_rows(packed)
+def _decode(packed: Packed, ids: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if out.numel():
+        decoding(_aligned_rows(packed), out, ids)()
+    return out
+
+
+def decoding(packed: Packed, out: torch.Tensor, ids: torch.Tensor | None = None) -> nvrtc.Launch:
+    """A launch that decodes these rows, or those with the numbers `ids`, into `out`, whenever it is made."""
     kernel = nvrtc.kernel(
-        "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
+        "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[out.dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
         IDS=ids is not None,
     )  # fmt: skip
-    kernel(
-        (-(-threads // 256),), 256, packed=packed_fields(packed), ids=ids, out=out, count=count, length=packed.length,
+    count, words = len(out), 4 * blocks(packed.length)
+    threads = min(256, -(-words // _WARP) * _WARP)
+    return kernel.bound(
+        (-(-words // threads), min(-(-count // 4), 4096)), threads, packed=packed_fields(packed), ids=ids, out=out,
+        count=count, length=packed.length,
         blocks=blocks(packed.length), groups=-(-packed.length // packed.group_size), group_size=packed.group_size,
     )  # fmt: skip
-    return out
 
 
 def _device(tensor: torch.Tensor) -> int:

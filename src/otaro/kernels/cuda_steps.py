@@ -37,6 +37,7 @@ class CudaSteps:
         self.device = torch.device(device)
         self._gpu = torch.cuda.current_device() if self.device == torch.device("cuda") else self.device.index or 0
         self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._products = cuda.Scratch(self.device)
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """As integers, or in float16."""
@@ -79,11 +80,14 @@ class CudaSteps:
         threads = -(-quads // (32 * vectors)) * 32
         values, delta_norm, scale = delta or (None, None, 1.0)
         constants = {
-            "UNIT": unit, "HALF_IN": values is not None and values.dtype == torch.float16,
+            "UNIT": unit, "HALF_IN": values is not None and values.dtype != torch.float32,
             "HALF_OUT": out.group_size is None, "VECTORS": vectors,
         }  # fmt: skip
         # Named only where a model has them, so that others keep their kernel.
-        rare = {"SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None}
+        rare = {
+            "SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None,
+            "BFLOAT": _bfloat(out.data),
+        }  # fmt: skip
         constants.update({name: True for name, there in rare.items() if there})
         if weight is None:
             constants["NORM"] = False
@@ -111,7 +115,7 @@ class CudaSteps:
         for same in by_bits.values():
             few = [weight for number in same if isinstance(weight := weights[number], Packed)]
             theirs = [biases[number] for number in same]
-            cuda.products(x.data, len(outs[0]), few, [outs[number] for number in same], theirs)
+            cuda.products(x.data, len(outs[0]), few, [outs[number] for number in same], theirs, scratch=self._products)
 
     def rope_and_cache(
         self,
@@ -125,7 +129,9 @@ class CudaSteps:
     ) -> None:
         """One warp for each head of each token."""
         heads = queries.shape[1] // cache.head
-        constants = {"HEAD": cache.head, "KV_BITS": cache.bits, "HALF_IN": vectors[0].dtype == torch.float16}
+        constants = {"HEAD": cache.head, "KV_BITS": cache.bits, "HALF_IN": vectors[0].dtype != torch.float32}
+        if _bfloat(vectors[0]):
+            constants["BFLOAT"] = True
         pairs = 0 if rope.cosines is None else rope.cosines.shape[1]
         if pairs != cache.head // 2:
             constants["ROPE_PAIRS"] = pairs
@@ -181,7 +187,9 @@ class CudaSteps:
         unit, units = _units(out)
         assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
-        constants = {"UNIT": unit, "HALF_IN": x.dtype == torch.float16, "HALF_OUT": out.group_size is None}
+        constants = {"UNIT": unit, "HALF_IN": x.dtype != torch.float32, "HALF_OUT": out.group_size is None}
+        if _bfloat(out.data):
+            constants["BFLOAT"] = True
         if up is not None and activation != "silu":
             constants["GELU"] = True
         nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants)(
@@ -252,6 +260,11 @@ def _units(out: Activations) -> tuple[int, int]:
     """The size of a unit of activations, and how many there are."""
     unit = reference.unit_size(out.group_size or 64)
     return unit, -(-out.length // unit)
+
+
+def _bfloat(data: Any) -> bool:
+    """Whether the halves of a prompt are bfloat16."""
+    return isinstance(data, torch.Tensor) and data.dtype == torch.bfloat16
 
 
 def _out(out: Activations) -> dict[str, Any]:

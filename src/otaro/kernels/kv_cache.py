@@ -80,6 +80,7 @@ class KvCache:
             self.exponents = torch.zeros(*shape, -(-head // GROUP), dtype=torch.int8, device=device)
         else:
             self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
+        self._views: dict[tuple[int, int], Sequence[torch.Tensor | None]] = {}
         self.refused = torch.zeros(1, dtype=torch.int32, device=device)
         """Set where a number was too large to be kept, or not finite."""
 
@@ -140,8 +141,12 @@ class KvCache:
 
     def of_layer(self, kind: int, layer: int) -> Sequence[torch.Tensor | None]:
         """Base, exponents and planes of a layer's keys or values."""
-        exponents = None if self.exponents is None else self.exponents[kind, layer]
-        return [self.base[kind, layer], exponents, *(plane[kind, layer] for plane in self.planes)]
+        found = self._views.get((kind, layer))
+        if found is None:
+            exponents = None if self.exponents is None else self.exponents[kind, layer]
+            found = [self.base[kind, layer], exponents, *(plane[kind, layer] for plane in self.planes)]
+            self._views[kind, layer] = found
+        return found
 
 
 def _encoded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

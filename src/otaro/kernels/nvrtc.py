@@ -16,7 +16,8 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +31,9 @@ from otaro.kernels.cuda_structs import HEADERS, SOURCES, assertions, filled, par
 OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
-_STATIC_SHARED = 40 << 10  # left to what kernels declare themselves
+_STATIC_SHARED = 5 << 10  # left to what products declare themselves
 _OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
+_DECLARED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MOST_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -57,7 +59,11 @@ def missing(device: int) -> str:
 @cache
 def most_shared(device: int) -> int:
     """Bytes of shared memory that a launch may ask for."""
-    return int(getattr(torch.cuda.get_device_properties(device), _OPT_IN)) - _STATIC_SHARED
+    return _all_shared(device) - _STATIC_SHARED
+
+
+def _all_shared(device: int) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), _OPT_IN))
 
 
 def compiler() -> str:
@@ -65,6 +71,10 @@ def compiler() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"NVRTC {major.value}.{minor.value}"
+
+
+Launch = Callable[..., None]
+"""Takes a stream of torch's, or nothing."""
 
 
 class Kernel:
@@ -79,24 +89,35 @@ class Kernel:
             _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
             _ask(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
             # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the launch.
-            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most_shared(device)), name)
+            declared = ctypes.c_int()
+            _ask(driver.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED_SHARED, self._function), name)
+            most = _all_shared(device) - declared.value
+            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most), name)
         self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> None:
         """Launch on torch's current stream."""
+        self.bound(grid, threads, shared, **fields)()
+
+    def bound(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> Launch:
+        """A launch that can be made again and again, as long as its tensors live: on the stream given or torch's current."""
         across, down, deep = (*grid, 1, 1)[:3]
-        if not across * down * deep:
-            return
-        attribute = _Attribute(_PROGRAMMATIC, 0, 1)
-        config = _Config(
-            across, down, deep, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream,
-            ctypes.pointer(attribute), int(self._dependent),
-        )  # fmt: skip
         structure = filled(self._parameters, fields)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
-        with torch.cuda.device(self.device):
-            _enter_context(self.device)
-            _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
+        attribute = _Attribute(_PROGRAMMATIC, 0, 1)
+        config = _Config(
+            across, down, deep, threads, 1, 1, shared, None, ctypes.pointer(attribute), int(self._dependent)
+        )  # fmt: skip
+
+        def launch(stream: Any = None, _kept: Any = structure) -> None:
+            if not across * down * deep:
+                return
+            config.stream = (stream or torch.cuda.current_stream(self.device)).cuda_stream
+            with nullcontext() if torch.cuda.current_device() == self.device else torch.cuda.device(self.device):
+                _enter_context(self.device)
+                _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
+
+        return launch
 
     def blocks_per_multiprocessor(self, threads: int, shared: int = 0) -> int:
         """How many blocks of so many threads run on a multiprocessor at a time."""

@@ -43,6 +43,7 @@ class Decoder(BaseDecoder):
 
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
+    several = (0.25, 0.15)
     pooled = True
     ahead = 0
 
@@ -101,11 +102,12 @@ class Decoder(BaseDecoder):
     ) -> torch.Tensor:
         """In one pass over the weights; but AVX2 and plain code unpack them for each precision."""
         some = self._arranged(ids, cache, sequences, bits)
-        wanted, count = some.bits or [self.description.precisions()] * len(some.ids), len(some.ids)
-        logits = torch.empty(count, self.vocabulary)
-        with cache._lock, self._restoring(cache, some.sequences, 1, wanted):
-            natives = [cache.natives[sequence] for sequence in some.sequences]
-            if self._native.step(np.array(some.ids), natives, [1] * count, wanted, list(range(count)), logits.numpy()):
+        counts, count = some.counts, len(some.ids)
+        of_each = dict(zip(some.sequences, some.bits or [self.description.precisions()] * count, strict=True))
+        wanted, logits = list(of_each.values()), torch.empty(count, self.vocabulary)
+        with cache._lock, self._restoring(cache, list(counts), max(counts.values()), wanted):
+            natives, those = [cache.natives[sequence] for sequence in counts], list(range(count))
+            if self._native.step(np.array(some.ids), natives, list(counts.values()), wanted, those, logits.numpy()):
                 raise cannot_hold(cache.precision)
         return logits if some.at == list(range(count)) else logits[some.at]
 

@@ -1,16 +1,18 @@
 """What the loop asks of a decoder, and what `decode.Decoder`, on a CPU, and `gpu.GpuDecoder` do alike.
 
 A decoder reads tokens into a cache of some sequences and returns logits. A chunk of one sequence is read by
-`forward`, one token of each of several by `step`, every token at its own precision: `bits` is one byte of
-mantissa bits per matrix, in decoder order (`description`). What a step computes for a sequence depends on that
+`forward`, a token or a few of each of several by `step`, every token at its own precision: `bits` is one byte
+of mantissa bits per matrix, in decoder order (`description`). What a step computes for a sequence depends on that
 sequence alone, to the last bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,7 +25,7 @@ from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 @dataclass(eq=False)
 class Arranged:
-    """One token of each of some sequences, in the order in which they are computed."""
+    """Tokens of some sequences, in the order in which they are computed; those of a sequence stand together."""
 
     ids: list[int]
     sequences: list[int]
@@ -32,6 +34,11 @@ class Arranged:
     at: list[int]
     """Where the caller's tokens are."""
     cache: Any
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many tokens each sequence has, in their order."""
+        return Counter(self.sequences)
 
 
 class BaseDecoder(ABC):
@@ -45,6 +52,8 @@ class BaseDecoder(ABC):
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
+    several: ClassVar[tuple[float, float]]
+    """What a step with several tokens costs more than one with one, and what each further one does, as shares of the latter."""
     ahead: ClassVar[int]
     """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells how."""
 
@@ -87,7 +96,8 @@ class BaseDecoder(ABC):
     ) -> torch.Tensor:
         """Read one token of each of some sequences, by default of all: float32 logits [tokens, vocabulary], as `forward`.
 
-        `bits` are those of each token; tokens of one precision share a pass over the weights.
+        A sequence that is named several times in a row has so many tokens, at one precision. `bits` are those of each token;
+        tokens of one precision share a pass over the weights.
         """
 
     def _checked(self, ids: Sequence[int], cache: Any, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
@@ -113,13 +123,16 @@ class BaseDecoder(ABC):
         """Tokens of one precision as neighbours."""
         those = list(range(cache.sequences)) if sequences is None else list(sequences)
         tokens = self._checked(ids, cache, those, bits or ())
-        if len(those) != len(tokens) or len(set(those)) != len(those) or len(tokens) > self.max_sequences:
+        runs = [one for one, _ in groupby(those)]
+        if len(those) != len(tokens) or len(set(runs)) != len(runs) or len(tokens) > self.max_sequences:
             told = f"{len(tokens)} tokens for {len(those)} sequences"
-            raise OtaroError(f"{told}: a step takes one of each, and {self.max_sequences} at most")
+            raise OtaroError(f"{told}: a step takes those of each one after the other, and {self.max_sequences} at most")
         if bits is None:
             return Arranged(tokens, those, None, list(range(len(tokens))), cache)
         if len(bits) != len(tokens):
             raise OtaroError(f"precisions of {len(bits)} tokens were given for {len(tokens)}")
+        if len(set(zip(those, bits, strict=True))) != len(runs):
+            raise OtaroError("the tokens of a sequence are read at one precision in a step")
         order = sorted(range(len(tokens)), key=bits.__getitem__)
         at = sorted(range(len(tokens)), key=order.__getitem__)
         return Arranged([tokens[i] for i in order], [those[i] for i in order], [bits[i] for i in order], at, cache)

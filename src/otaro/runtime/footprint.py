@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from otaro.file.fits import Fit
 from otaro.file.header import BASE, shard_name
 from otaro.runtime.modules import SefpEmbedding, SefpExperts
 from otaro.runtime.precision import attachment
 from otaro.sefp.precision import FINEST, Precision
 
 
-def weight_bytes_per_token(model: Any, precision: Precision) -> int:
+def weight_bytes_per_token(model: Any, precision: Precision | Fit) -> int:
     """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up in."""
     attached = attachment(model)
-    schema = attached.nested.schema
-    entries = [schema.packed_entries(plane) for plane in range(BASE, precision.mantissa_bits + 1)]
-    sizes: dict[str, int] = {}
-    text = {*model.get_decoder().modules(), model.get_output_embeddings()}  # and no tower of another sense
-    for module in attached.modules.values():
-        name = module.packed.name
-        if isinstance(module, SefpEmbedding) or module not in text:
-            continue  # reads a row, or nothing
+    schema, shares = attached.nested.schema, read_shares(model)
+    packed = {module.packed.name: module.packed for module in attached.modules.values()}
+    entries = {plane: schema.packed_entries(plane) for plane in range(BASE, FINEST + 1)}
+    total = 0
+    for name, share in shares.items():
+        bits = (precision.precisions[name] if isinstance(precision, Fit) else precision).mantissa_bits
         # Scales as they lie in memory: a byte each.
-        size = module.packed.scales.nbytes + sum(prod(plane[name][1]) for plane in entries)
-        if isinstance(module, SefpExperts):
-            size = size * model.config.num_experts_per_tok // module.packed.shape[0]
-        sizes[name] = size  # by name: what is shared is read once
+        size = packed[name].scales.nbytes + sum(prod(entries[plane][name][1]) for plane in range(BASE, bits + 1))
+        total += int(size * share)
+    text = _text_modules(model)
     plain: set[torch.Tensor] = {
         p for m in text for p in m.parameters(recurse=False) if p.dim() > 1 and not isinstance(m, torch.nn.Embedding)
     }
-    return sum(sizes.values()) + sum(matrix.nbytes for matrix in plain)
+    return total + sum(matrix.nbytes for matrix in plain)
+
+
+def read_shares(model: Any) -> dict[str, Fraction]:
+    """The share of every packed tensor that computing one token reads: of an embedding a row, which is nothing."""
+    shares, text = dict[str, Fraction](), _text_modules(model)
+    for module in attachment(model).modules.values():
+        share = Fraction(0 if isinstance(module, SefpEmbedding) or module not in text else 1)
+        if isinstance(module, SefpExperts):
+            share *= Fraction(model.config.num_experts_per_tok, module.packed.shape[0])
+        name = module.packed.name
+        shares[name] = max(share, shares.get(name, share))  # what is shared is read once
+    return shares
+
+
+def _text_modules(model: Any) -> set[Any]:
+    """Those that read text, and no tower of another sense."""
+    return {*model.get_decoder().modules(), model.get_output_embeddings()}
 
 
 def resident_planes(model: Any) -> dict[int, int] | None:

@@ -12,6 +12,7 @@ On both ways the precision may change while tokens are produced:
     model.generate(ids, precision="E5M4")                          # all of it at E5M4
     model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder only)
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
+    model.generate(ids, precision="E5M8", draft="E5M3")            # what E5M8 says, drafted at E5M3 (decoder only)
 
 and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step
 begins; reading the prompt is one step. From its first phase on a generation minds only its own precisions, and it sets none
@@ -38,6 +39,7 @@ from otaro.errors import OtaroError, PositionsWarning
 from otaro.runtime import obstacles
 from otaro.runtime.architectures import positions_of
 from otaro.runtime.caches import DecoderCache
+from otaro.runtime.draft import Draft
 from otaro.runtime.modules import bits_of, own_bits
 from otaro.runtime.obstacles import Obstacle, tokens_at_most, warn_of_positions, warn_slow
 from otaro.runtime.phases import Phases, described, steps_and_rows
@@ -107,6 +109,7 @@ class Generates:
         schedule: Mapping[int, PrecisionLike] | None = None,
         precision: PrecisionLike | Sequence[PrecisionLike] | None = None,
         kv: str | Precision | None = None,
+        draft: str | Precision | Draft | None = None,
         report: Generation | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -116,7 +119,7 @@ class Generates:
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
             raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
-        call = Call(phases, None if kv is None else Precision(kv), rows, report or Generation())
+        call = Call(phases, None if kv is None else Precision(kv), rows, report or Generation(), Draft.of(draft))
         if cache is not None and not isinstance(cache, DecoderCache):
             call.obstacle = Obstacle(f"the cache given is a {type(cache).__name__}")
         elif kwargs.get("position_ids") is not None:
@@ -153,7 +156,7 @@ class Generates:
             return batch.run()
 
     def _no_call(self, obstacle: Obstacle | None = None) -> Call:
-        return Call(Phases(attachment(self), {}), None, None, Generation(), obstacle)
+        return Call(Phases(attachment(self), {}), None, None, Generation(), None, obstacle)
 
     def _beam_search(
         self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
@@ -164,8 +167,9 @@ class Generates:
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         call = _call.get() or self._no_call()
-        if call.phases or call.kv or call.rows:
-            raise OtaroError("prefill, decode, schedule, precision and kv do not go together with assisted generation")
+        if call.phases or call.kv or call.rows or call.draft:
+            told = "prefill, decode, schedule, precision, kv and draft"
+            raise OtaroError(f"{told} do not go together with assisted generation")
         self.generation = call.report
         call.report.reason = "it is assisted by another model"
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
@@ -177,6 +181,8 @@ class Generates:
         call, reason = _call.get() or self._no_call(), obstacle.reason
         if call.kv:
             raise OtaroError(f"kv={call.kv} needs the decoder, which does not serve here: {reason}")
+        if call.draft is not None:
+            raise OtaroError(f"draft={call.draft} needs the decoder, which does not serve here: {reason}")
         if call.rows is not None:
             raise OtaroError(f"a precision for each row needs the decoder, which does not serve here: {reason}")
         if isinstance(options.get("past_key_values"), DecoderCache):

@@ -40,7 +40,7 @@ from otaro.runtime.caches import GROWTH, GpuCache
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
-from otaro.runtime.gpu_prompt import CHUNK, PromptSteps
+from otaro.runtime.gpu_prompt import CHUNK, CudaPromptSteps, Launches, PromptSteps
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -71,6 +71,7 @@ class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
+    several = (0.0, 0.05)
     ahead = 1
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
@@ -88,6 +89,8 @@ class GpuDecoder(BaseDecoder):
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = description.device.type == "cuda" and isinstance(self.steps, CudaSteps)
+        self._decoding: Launches = {}
+        self._routed = any(layer.experts is not None for layer in description.layers)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
         self._step = 0
@@ -174,7 +177,7 @@ class GpuDecoder(BaseDecoder):
     ) -> torch.Tensor:
         """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
-        positions = [cache.lengths[sequence] for sequence in going.sequences]
+        positions = [cache.lengths[sequence] + at for sequence, count in going.counts.items() for at in range(count)]
         self._set(going.ids, positions, going.sequences)
         logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
         cache.check()
@@ -188,6 +191,8 @@ class GpuDecoder(BaseDecoder):
     ) -> object:
         """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
+        if len(going.counts) != len(going.ids):
+            raise OtaroError("what goes on by itself goes on from one token of each sequence")
         self._set(going.ids, [cache.lengths[sequence] for sequence in going.sequences], going.sequences)
         self._going = going
         return going
@@ -240,7 +245,7 @@ class GpuDecoder(BaseDecoder):
         self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
     ) -> Arranged:
         some = super()._arranged(ids, cache, sequences, bits)
-        self.reserve(cache, max(cache.lengths[sequence] for sequence in some.sequences) + 1)
+        self.reserve(cache, max(cache.lengths[sequence] + count for sequence, count in some.counts.items()))
         return some
 
     def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
@@ -290,9 +295,13 @@ class GpuDecoder(BaseDecoder):
         """A chunk of a prompt; logits come from the step's own product."""
         self._enter_stream()
         device, past, count = self.description.device, cache.lengths[sequence], len(ids)
-        positions = torch.arange(past, past + count, device=device)
-        tokens = Tokens(torch.tensor(ids, device=device), positions, torch.full_like(positions, sequence))
-        steps = PromptSteps(device, self.description.dtype, sequence, past)
+        positions = torch.arange(past, past + count, dtype=torch.int32, device=device)
+        ids_there = torch.tensor(ids, dtype=torch.int32, device=device)
+        tokens = Tokens(ids_there, positions, torch.full_like(positions, sequence))
+        dtype = self.description.dtype
+        steps: Steps = PromptSteps(device, dtype, sequence, past)
+        if self._on_gpu and dtype != torch.float32 and not self._routed:
+            steps = CudaPromptSteps(device, dtype, sequence, past, self._decoding)
         layers = Layers(self.description, steps, count)
         layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":

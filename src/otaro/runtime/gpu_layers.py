@@ -63,11 +63,9 @@ class Layers:
         self.delta = self._new(hidden, first.output)
         """What the last layer has still to add to x."""
         sizes = (of_queries, of_keys, of_keys)
-        if first.key is None:
-            self._projected = [self._new(sum(sizes), first.query)]
-            self._vectors = list(self._projected[0].split(sizes, 1))
-        else:
-            self._projected = self._vectors = [self._new(size, first.query) for size in sizes]
+        all_three = self._new(sum(sizes), first.query)
+        self._vectors = list(all_three.split(sizes, 1))
+        self._projected = [all_three] if first.key is None else self._vectors
         self._hidden = steps.activations(tokens, hidden, first.query.group_size)
         self._attended = steps.activations(tokens, of_queries, first.output.group_size)
         self._gated: dict[tuple[int, int], _Gated] = {}

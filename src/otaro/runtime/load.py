@@ -12,13 +12,14 @@ import torch
 
 from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning, brief
 from otaro.file.checkpoint import BUILTIN, resolve_nested
+from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
 from otaro.runtime import hf  # noqa: F401 (registers the plug-in)
 from otaro.runtime.precision import PrecisionLike, set_precision
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import Precision, of_mantissa_bits
 
 
 def load(
@@ -35,7 +36,8 @@ def load(
 
     Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest that the
     directory, or the repository on the Hub, has. `revision`, `token` and `cache_dir` are those of transformers.
-    It may be a mapping as `set_precision` takes it; the pattern "*" then says what other modules run at.
+    It may be a mapping as `set_precision` takes it; the pattern "*" then says what other modules run at. `fit:90MB` is a
+    fit that `otaro fit` made for the directory.
     `dtype` is the type of activations: float32 on the CPU unless said otherwise, elsewhere the checkpoint's own.
 
     >>> model = otaro.load("my-model-sefp", "E5M4")                          # doctest: +SKIP
@@ -44,15 +46,21 @@ def load(
 
     check_device(device)
     _warn_of_slowness(torch.device(device))
-    by_pattern = {"*": precision} if isinstance(precision, str | Precision) else dict(precision or {})
-    named = [Precision(value) for value in by_pattern.values()]
+    by_pattern = {"*": precision} if isinstance(precision, str | Precision | Fit) else dict(precision or {})
     if str(model) == BUILTIN:
         raise FormatError("the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR")
-    path = resolve_nested(model, max(named) if "*" in by_pattern else None, Hub(revision, token, cache_dir))
+    hub = Hub(revision, token, cache_dir)
+    found = {pattern: _known(one, model, hub) for pattern, one in by_pattern.items()}
+    named = [finest_of(one) for one in found.values()]
+    path = resolve_nested(model, max(named) if "*" in found else None, hub)
     nested = NestedDirectory(path)  # says what is wrong before transformers gets to see the directory
     nested.require(max(named, default=nested.finest))
     config = _read_config(path)
-    others = by_pattern.pop("*", None)
+    others = found.get("*")
+    if isinstance(others, Precision):
+        del found["*"]
+    elif others is not None:
+        others = of_mantissa_bits(BASE)  # of no module once the fit is set
     config.quantization_config = {**config.quantization_config, "precision": others and str(others)}
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else (config.dtype or torch.float16)
@@ -64,9 +72,16 @@ def load(
         raise
     except Exception as error:  # the shards were checked, so it is the config that transformers stumbles over
         raise FormatError(f"{path}: transformers cannot build what config.json describes: {brief(error)}") from error
-    if by_pattern:
-        set_precision(loaded, by_pattern)
+    if found:
+        set_precision(loaded, found)
     return loaded
+
+
+def _known(precision: str | Precision | Fit, model: str | os.PathLike[str], hub: Hub) -> Precision | Fit:
+    """A precision by its name; for a fit, the file that has it and the base shard are fetched if need be."""
+    if is_fit(precision):
+        return known(NestedDirectory(resolve_nested(model, of_mantissa_bits(BASE), hub)), precision)
+    return precision if isinstance(precision, Fit) else Precision(precision)
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -7,6 +7,8 @@ is the loop of one call of `generate`, whose rows go on in step. They say what f
 What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token whatever else is in the
 step, and chunks end at the same positions whoever is there.
 
+Where a sequence has a draft (`draft`), a step may read several tokens of it: those that turn out to be right stay.
+
 A GPU finds the argmax by itself. Where that is all that is asked for, it begins a step before the host knows the
 last one's token (`Ahead`). What was begun counts only if nothing has changed when its turn comes: a sequence that ends or
 joins, or another precision, and it is dropped, so going ahead makes no difference to what is said.
@@ -25,6 +27,8 @@ import torch
 from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder
+from otaro.runtime.draft import Drafter, propose
+from otaro.runtime.sample import Proposal, Sampler, argmax
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 
@@ -50,9 +54,18 @@ class Row:
     """New tokens at most."""
     argmax: bool
     """Whether the largest logit decides, and nobody wants to see logits."""
+    sampler: Sampler
+    drafter: Drafter | None = None
+    proposal: Proposal | None = None
+    """What a draft says of the choice at hand."""
     slot: Slot | None = None
     ran_at: bytes = b""
     """Mantissa bits of its last step."""
+
+    def judge(self, token: int) -> None:
+        """Tell its draft what follows in fact."""
+        if self.proposal is not None and self.drafter is not None:
+            self.drafter.judged(token == self.proposal.token, self.proposal.sure)
 
     @property
     def new(self) -> int:
@@ -95,7 +108,10 @@ class Loop(ABC):
         """Read prompts, a chunk at most, then one token of each that goes on; False where nothing is left to do."""
         self._read_prompts()
         if ready := [one for one in self._running if one.new]:
-            self._decode(ready)
+            if any(one.drafter for one in ready):
+                self._decode_drafted(ready)
+            else:
+                self._decode(ready)
         return bool(self._running)
 
     @abstractmethod
@@ -171,6 +187,56 @@ class Loop(ABC):
             self.take(some, tokens)
         else:
             self.choose(some, logits)
+
+    def _decode_drafted(self, some: list[Any]) -> None:
+        """As many tokens of each as its draft was right about, and one."""
+        bits = self.bits(some)
+        self._drop()
+        drafts = propose(self.decoder, self.cache, some, bits)
+        if not drafts:
+            return self._decode(some)
+        left = list(zip(some, bits, strict=True))
+        while left:
+            room, few = self.decoder.max_sequences, list[tuple[Any, bytes]]()
+            while left and (count := 1 + len(drafts.get(left[0][0], ()))) <= room:
+                few.append(left.pop(0))
+                room -= count
+            self._judge(few, drafts)
+
+    def _judge(self, some: list[tuple[Any, bytes]], drafts: dict[Any, list[Proposal]]) -> None:
+        """Read these with their drafts in one step."""
+        read = [(one, bits, [one.ids[-1], *(each.token for each in drafts.get(one, ()))]) for one, bits in some]
+        numbers = [one.slot.number for one, _, ids in read for _ in ids]
+        try:
+            every = [bits for _, bits, ids in read for _ in ids]
+            logits = self.decoder.step([token for _, _, ids in read for token in ids], self.cache, numbers, every)
+        except Exception:  # by a token, perhaps, that nobody would have said
+            return self._decode([one for one, _ in some], ahead=False)
+        start = 0
+        for one, bits, ids in read:
+            self._accept(one, bits, ids, drafts.get(one, []), logits[start : start + len(ids)])
+            start += len(ids)
+
+    def _accept(self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor) -> None:
+        """Say what follows each of these tokens, as long as it is the next of them."""
+        one.ran_at = bits
+        if draft:
+            one.drafter.begin(len(draft))
+        chosen = argmax(logits) if one.argmax and self._ahead is not None else None  # a GPU is waited for once
+        for number, token in enumerate(ids):
+            one.slot.tokens.append(token)
+            one.slot.how.append(bits)
+            one.proposal = draft[number] if number < len(draft) else None
+            if chosen is None:
+                self.choose([one], logits[number : number + 1])
+            else:
+                self.take([one], chosen[number : number + 1])
+            if number == len(draft) or one.ids[-1] != draft[number].token:
+                break
+            if one not in self._running or self.bits([one]) != [bits]:  # it has ended, or somebody has switched
+                break
+        one.proposal = None
+        self.cache.crop(len(one.slot.tokens), one.slot.number)
 
     def _go_on(self, some: list[Any]) -> bool:
         """Whether these, and no others, will go on after the step that begins now."""

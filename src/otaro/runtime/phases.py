@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from otaro.errors import PrecisionError
+from otaro.file.fits import Fit
 from otaro.runtime.modules import SefpModule, bits_of
 from otaro.runtime.precision import Attachment, PrecisionLike, chosen_bits
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
@@ -34,6 +35,11 @@ class Phases:
 
     def __contains__(self, step: int) -> bool:
         return step in self._steps
+
+    def all_bits(self, before: bytes) -> list[bytes]:
+        """Those of every phase, and of what is `before` the first, each as far as it sets them."""
+        phases = [bytes(bits for module, bits in one.items() if module in self.modules) for one in self._steps.values()]
+        return phases if 0 in self._steps else [before, *phases]
 
     def switch(self, precision: PrecisionLike) -> None:
         """Run at this from the next step on, whatever was to come; refused here and now if it cannot be."""
@@ -84,7 +90,7 @@ def steps_and_rows(
         raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
     if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision):
         return dict(cast(Mapping[int, PrecisionLike], precision)), None
-    if isinstance(precision, str | Precision | Mapping):
+    if isinstance(precision, str | Precision | Fit | Mapping):
         return {0: cast(PrecisionLike, precision)}, None
     if not isinstance(precision, Iterable):
         raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import PrecisionError
+from otaro.file.fits import Fit, is_fit, known
 from otaro.file.header import BASE
 from otaro.file.io import NestedDirectory
 from otaro.kernels import cpu
 from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
-PrecisionLike = str | Precision | Mapping[str, str | Precision]
+PrecisionLike = str | Precision | Fit | Mapping[str, str | Precision | Fit]
+"""One for all modules: a precision, or the name of a fit (`fit:90MB`); or a mapping from patterns to either."""
 
 
 @dataclass
@@ -72,11 +74,13 @@ def set_precision(model: Any, precision: PrecisionLike) -> None:
 
     >>> set_precision(model, "E5M5")                                         # doctest: +SKIP
     >>> set_precision(model, {"*": "E5M3", "*.self_attn.*": "E5M5", "lm_head": "E5M8"})   # doctest: +SKIP
+    >>> set_precision(model, "fit:90MB")                                     # doctest: +SKIP
 
-    A precision whose shard is not in the directory is refused and nothing changes; add the file and ask again.
+    The last is a fit that `otaro fit` made: every module at a precision of its own. A precision whose shard is not in the
+    directory is refused and nothing changes; add the file and ask again.
     """
     attached = attachment(model)
-    if isinstance(precision, Mapping):
+    if isinstance(precision, Mapping | Fit) or is_fit(precision):
         _apply(attached.nested, chosen_bits(attached, precision))
         return
     chosen = Precision(precision)
@@ -162,7 +166,10 @@ def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModu
         matched = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         if not matched:
             raise PrecisionError(f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}")
-        bits |= dict.fromkeys(matched, Precision(one).mantissa_bits)
+        chosen = known(attached.nested, one)
+        for module in matched:
+            its = chosen.precisions[module.packed.name] if isinstance(chosen, Fit) else chosen
+            bits[module] = its.mantissa_bits
     return bits
 
 

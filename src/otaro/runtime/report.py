@@ -27,6 +27,10 @@ class Generation:
     decode_seconds: float = 0.0
     precisions: list[str] = field(default_factory=list)
     """Those that steps ran at, in order; rows that differ are set apart by slashes."""
+    drafted: list[int] = field(default_factory=list)
+    """How often a draft had a first token, a second, and so on,"""
+    accepted: list[int] = field(default_factory=list)
+    """and how often it was right up to there."""
     cache_bytes: int | None = None
     """Memory of keys and values; unknown where transformers keeps them."""
 

@@ -11,13 +11,15 @@ from typing import Any, TypedDict
 import torch
 
 from otaro.errors import OtaroError
+from otaro.runtime.draft import Draft
 from otaro.runtime.loop import Row, Slot
 from otaro.runtime.phases import Phases, described
 from otaro.runtime.pieces import Pieces
 from otaro.runtime.precision import PrecisionLike
-from otaro.runtime.sample import Sampler, Sampling
+from otaro.runtime.sample import Sampling
 from otaro.runtime.session import chat_tokens
 from otaro.runtime.stream import Stream, Token
+from otaro.sefp.precision import Precision
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, tokens, or messages for the model's chat template."""
@@ -30,6 +32,7 @@ class Options(TypedDict, total=False):
     prefill: PrecisionLike | None
     decode: PrecisionLike | None
     max_new_tokens: int | None
+    draft: str | Precision | Draft | None
     sampling: Sampling | None
     stop: str | int | Sequence[str | int]
     ignore_eos: bool
@@ -46,7 +49,6 @@ class Request(Row):
 
     stream: Stream
     phases: Phases
-    sampler: Sampler
     pieces: Pieces | None
     """None where nobody wants text."""
     ends: frozenset[int]
@@ -80,7 +82,7 @@ class Request(Row):
             raise OtaroError("the model's logits are not finite; its weights are damaged, or too large for float32")
         token = argmax
         if not self.sampler.argmax:
-            token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits)[0]
+            token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits, self.proposal)[0]
         return self.take(token, *_logprobs(token, logits[0], self.logprobs, self.watched))
 
     def take(self, token: int, *logprobs: Any) -> str | None:
@@ -91,6 +93,7 @@ class Request(Row):
             self.told, told = self.ran_at, self.stream.figures.precisions
             if told[-1:] != [described(self.told)]:
                 told.append(described(self.told))
+        self.judge(token)
         self.ids.append(token)
         reason, piece = None, ""
         if token in self.ends:

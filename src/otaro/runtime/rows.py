@@ -18,6 +18,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.architectures import packed_modules, positions_of
 from otaro.runtime.caches import DecoderCache
+from otaro.runtime.draft import Draft, Drafter
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.loop import Chunks, Loop, Row, Slot
 from otaro.runtime.modules import bits_of
@@ -120,6 +121,7 @@ class Call:
     rows: Sequence[PrecisionLike] | None
     """A precision for each row."""
     report: Generation
+    draft: Draft | None = None
     obstacle: Obstacle | None = None
     """In the arguments."""
 
@@ -169,8 +171,14 @@ class Batch(Loop):
                     f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
                     "included, and one more at least"
                 )
-            slot = Slot(number, prompt[:length])
-            self._running.append(Row(ids=prompt, prompt=len(prompt), limit=new, argmax=device_chooses, slot=slot))
+            row = Row(ids=prompt, prompt=len(prompt), limit=new, argmax=device_chooses, sampler=self._sampler)
+            row.slot = Slot(number, prompt[:length])
+            self._running.append(row)
+        if call.draft is not None:
+            if len(prompts) > 1:
+                raise OtaroError("a draft serves one row; an otaro.Engine has one for each of several requests")
+            judges = self._row_bits or call.phases.all_bits(bits_of(self._modules, self._nested))
+            row.drafter = Drafter(call.draft, judges, call.report)
         if isinstance(decoder, GpuDecoder):
             decoder.reserve(cache, capacity)
         self._rows: list[Any] = self._running
@@ -213,7 +221,7 @@ class Batch(Loop):
 
     def choose(self, some: list[Any], logits: torch.Tensor) -> None:
         """All rows at once."""
-        tokens = argmax(logits) if self._sampler.argmax else self._sampler.choose(self._tokens.ids, logits)
+        tokens = argmax(logits) if self._sampler.argmax else self._sampler.choose(self._tokens.ids, logits, some[0].proposal)
         if self._scores is not None:
             self._scores.append(self._sampler.scores)
         if self._logits is not None:
@@ -236,6 +244,7 @@ class Batch(Loop):
             tokens = every
         self._tokens.append(self._stop.padded(tokens))
         for row in some:
+            row.judge(tokens[row.slot.number])
             row.ids.append(tokens[row.slot.number])
         if self._streamer is not None:
             self._streamer.put(torch.tensor(self._tokens.last))

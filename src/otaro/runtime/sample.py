@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,6 +85,23 @@ class Sampling:
         return Sampler(processors, do_sample=True, generator=generator)
 
 
+class Proposal(NamedTuple):
+    """A token that a draft says may follow."""
+
+    token: int
+    tokens: Array | None = None
+    """Those that it may have drawn (None: the whole vocabulary, in order),"""
+    chances: Array | None = None
+    """and their probabilities up to a factor; None: it would always have said this one."""
+    sure: bool = True
+
+    def dense(self, vocabulary: int) -> Array:
+        """The probability of every token."""
+        if self.chances is None:
+            return _dense(np.array([self.token]), np.ones(1), vocabulary)
+        return _dense(self.tokens, self.chances, vocabulary)
+
+
 class Sampler:
     """Greedy, or drawing from what temperature, top-k, top-p, min-p and other processors leave."""
 
@@ -103,6 +120,9 @@ class Sampler:
         # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean something else.
         at = next((number for number, kind in enumerate(kinds) if kind in order), len(kinds))
         self._first, self._warpers = (LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:]))
+        stateless = {RepetitionPenaltyLogitsProcessor, *order}
+        self._askable = stateless.issuperset(kinds)
+        """Whether it makes no difference how often processors are asked."""
         self.known = not exact_scores and kinds[at:] == [kind for kind in order if kind in kinds]
         for warper in self._warpers if self.known else ():
             self.known &= getattr(warper, "min_tokens_to_keep", 1) == 1
@@ -120,29 +140,48 @@ class Sampler:
         """Whether logits alone decide, by their largest."""
         return self.known and not self.do_sample and not self.processors
 
-    def choose(self, ids: torch.Tensor, logits: torch.Tensor) -> list[int]:
+    def choose(self, ids: torch.Tensor, logits: torch.Tensor, proposal: Proposal | None = None) -> list[int]:
         """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
 
         There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
-        same again whatever else draws.
+        same again whatever else draws. A `proposal`, for one row, is kept as often as its token is to be drawn.
         """
         if self.known:
             scores = self._first(ids, logits.clone()) if self._first else logits
-            return [self._drawn(ids, one) for one in scores.cpu()] if self.do_sample else argmax(scores)
-        self.scores = self.processors(ids, logits.clone())
+        else:
+            scores = self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
-            return argmax(self.scores)
-        return [_drawn(row, self.generator) for row in self.scores.softmax(-1).double().cpu().numpy()]
+            return argmax(scores)
+        if self.known:
+            left = [self._left(ids, one) for one in scores.cpu()]
+        else:
+            left = [(None, one) for one in scores.softmax(-1).double().cpu().numpy()]
+        return [self._one_of(tokens, chances, scores.shape[1], proposal) for tokens, chances in left]
 
-    def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def proposed(self, ids: list[int], logits: torch.Tensor, largest: int) -> Proposal:
+        """What a draft says after `ids`, given its logits [vocabulary] and where they are largest."""
+        if self.argmax or not self._askable:
+            return Proposal(largest)
+        rows = torch.tensor([ids], device=logits.device)
+        if not self.do_sample:
+            return Proposal(argmax(self.processors(rows, logits.clone().unsqueeze(0)))[0])
+        tokens, chances = self.distribution(rows, logits)
+        return Proposal(self._one_of(tokens, chances, len(logits)), tokens, chances)
+
+    def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[Array | None, Array]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
         if not self.known:
-            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0)
-        tokens, chances = self._left(ids, self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits)
-        return None if tokens is None else torch.from_numpy(tokens), torch.from_numpy(chances)
+            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0).double().cpu().numpy()
+        return self._left(ids, (self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits).cpu())
 
-    def _drawn(self, ids: torch.Tensor, scores: torch.Tensor) -> int:
-        tokens, chances = self._left(ids, scores)
+    def _one_of(self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None) -> int:
+        """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
+        if proposal is not None:
+            p, q = _dense(tokens, chances, vocabulary), proposal.dense(vocabulary)
+            if _uniform(self.generator) * q[proposal.token] < p[proposal.token]:
+                return proposal.token
+            rest = (p - q).clip(min=0)
+            return _drawn(rest, self.generator) if rest.any() else proposal.token
         at = _drawn(chances, self.generator)
         return at if tokens is None else int(tokens[at])
 
@@ -220,8 +259,19 @@ def _likeliest(values: Array, count: int) -> Array:
     return found[np.argsort(-values[found], kind="stable")]
 
 
+def _dense(tokens: Array | None, chances: Array, vocabulary: int) -> Array:
+    """The probability of every token."""
+    every = np.zeros(vocabulary)
+    every[slice(None) if tokens is None else tokens] = chances / chances.sum()
+    return every
+
+
+def _uniform(generator: torch.Generator | None) -> float:
+    return float(torch.rand(1, dtype=torch.float64, generator=generator))
+
+
 def _drawn(chances: Array, generator: torch.Generator | None = None) -> int:
     """An index, drawn with these probabilities, which need not add up to one."""
     sums = chances.cumsum()
-    drawn = float(torch.rand(1, dtype=torch.float64, generator=generator)) * sums[-1]
+    drawn = _uniform(generator) * sums[-1]
     return min(int(sums.searchsorted(drawn, side="right")), len(sums) - 1)

@@ -19,6 +19,7 @@ import torch
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.architectures import packed_modules, positions_of, rope_limit
+from otaro.runtime.draft import Draft, Drafter
 from otaro.runtime.load import load_tokenizer
 from otaro.runtime.loop import Chunks, Loop
 from otaro.runtime.modules import bits_of
@@ -110,6 +111,7 @@ class Scheduler(Loop):
         prefill: PrecisionLike | None = None,
         decode: PrecisionLike | None = None,
         max_new_tokens: int | None = None,
+        draft: str | Precision | Draft | None = None,
         sampling: Sampling | None = None,
         stop: str | int | Sequence[str | int] = (),
         ignore_eos: bool = False,
@@ -141,7 +143,10 @@ class Scheduler(Loop):
         phases = Phases(self._attached, steps, self._modules)
         stream, now = Stream(phases.switch, self.wake, None if by_thread else self.step), time.perf_counter()
         stream.figures.prompt_tokens = len(ids)
-        sampler = (sampling or Sampling()).sampler()
+        sampler, wanted, drafter = (sampling or Sampling()).sampler(), Draft.of(draft), None
+        if wanted is not None:
+            judges = phases.all_bits(bits_of(self._modules, self._attached.nested))
+            drafter = Drafter(wanted, judges, stream.figures)
         request = Request(
             stream=stream,
             ids=ids,
@@ -150,6 +155,7 @@ class Scheduler(Loop):
             phases=phases,
             argmax=logprobs is None and not watched and sampler.argmax,
             sampler=sampler,
+            drafter=drafter,
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
             ends=frozenset(ends if ignore_eos else ends | self._end_of_text),
             logprobs=logprobs,

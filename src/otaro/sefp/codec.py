@@ -7,7 +7,7 @@ bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
 
 What a code means is the *reconstruction*:
 
-  midpoint   code = min(floor(w / step(8)) + 16, 255)                                (ours, the default)
+  midpoint   code = floor(w / step(8)) + 16, on borders see below                    (ours, the default)
              value = (code_m + 1/2) * step(m) - step(3)/2
              Every code stands for the middle of its interval, which halves the error. The shift by 16 steps, which is
              step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their zero: the coarsest
@@ -33,15 +33,19 @@ By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
   codes at m = 8    floor + 16         = [-237, 110, 9]       values ((c + .5)/256 - 1/16) s = [.801, -.3, .0206]
   codes at m = 3    >> 5               = [-8, 3, 0]           values  c s / 8                = [.8125, -.3047, 0]
 
-Zeros. An exact zero lies between two cells at every precision but E5M3. Were it always put into the one above, a model with
-many zeros would be moved as a whole. So it goes above or below by its place in the group: below where that number, counted
-from 0, has an odd number of ones in binary.
+Borders. A weight n step(8), n an integer, lies exactly between two cells of `midpoint`. Zeros do, and so do all weights of a
+model that was on a coarser grid before. Were they always put into the cell above, that model would be moved as a whole. So
+they go above or below by their place in the group: to code n - 1 + 16 where that number, counted from 0, has an odd number
+of ones in binary, else to n + 16. The ends of the grid belong to their only cell. One cell of E5M8 further down is another
+code of a coarser precision only where its border is there too. So a weight is treated alike at each precision whose border
+it is on, and middles of cells, which are on borders of finer precisions only, keep their codes when they are encoded again.
 
-Exactness. Every implementation must find the same codes. With n an integer, |n| <= 272, the border n step(8) of a cell has at
-most 13 significant bits, so a float32 weight that is not on the border is at least 2^-24 of its own size away from it. In
-float64, where w / step(8) is computed to 2^-51, the floor is therefore that of the exact quotient. In the same way the need
-of a group, 16/15 or 16/17 of a float32, is a float8 exactly or at least 2^-28 of its size away from one. Decoded values have
-at most 14 significant bits: exact in float32, rounded once in float16 and bfloat16.
+Exactness. Every implementation must find the same codes. With n an integer, |n| <= 272, the border n step(8) has at most 13
+significant bits (n has 9, s has 4): it is a float32, and any other float32 is at least 2^-24 of its own size away from it.
+In float64 a quotient is off by 2^-53 of its size at most, and not at all if it is an integer. So w / step(8) is n exactly
+where the weight is on the border, and else on the same side of n as without rounding. In the same way the need of a group,
+16/15 or 16/17 of a float32, is a float8 exactly or at least 2^-28 of its size away from one. Decoded values have at most 14
+significant bits: exact in float32, rounded once in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -13, 7
 MAX_FLOAT8, MIN_FLOAT8 = 448.0, 2.0**-9  # what a byte says at most, and at least above zero
 FRACTION_BITS = 3
 MIDPOINT_SHIFT = 1 << (FINEST - COARSEST - 1)  # step(3)/2 in units of step(8)
-MAX_CODE = (1 << FINEST) - 1
+MIN_CODE, MAX_CODE = -(1 << FINEST), (1 << FINEST) - 1
 
 # Weights encoded or decoded at a time: enough to hide the cost of a torch call, few enough for the L2 cache.
 _CHUNK = 1 << 18
@@ -215,31 +219,30 @@ def scale_values(scale_bytes: torch.Tensor, scale_exponent: int) -> torch.Tensor
     return torch.where(scale_bytes < 0x80, values, -values).mul_(2.0**scale_exponent)
 
 
-def zero_cells(group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """For each place in a group 1 where an exact zero goes to the cell below it, else 0; int32."""
+def border_sides(group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """For each place in a group 1 where a weight on a border goes to the cell above it, else -1; float64."""
     places = torch.arange(group_size, dtype=torch.int32, device=device)
     for shift in (16, 8, 4, 2, 1):
         places ^= places >> shift
-    return places & 1
+    return 1.0 - 2.0 * (places & 1).double()
 
 
 def finest_codes(rows: torch.Tensor, scales: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
     """The E5M8 codes, int16, of a matrix of weights on the grids that `scales` give."""
     codes = torch.empty(rows.shape, dtype=torch.int16, device=rows.device)
-    inverses = (2.0**FINEST / scales.double()).where(scales != 0, 0.0).unsqueeze(-1)
-    below = -zero_cells(group_size, rows.device).double()
+    steps = (scales.double() * 2.0**-FINEST).where(scales != 0, 1.0).unsqueeze(-1)
+    sides = border_sides(group_size, rows.device)
     for some, floats in _chunks(rows, torch.float64):
         if reconstruction == "truncate":
             minus_one_if_negative = floats.sign().clamp_(max=0)
         for at, group in _group_views(floats, group_size):
-            zeros = group == 0 if reconstruction == "midpoint" else None
-            group.mul_(inverses[some, at])
-            if zeros is not None:
-                torch.where(zeros, below[: group.shape[-1]], group.floor_(), out=group)
+            group.div_(steps[some, at])
+            if reconstruction == "midpoint":  # middles: a grid that is mirrored has its cells above borders below them
+                group.mul_(side := sides[: group.shape[-1]]).floor_().add_(0.5).mul_(side)
         if reconstruction == "truncate":
             codes[some] = floats.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
         else:
-            codes[some] = floats.add_(MIDPOINT_SHIFT).clamp_(max=MAX_CODE)
+            codes[some] = floats.add_(MIDPOINT_SHIFT - 0.5).clamp_(MIN_CODE, MAX_CODE)
     return codes
 
 

@@ -157,7 +157,7 @@ class Endpoints:
         """Probabilities of allowed answers."""
         asked = decisions_ask(await self._body(request))
         made = await unless_gone(request.receive, self.service.decide(asked))
-        told, tokens = ", ".join(map(str, sorted({one.precision for one in made}))), sum(one.tokens for one in made)
+        told, tokens = ", ".join(sorted({str(one.precision) for one in made})), sum(one.tokens for one in made)
         request.scope["note"] |= {"model": asked.model, "questions": len(made), "precision": told, "prompt_tokens": tokens}
         answers = {one.name: answered(one, decision) for one, decision in zip(asked.questions, made, strict=True)}
         usage = {"input_tokens": tokens, "output_tokens": 0}

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from otaro.file.fits import Fit
 from otaro.sefp.precision import Precision
 from otaro.serve.errors import wrong
 from otaro.serve.fields import Fields, checked_text, shown
@@ -67,7 +68,7 @@ class Decision:
 
     tokens: int
     """Of its prompt."""
-    precision: Precision
+    precision: Precision | Fit
     probabilities: list[float]
     """Of the answers, in their order."""
 

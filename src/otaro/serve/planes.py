@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otaro.errors import FormatError
+from otaro.file.fits import Fit, finest_of, read_fits
 from otaro.file.header import shard_name
 from otaro.file.io import Shard
 from otaro.runtime.footprint import resident_planes, weight_bytes_per_token
@@ -34,8 +35,17 @@ class Planes:
         self._complaint = ""
         self._reads: dict[Precision, int] = {}
 
-    def use(self, precision: Precision) -> None:
+    def fits(self) -> dict[str, Fit]:
+        """The fits that lie beside the model now, by `fit:NAME`; a file that cannot be read has none, and is told of."""
+        try:
+            return {str(fit): fit for fit in read_fits(self._nested).values()}
+        except FormatError as error:
+            self._complain("fits not taken up", str(error))
+            return {}
+
+    def use(self, chosen: Precision | Fit) -> None:
         """It is wanted now."""
+        precision = finest_of(chosen)
         self._used[precision] = self._clock()
         if precision > self._kept:
             self._kept = precision
@@ -65,12 +75,15 @@ class Planes:
                 Shard.open(self._nested.path / shard_name(bits), bits).verify()
                 self._nested.plane(bits)  # whether it is this model's
             except FormatError as error:  # it is still being copied, or it is wrong
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    event("plane not taken up", plane=bits, reason=self._complaint)
+                self._complain("plane not taken up", str(error), plane=bits)
                 return
             self.finest = found
             event("plane taken up", plane=bits, precision=str(found))
+
+    def _complain(self, what: str, reason: str, **more: Any) -> None:
+        if reason != self._complaint:
+            self._complaint = reason
+            event(what, **more, reason=reason)
 
     def release(self) -> int:
         """Give back the memory of planes above what was used lately; returns how many bytes they hold."""

@@ -1,7 +1,8 @@
 """Which precision a request is answered at.
 
 It is named behind the model's name (`NAME:E5M4`), or by the field `precision`: "E5M4", {"prefill": "E5M8", "decode":
-"E5M4"}, a schedule by numbers of new tokens {"0": "E5M8", "100": "E5M4"}, or "auto".
+"E5M4"}, a schedule by numbers of new tokens {"0": "E5M8", "100": "E5M4"}, or "auto". A precision may be a fit that
+`otaro fit` made for the model, "fit:90MB"; those that are made while it is served are found.
 
 auto answers at the coarsest precision that is good enough now. While answers wait for a place it goes down, a step at
 a time, so that the places become free sooner; when nobody waits and half of the places are free it goes up again.
@@ -10,11 +11,12 @@ a time, so that the places become free sooner; when nobody waits and half of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from otaro.errors import PrecisionError
+from otaro.file.fits import Fit, fit_name, is_fit
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.serve.errors import ApiError, wrong
 from otaro.serve.fields import Fields, shown
@@ -26,7 +28,7 @@ AUTO = "auto"
 class Plan:
     """The precisions of one answer, from a number of new tokens on each."""
 
-    steps: dict[int, Precision]
+    steps: dict[int, Precision | Fit]
     auto: bool = False
 
     @property
@@ -71,9 +73,16 @@ class Auto:
 class Precisions:
     """Names of the model at its precisions, and what requests mean by them."""
 
-    def __init__(self, name: str, finest: Callable[[], Precision], default: str | None, auto: Auto) -> None:
-        """`finest` gives the finest that is there; `default` counts where a request says nothing."""
-        self.name, self._finest, self._default, self.auto = name, finest, default, auto
+    def __init__(
+        self,
+        name: str,
+        finest: Callable[[], Precision],
+        default: str | None,
+        auto: Auto,
+        fits: Callable[[], Mapping[str, Fit]] = dict,
+    ) -> None:
+        """`finest` gives the finest that is there, `fits` the fits by `fit:NAME`; `default` is that of other requests."""
+        self.name, self._finest, self._default, self.auto, self._fits = name, finest, default, auto, fits
 
     @property
     def there(self) -> list[Precision]:
@@ -83,7 +92,8 @@ class Precisions:
     @property
     def models(self) -> list[str]:
         """Names that a request may give."""
-        return [self.name, f"{self.name}:{AUTO}", *(f"{self.name}:{one}" for one in self.there)]
+        usable = [name for name, fit in self._fits().items() if fit.finest <= self._finest()]
+        return [self.name, f"{self.name}:{AUTO}", *(f"{self.name}:{one}" for one in [*self.there, *usable])]
 
     def plan(self, model: str | None, field: object) -> Plan:
         """What a request with this model's name and this field `precision` is answered at."""
@@ -94,8 +104,10 @@ class Precisions:
             raise wrong("precision", f"the model's name says {named} already; leave out one of them")
         return self._of(named)
 
-    def one(self, value: object, param: str = "precision", also: str = "") -> Precision:
-        """A precision that is there; a refusal names what `also` may be given."""
+    def one(self, value: object, param: str = "precision", also: str = "") -> Precision | Fit:
+        """A precision or a fit that is there; a refusal names what `also` may be given."""
+        if isinstance(value, str) and is_fit(value):
+            return self._fit(value, param)
         try:
             found = Precision(value if isinstance(value, str) else "")
         except PrecisionError:
@@ -104,15 +116,35 @@ class Precisions:
             raise wrong(param, f"{found} is not there; this model goes up to {self._finest()}", "precision_not_found")
         return found
 
+    def _fit(self, value: str, param: str) -> Fit:
+        fits = self._fits()
+        try:
+            fit = fits.get(fit_name(value))
+        except PrecisionError:
+            fit = None
+        if fit is None:
+            there = f"there are {', '.join(fits)}" if fits else "there is none; `otaro fit` makes them"
+            raise wrong(param, f"there is no fit {shown(value)}; {there}", "precision_not_found")
+        if fit.finest > self._finest():
+            told = f"{fit} needs planes up to {fit.finest}; this model goes up to {self._finest()}"
+            raise wrong(param, told, "precision_not_found")
+        return fit
+
     def _named(self, model: str | None) -> str | None:
         if model is None or model == self.name:
             return None
         if model.startswith(f"{self.name}:"):
             rest = model[len(self.name) + 1 :]
-            if rest.casefold() == AUTO or rest.upper() in map(str, PRECISIONS):
+            if rest.casefold() == AUTO or rest.upper() in map(str, PRECISIONS) or self._is_known_fit(rest):
                 return rest
         message = f"model: there is no {shown(model)}; there are {', '.join(self.models)}"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _is_known_fit(self, value: str) -> bool:
+        try:
+            return is_fit(value) and fit_name(value) in self._fits()
+        except PrecisionError:
+            return False
 
     def _of(self, value: Any) -> Plan:
         if isinstance(value, str) and value.casefold() == AUTO:
@@ -130,7 +162,6 @@ class Precisions:
                 raise wrong("precision", 'the schedule does not say what reads the prompt; give one for "0" too')
             return Plan(steps)
         fields = Fields(value, "precision")
-        fields.only("draft")  # the engine does not speculate
         prefill, decode = fields.required("prefill"), fields.required("decode")
         fields.end()
         return Plan({0: self.one(prefill, "precision.prefill"), 1: self.one(decode, "precision.decode")})

@@ -2,7 +2,7 @@
 
 A field is understood, or it is refused by its name: nobody's `tools` are dropped in silence. Where a field would make no
 difference here, the value that says so is accepted. Beyond OpenAI's there are `precision`, and `top_k`, `min_p`,
-`repetition_penalty` and `ignore_eos` under the names that other servers have given them.
+`repetition_penalty` and `ignore_eos` under the names that other servers have given them, and `draft`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from otaro.errors import OtaroError
+from otaro.runtime.draft import Draft
 from otaro.runtime.request import Prompt
 from otaro.runtime.sample import Sampling
 from otaro.serve.errors import wrong
 from otaro.serve.fields import Fields, checked_text, shown
 
 MAX_CHOICES = 32  # answers to one request
+OFF = "off"
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
@@ -32,6 +35,8 @@ class Ask:
     limit_field: str
     sampling: Sampling
     precision: object = None
+    draft: Draft | None = None
+    """None: the server's own; `Draft()`: none at all."""
     max_tokens: int | None = None
     usual_tokens: int = 256
     """Where nobody said; the engine keeps room for so many."""
@@ -183,7 +188,6 @@ def _ask(fields: Fields, **known: Any) -> Ask:
     fields.only("logit_bias", {})
     fields.only("store", False)
     fields.only("service_tier", "auto", "default")
-    fields.only("draft")  # the engine does not speculate
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         fields.text(name)  # whoever it is gets the same answer
     _check_metadata(fields.take("metadata"))
@@ -196,9 +200,19 @@ def _ask(fields: Fields, **known: Any) -> Ask:
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         precision=fields.take("precision"),
+        draft=_draft(fields.text("draft")),
         ignore_eos=fields.flag("ignore_eos"),
         **known,
     )
+
+
+def _draft(name: str | None) -> Draft | None:
+    if name == OFF:
+        return Draft()
+    try:
+        return Draft.of(name)
+    except OtaroError as error:
+        raise wrong("draft", f"{error}; {OFF} for none") from None
 
 
 def _check_metadata(value: object) -> None:

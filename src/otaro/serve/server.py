@@ -78,4 +78,6 @@ class _Server(uvicorn.Server):
         told = {"answers": self._service.open_answers, "seconds": self._service.settings.shutdown_timeout}
         log.event("ending", **told, hint="answers under way get so long; Ctrl-C again ends them at once")
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then leaves the application running, whose cancelling would be logged as an error
+            await self.lifespan.shutdown()
         log.event("ended")

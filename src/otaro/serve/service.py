@@ -12,6 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 from otaro.errors import FormatError, OtaroError
+from otaro.file.fits import Fit, finest_of, known
+from otaro.runtime.draft import Draft
 from otaro.runtime.engine import Engine
 from otaro.runtime.precision import attachment
 from otaro.runtime.request import Prompt, tokens_of
@@ -40,7 +42,10 @@ class Answers:
     @property
     def precision(self) -> str:
         """What was computed at so far; the plan's where nothing was."""
-        return ", then ".join(self.streams[0].figures.precisions) or self.plan.told
+        told = self.streams[0].figures.precisions
+        if len(told) == len(self.plan.steps) and any(isinstance(one, Fit) for one in self.plan.steps.values()):
+            return self.plan.told  # by name: the engine tells of a fit from where to where it goes
+        return ", then ".join(told) or self.plan.told
 
     @property
     def prompt_tokens(self) -> int:
@@ -56,6 +61,12 @@ class Answers:
     def new_tokens(self) -> int:
         """Of all answers."""
         return sum(len(stream.tokens) for stream in self.streams)
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Tokens of drafts that were right, and wrong."""
+        drafted, right = (sum(sum(getattr(one.figures, name)) for one in self.streams) for name in ("drafted", "accepted"))
+        return right, drafted - right
 
     async def tokens(self) -> AsyncGenerator[tuple[int, Token | None], None]:
         """Number of the choice and token, as they come; None where a choice has ended."""
@@ -130,9 +141,10 @@ class Service:
         self.tokenizer = engine.scheduler.tokenizer
         self.places = engine.max_sequences
         auto = Auto(self._auto_bounds, settings.auto_interval)
-        self.precisions = Precisions(name, lambda: self.planes.finest, settings.precision, auto)
+        nested = attachment(model).nested
+        self.precisions = Precisions(name, lambda: self.planes.finest, settings.precision, auto, self.planes.fits)
         if settings.precision not in (None, "auto"):
-            attachment(model).nested.require(Precision(settings.precision or ""))
+            nested.require(finest_of(known(nested, settings.precision or "")))
         self.started = int(time.time())
         self.ending = False
         self._taken = 0  # places in the engine and its queue
@@ -170,7 +182,7 @@ class Service:
             self._taken -= len(answers.streams)
             answers.record(self.metrics)
 
-    def switch(self, name: str, value: object) -> Precision:
+    def switch(self, name: str, value: object) -> Precision | Fit:
         """Go on with an answer at another precision."""
         precision = self.precisions.one(value)
         if name not in self._open:
@@ -199,6 +211,7 @@ class Service:
             prompts = [self.tokens(prompt, ask.prompt_field) for prompt in ask.prompts]
             for precision in plan.steps.values():
                 self.planes.use(precision)
+            draft = self._draft(ask, plan)
             for ids in prompts:
                 limit = self._limit(ask, len(ids))
                 for number in range(ask.n):
@@ -207,6 +220,7 @@ class Service:
                             ids,
                             precision=dict(plan.steps),
                             max_new_tokens=limit,
+                            draft=draft,
                             sampling=ask.sampling_of(number),
                             stop=ask.stop,
                             ignore_eos=ask.ignore_eos,
@@ -219,6 +233,15 @@ class Service:
                 stream.cancel()
             raise self.refusal(error) from error
         return streams
+
+    def _draft(self, ask: Ask, plan: Plan) -> Draft | None:
+        """The request's, or the server's as far as it is of use."""
+        if ask.draft is not None:
+            return None if ask.draft == Draft() else ask.draft
+        ours = Draft.of(self.settings.draft)
+        if ours is None or ours.precision is None or ours.precision < max(map(finest_of, plan.steps.values())):
+            return ours
+        return Draft(prompt=True) if ours.prompt else None
 
     def tokens(self, prompt: Prompt, field: str) -> list[int]:
         """Tokens of a prompt that may be read."""
@@ -265,7 +288,7 @@ class Service:
             prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._questions, asked)
             made = [Decision(len(one[0]), first, await self._probabilities(*one, first, until)) for one in prompts]
             for number, one in enumerate(prompts):
-                if plan.auto and first < finest and margin(made[number].probabilities) < self.settings.auto_margin:
+                if plan.auto and coarsest < finest and margin(made[number].probabilities) < self.settings.auto_margin:
                     made[number] = Decision(len(one[0]), finest, await self._probabilities(*one, finest, until))
                     self.metrics.escalated.inc()
         finally:
@@ -287,7 +310,9 @@ class Service:
             found.append((ids, answers))
         return found
 
-    async def _probabilities(self, ids: list[int], answers: list[list[int]], precision: Precision, until: float) -> list[float]:
+    async def _probabilities(
+        self, ids: list[int], answers: list[list[int]], precision: Precision | Fit, until: float
+    ) -> list[float]:
         """Of each answer to follow the prompt, if one of them does."""
         totals = await self._logprobs(ids, [answer[0] for answer in answers], precision, until)
         self.metrics.prompt_tokens.labels(str(precision)).inc(len(ids))
@@ -298,7 +323,7 @@ class Service:
         shares = [math.exp(total - max(totals)) for total in totals]
         return [share / sum(shares) for share in shares]
 
-    async def _logprobs(self, ids: list[int], tokens: list[int], precision: Precision, until: float) -> list[float]:
+    async def _logprobs(self, ids: list[int], tokens: list[int], precision: Precision | Fit, until: float) -> list[float]:
         """Of each of these tokens to be the next."""
         self.planes.use(precision)
         left = max(until - time.monotonic(), 1e-3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from otaro.errors import OtaroError
+from otaro.file.fits import is_fit
+from otaro.runtime.draft import Draft
 from otaro.sefp.precision import Precision
 
 
@@ -13,7 +15,9 @@ class Settings:
     """What `otaro serve` takes as options, which say what each of them means."""
 
     precision: str | None = None
-    """Of requests that name none: a precision, auto, or else the finest that is there."""
+    """Of requests that name none: a precision, a fit, auto, or else the finest that is there."""
+    draft: str | None = None
+    """Of requests that name none, as far as it is coarser than what they are answered at."""
     keys: tuple[str, ...] = ()
     """Any of them opens; none: open to all who can connect."""
     origins: tuple[str, ...] = ()
@@ -59,7 +63,8 @@ class Settings:
             raise OtaroError(f"auto_margin={self.auto_margin}: give a difference of probabilities, from 0 to 1")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise OtaroError("an API key is made of printable ASCII characters without spaces, one at least")
-        if self.precision not in (None, "auto"):
+        Draft.of(self.draft)
+        if self.precision not in (None, "auto") and not is_fit(self.precision):
             Precision(self.precision or "")
         if self.auto_finest and Precision(self.auto_finest) < Precision(self.auto_coarsest):
             raise OtaroError(f"auto_finest={self.auto_finest} is coarser than auto_coarsest={self.auto_coarsest}")

@@ -100,7 +100,9 @@ class Shape:
         prompt, new = self.answers.prompt_tokens, self.answers.new_tokens
         details = {"cached_tokens": self.answers.reused_tokens}
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counts, "prompt_tokens_details": details}
+        right, wrong = self.answers.drafted
+        predicted = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+        return {**counts, "prompt_tokens_details": details, "completion_tokens_details": predicted}
 
     def piece(self, number: int, token: Token, logged: list[Token]) -> dict[str, Any]:
         """A token in an event; `logged` holds it, or nothing where it was an end."""

@@ -159,8 +159,10 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
         upright = tl.where(mirrored[:, None], -values, values)
         shift = _power_of_two(m - 4)
         borders = tl.floor(upright * inverses + (shift + 0.5)) - shift  # the nearest, or one that is as good as near
-        below = (upright < borders * steps) | ((values == 0) & _zero_cells(GROUP))  # a product of 13 bits: exact
+        edges = borders * steps  # of 13 bits: exact
+        below = (upright < edges) | ((upright == edges) & _goes_below(GROUP))
         codes = borders + tl.where(below, -0.5, 0.5)
+        codes = tl.maximum(codes, 0.5 - _power_of_two(m) - shift, propagate_nan=tl.PropagateNan.ALL)
         codes = tl.minimum(codes, _power_of_two(m) - 0.5 - shift, propagate_nan=tl.PropagateNan.ALL)
         steps = tl.where(mirrored[:, None], -steps, steps)
     values = codes * steps
@@ -197,8 +199,8 @@ def _scales(values, TRUNCATE: tl.constexpr):  # type: ignore[no-untyped-def] # n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _zero_cells(GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`codec.zero_cells`, as booleans in a row."""
+def _goes_below(GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where `codec.border_sides` is -1; in a row."""
     places = tl.arange(0, GROUP)[None, :]
     for k in tl.static_range(5):
         places = places ^ (places >> (1 << k))

@@ -256,6 +256,29 @@ struct Rows {
     words[0] = _mm512_permutex2var_epi32(eights[0], even, eights[1]);
     words[1] = _mm512_permutex2var_epi32(eights[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), eights[1]);
   }
+
+  // The words of a plane of four blocks, those of two units, as far as there are so many; the others are 0.
+  OTARO_INLINE void plane_words(int plane, int64_t block, int64_t left, __m512i (&words)[4]) const {
+    const auto mask = static_cast<__mmask8>(15 >> (left < 4 ? 4 - left : 0));
+    const auto row = [&](int r) __attribute__((always_inline)) {
+      const uint8_t* at = planes[plane][r] + block * kPlaneBytes;
+      return left >= 4 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
+                       : _mm_maskz_loadu_epi32(mask, at);
+    };
+    const auto two = [&](int r) __attribute__((always_inline)) {
+      return _mm256_inserti128_si256(_mm256_castsi128_si256(row(r)), row(r + 4), 1);
+    };
+    __m512i v[4], t[4];  // rows r, r + 4, r + 8 and r + 12
+    for (int r = 0; r < 4; ++r) v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(two(r)), two(r + 8), 1);
+    for (int i = 0; i < 2; ++i) {
+      t[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+      t[i + 2] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      words[2 * i] = _mm512_unpacklo_epi64(t[2 * i], t[2 * i + 1]);
+      words[2 * i + 1] = _mm512_unpackhi_epi64(t[2 * i], t[2 * i + 1]);
+    }
+  }
 };
 
 // The rows of a tile, the last one again where there are fewer. Of an odd number of blocks, the last unit is
@@ -288,6 +311,40 @@ struct TileRows {
   }
 };
 
+// All quads of a block at nine bits, as pairs: weights 0 and 2 of a quad, then 1 and 3. Planes are joined
+// two by two, so that a register has two bits of every other quad, then four of every fourth.
+template <bool Truncate>
+OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3, __m512i p4,
+                            __m512i* codes) {
+  const auto choose = [](int mask, __m512i yes, __m512i no) __attribute__((always_inline)) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<short>(mask)), yes, no, 0xca);
+  };
+  const auto up = [](__m512i bits, int by) { return _mm512_slli_epi32(bits, by); };
+  const auto down = [](__m512i bits, int by) { return _mm512_srli_epi32(bits, by); };
+  const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // quads 0 2 4 6
+                             {choose(0x5555, down(p1, 1), p0), choose(0x5555, down(p3, 1), p2)}};  // 1 3 5 7
+  __m512i four[4];  // of quads q and q + 4
+  for (int q = 0; q < 2; ++q) {
+    four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
+    four[q + 2] = choose(0x3333, down(two[q][1], 2), two[q][0]);
+  }
+  const __m512i last[2] = {_mm512_and_si512(p4, _mm512_set1_epi16(255)), _mm512_srli_epi16(p4, 8)};
+#pragma GCC unroll 8
+  for (int q = 0; q < 8; ++q) {
+    const __m512i word = base[q / 2],
+                  eight = choose(0xf0f0, q % 2 ? word : up(word, 4), q < 4 ? four[q] : down(four[q - 4], 4));
+    const __m512i both[2] = {_mm512_add_epi16(eight, eight), _mm512_srli_epi16(eight, 7)};
+    for (int i = 0; i < 2; ++i) {
+      __m512i u = choose(0x01fe, both[i], _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
+      if constexpr (Truncate) {  // raised where negative
+        const __m512i ninth = _mm512_set1_epi16(256);
+        u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
+      }
+      codes[2 * q + i] = u;
+    }
+  }
+}
+
 template <bool Truncate>
 struct Quads {
   __m512i bytes[kQuads], words[2 * kQuads];  // the codes
@@ -297,10 +354,19 @@ struct Quads {
   OTARO_INLINE void unpack(const Rows& rows, int64_t unit, int from, int bits) {
     const int added = (bits < kFinest ? bits : kFinest - 1) - (from ? from : kCoarsest);
     if (!from)
-      bits < kFinest ? add<4, true, false>(added, rows, unit, from) : unpack<4, true, true>(rows, unit, from);
+      bits < kFinest ? add<4, true, false>(added, rows, unit, from) : unpack_finest(rows, unit);
     else
       bits < kFinest ? add<4, false, false>(added, rows, unit, from)
                      : add<4, false, true>(added, rows, unit, from);
+  }
+
+  __attribute__((noinline)) void unpack_finest(const Rows& rows, int64_t unit) {
+    __m512i base[8], bits[kPlanes][2];
+    rows.base_words(unit, base);
+    for (int p = 0; p < kPlanes; ++p) rows.plane_words(p, unit, bits[p]);
+    for (int block = 0; block < 2; ++block)
+      nine_bits<Truncate>(base + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
+                          bits[4][block], words + block * kQuads);
   }
 
   template <int Most, bool First, bool Wide>
@@ -526,21 +592,32 @@ template <int M, bool Truncate>
 struct Alike {
   static constexpr int kPlanesUsed = M - kCoarsest;
   static constexpr bool kWide = M == kFinest, kFactorTwo = meaning(M, Truncate).factor == 2;
-  static constexpr bool kDouble = kFactorTwo && M != 7;  // eight bits twice are no byte
+  static constexpr bool kDouble = kFactorTwo && M < 7;  // eight bits twice are no byte
 
   __m512i codes[kWide ? 2 * kQuads : kQuads];
+  __m512i bits[kPlanesUsed ? kPlanesUsed : 1][4];  // of two units
 
-  // As `Quads`.
-  OTARO_INLINE void unpack(const Rows& rows, int64_t unit) {
-    __m512i words[8], bits[kPlanesUsed ? kPlanesUsed : 1][2];
-    rows.base_words(unit, words);
-    for (int p = 0; p < kPlanesUsed; ++p) rows.plane_words(p, unit, bits[p]);
+  // As `Quads`, with planes of two units read at once.
+  OTARO_INLINE void unpack(const TileRows& rows, int64_t unit, int64_t blocks) {
+    __m512i words[8];
+    rows.of(unit,
+            [&](const Rows& some, int64_t at) __attribute__((always_inline)) { some.base_words(at, words); });
+    if (unit % 2 == 0)
+      for (int p = 0; p < kPlanesUsed; ++p) rows.whole.plane_words(p, 2 * unit, blocks - 2 * unit, bits[p]);
+    const int64_t first = unit % 2 * 2;  // of the words of a plane
+    if constexpr (kWide) {
+      for (int block = 0; block < 2; ++block) {
+        const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][first + block]; };
+        nine_bits<Truncate>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), codes + block * kQuads);
+      }
+      return;
+    }
 #pragma GCC unroll 16
     for (int q = 0; q < kQuads; ++q) {
       const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4;
       const __m512i word = words[4 * block + quad / 2];
       // The lowest bit of u; where u counts double and its bits leave room for it, u is moved up by one.
-      constexpr int kLow = kDouble && !kWide ? 1 : 0;
+      constexpr int kLow = kDouble ? 1 : 0;
       const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
         return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
       };
@@ -549,25 +626,12 @@ struct Alike {
         _mm512_and_si512(moved(word, nibble, kPlanesUsed + kLow), every(15 << (kPlanesUsed + kLow)));
       for (int p = 0; p < kPlanesUsed; ++p) {
         const int to = kPlanesUsed - 1 - p + kLow;
-        u = _mm512_ternarylogic_epi32(moved(bits[p][block], quad, to), every(1 << to), u, 0xea);  // a & b | c
+        u = _mm512_ternarylogic_epi32(moved(bits[p][first + block], quad, to), every(1 << to), u,
+                                      0xea);  // a & b | c
       }
-      if constexpr (kWide) {
-        const __m512i bytes_of = _mm512_set1_epi32(0x00ff00ff), ninth = _mm512_set1_epi32(0x01000100);
-        // Weights 0 and 2, then 1 and 3. The nibble's highest bit is the ninth.
-        __m512i two[2] = {
-          _mm512_ternarylogic_epi32(moved(word, nibble + 3, 8), ninth, _mm512_and_si512(u, bytes_of), 0xea),
-          _mm512_ternarylogic_epi32(moved(word, nibble + 3, 0), ninth,
-                                    _mm512_and_si512(_mm512_srli_epi32(u, 8), bytes_of), 0xea)};
-        for (int i = 0; i < 2; ++i) {
-          if constexpr (Truncate)  // raised where negative
-            two[i] = _mm512_add_epi16(two[i], _mm512_srli_epi16(_mm512_andnot_si512(two[i], ninth), 8));
-          codes[2 * q + i] = kDouble ? _mm512_add_epi16(two[i], two[i]) : two[i];
-        }
-      } else {
-        if constexpr (Truncate)
-          u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
-        codes[digit_quad(block, quad)] = u;
-      }
+      if constexpr (Truncate)
+        u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
+      codes[digit_quad(block, quad)] = u;
     }
   }
 
@@ -584,11 +648,13 @@ struct Alike {
     };
     if constexpr (kWide) {
       const int16_t* words = x.words + block * kBlock;
-      for (int t = 0; t < Tokens; ++t) dots[t] = offset(t);
+      for (int t = 0; t < Tokens; ++t) dots[t] = _mm512_setzero_si512();
 #pragma GCC unroll 32
       for (int k = 0; k < 2 * kQuads; ++k)
         for (int t = 0; t < Tokens; ++t)
           dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
+      for (int t = 0; t < Tokens; ++t)
+        dots[t] = _mm512_add_epi32(kFactorTwo ? _mm512_add_epi32(dots[t], dots[t]) : dots[t], offset(t));
     } else {
       const int8_t* digits = x.digits + block * 2 * kBlock;
       __m512i high[Tokens], low[Tokens];
@@ -627,8 +693,7 @@ void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int
   __m512 steps = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
     prefetch_next<kTileRows>(weight, first_row, unit);
-    bytes.of(unit,
-             [&](const Rows& rows, int64_t at) __attribute__((always_inline)) { quads.unpack(rows, at); });
+    quads.unpack(bytes, unit, weight.blocks());
     if (!left) {
       steps = _mm512_mul_ps(scale_values(scales + group, groups, rows), factor);
       left = per_group, ++group;
@@ -666,6 +731,8 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
   constexpr decltype(&few_tile<3, Truncate>) kFew[] = {few_tile<3, Truncate>, few_tile<4, Truncate>,
                                                        few_tile<5, Truncate>, few_tile<6, Truncate>,
                                                        few_tile<7, Truncate>, few_tile<8, Truncate>};
+  if (x.tokens == 1 && weight.bits > kCoarsest)  // a row at a time, but where unpacking sixteen costs little
+    return kAvx512.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, out, stride);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
     if (count == 1 && x.tokens <= (weight.bits < kFinest ? kFewTokens : kFewTokens / 2))

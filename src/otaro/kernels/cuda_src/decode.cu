@@ -6,8 +6,8 @@
 // GPU's memory, so that a captured launch serves all positions.
 //
 // Constants that kernels do not need may be left out: BITS, TRUNCATE, GROUP_SIZE (embed); UNIT (32 or 64),
-// HALF_IN, HALF_OUT (rms_norm, quantize), VECTORS (rms_norm); HEAD, KV_BITS (rope_and_cache; 0 is float16).
-// What few models have is compiled only where it is asked for:
+// HALF_IN, HALF_OUT (rms_norm, quantize), BFLOAT (halves are bfloat16), VECTORS (rms_norm); HEAD, KV_BITS
+// (rope_and_cache; 0 is float16). What few models have is compiled only where it is asked for:
 //
 //   embed           SCALED: rows times a scale
 //   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on;
@@ -30,6 +30,9 @@
 #endif
 #ifndef HALF_OUT
 #define HALF_OUT 0
+#endif
+#ifndef BFLOAT
+#define BFLOAT 0
 #endif
 #ifndef VECTORS
 #define VECTORS 1
@@ -63,7 +66,8 @@
 #define NORMALIZE 0
 #endif
 
-using In = typename Choice<HALF_IN, Float16, Float32>::Type;
+using Half = typename Choice<BFLOAT, BFloat16, Float16>::Type;
+using In = typename Choice<HALF_IN, Half, Float32>::Type;
 
 // Four in a row.
 template <class Type>
@@ -79,7 +83,8 @@ __device__ __forceinline__ void load_four(const typename Type::Stored* from, flo
 }
 
 __device__ __forceinline__ void store_halves(uint16_t* to, const float (&x)[4]) {
-  *reinterpret_cast<ushort4*>(to) = make_ushort4(to_half(x[0]), to_half(x[1]), to_half(x[2]), to_half(x[3]));
+  *reinterpret_cast<ushort4*>(to) =
+    make_ushort4(Half::store(x[0]), Half::store(x[1]), Half::store(x[2]), Half::store(x[3]));
 }
 
 __device__ __forceinline__ float scaled(float value, float scale) {

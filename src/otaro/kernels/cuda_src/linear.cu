@@ -1,22 +1,21 @@
-// Products of up to sixteen tokens with packed rows, straight from the planes, on the integer units of the
-// tensor cores.
+// Products of one or two tokens with packed rows, straight from the planes, on the integer units of the
+// tensor cores. batch.cu takes more.
 //
-// A block of threads takes 16 rows at a time and shares out their 16 lanes: a warp takes SPAN units of every
+// A block of threads takes 16 rows at a time and shares out their 16 lanes: a warp takes four units of every
 // 16, and all meet at the rows' end, so that sums are taken in the order of ../reference.py, step 4. One
 // `mma` multiplies 16 rows of 32 bytes with eight columns. Which weights the bytes stand for is free as long
 // as activations agree, so a thread unpacks what it has loaded, with a few shifts and masks for four weights,
 // and nothing is moved between threads.
 //
-// Four threads hold the bytes of a row, and UNITS units are spread over them: thread t has the piece t %
-// kThreads of unit t / kThreads, kThreads = 4 / UNITS. Columns 2c and 2c + 1 are the high and the low digits
-// of token c % kThreads, of unit c / kThreads, and zero in the bytes of other units. So one accumulator
-// serves several units of few tokens, or one unit of four tokens, and thread t ends up with both digits of
-// what columns 2t and 2t + 1 stand for.
+// Four threads hold the bytes of a row, and kSpread units are spread over them: thread t has the piece t %
+// TOKENS of unit t / TOKENS. Columns 2c and 2c + 1 are the high and the low digits of token c % TOKENS, of
+// unit c / TOKENS, and zero in the bytes of other units. So one accumulator serves four units of one token,
+// or two of two, and thread t ends up with both digits of what columns 2t and 2t + 1 stand for.
 //
-// Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS, SPAN, UNITS (1, 2, 4; at most
-// SPAN), WIDE (rows have an even number of blocks), QUADRUPLE (rows have four scales or a multiple of that,
-// at addresses that are multiples of four, one for each unit), RAGGED (rows are not a multiple of 16 units),
-// SHARED (activations fit into shared memory), DEPTH (steps loaded ahead).
+// Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS (1 or 2), WIDE (rows have an even
+// number of blocks), QUADRUPLE (rows have four scales or a multiple of that, at addresses that are multiples
+// of four, one for each unit), RAGGED (rows are not a multiple of 16 units), SHARED (activations fit into
+// shared memory), DEPTH (steps loaded ahead).
 //
 // EXPERTS, with one token: matrices are those of the first expert in a stack, and a launch takes pairs of a
 // token and one of its experts, whose numbers are in the GPU's memory. Row y of the grid is pair y. Nobody
@@ -26,18 +25,17 @@
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif
-static_assert(!EXPERTS || TOKENS == 1, "a pair is one token");
+static_assert(TOKENS == 1 || (TOKENS == 2 && !EXPERTS), "a pair is one token");
 
-constexpr int kWarps = kLanes / SPAN, kRows = 16, kMatrices = 3;
+constexpr int kSpan = 4, kSpread = kSpan / TOKENS;  // units of a warp in a step, and of an accumulator
+constexpr int kWarps = kLanes / kSpan, kRows = 16, kMatrices = 3;
 constexpr int kPlanesUsed = BITS - kCoarsest, kUnit = kBlock * UNIT_BLOCKS;
 constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;  // zeros below u in its byte
 constexpr Meaning kMeaning = meaning(BITS, TRUNCATE);
-constexpr int kThreads = 4 / UNITS;          // that share a unit, and tokens of an accumulator
-constexpr int kWords = UNIT_BLOCKS * UNITS;  // base words of a thread's piece: one for each `mma`
+constexpr int kWords = UNIT_BLOCKS * kSpread;  // base words of a thread's piece: one for each `mma`
 constexpr int kBlocks = kWords > 4 ? 2 : 1,
               kQuads = kWords > 4 ? 8 : 2 * kWords;  // blocks of a piece, quads of each
-constexpr int kParts = SPAN / UNITS;                 // accumulators that a step fills, one after the other
-constexpr int kAccumulators = (TOKENS + kThreads - 1) / kThreads;
+constexpr int kParts = TOKENS;                       // accumulators that a step fills, one after the other
 constexpr bool kTogether = QUADRUPLE && kParts > 1;  // the scales of a warp's units are loaded as one word
 
 struct Linear {
@@ -67,10 +65,10 @@ struct Cursor {
   uint32_t block[2], group[2];
 };
 
-// Activations of a part: digits of the thread's column, and the terms of what its accumulators are for.
+// Activations of a part: digits of the thread's column, and the term of what its accumulator is for.
 struct Fetched {
-  uint32_t digits[kAccumulators][2 * kWords];
-  Term term[kAccumulators];
+  uint32_t digits[2 * kWords];
+  Term term;
 };
 
 template <int Words>
@@ -96,21 +94,21 @@ __device__ __forceinline__ void multiply(int (&c)[4], uint32_t a0, uint32_t a1, 
 
 // The first unit of a step of this warp.
 __device__ __forceinline__ int first_unit(const Cursor& at) {
-  return kLanes * at.step + SPAN * (threadIdx.x / kWarp);
+  return kLanes * at.step + kSpan * (threadIdx.x / kWarp);
 }
 
 // Loads a step of two rows.
 __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, const Cursor& at, Step& step) {
-  const int t = threadIdx.x % 4, word = t % kThreads * kWords % kBaseWords, unit = first_unit(at);
+  const int t = threadIdx.x % 4, word = t % TOKENS * kWords % kBaseWords, unit = first_unit(at);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int j = 0; j < kParts; ++j) {
-      const int ahead = (kLanes * at.step + UNITS * j) * UNIT_BLOCKS;  // of the row's first piece
+      const int ahead = (kLanes * at.step + kSpread * j) * UNIT_BLOCKS;  // of the row's first piece
       const uint32_t first = at.block[r] + ahead;
-      const int past = RAGGED ? p.blocks - (unit + UNITS * j + t / kThreads) * UNIT_BLOCKS -
-                                  t % kThreads * kWords / kBaseWords
-                              : 2;
+      const int past =
+        RAGGED ? p.blocks - (unit + kSpread * j + t / TOKENS) * UNIT_BLOCKS - t % TOKENS * kWords / kBaseWords
+               : 2;
       uint32_t* base = step.base[r][j];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -137,17 +135,16 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
       }
       if constexpr (!kTogether) {
         // A unit may have its scale and no block of this thread's: another token's sum needs it all the same.
-        const int one = unit + UNITS * j + t / kThreads;
+        const int one = unit + kSpread * j + t / TOKENS;
         step.scales[r][j] = 0;
         if (!RAGGED || one < p.units)
           step.scales[r][j] = __ldg(matrix.scales + at.group[r] + one / UNITS_PER_GROUP);
       }
     }
     if constexpr (kTogether) {
-      using Word = Choice<SPAN == 4, int, short>::Type;
       step.scales[r][0] = 0;
       if (!RAGGED || unit < p.units)
-        step.scales[r][0] = __ldg(reinterpret_cast<const Word*>(matrix.scales + at.group[r] + unit));
+        step.scales[r][0] = __ldg(reinterpret_cast<const int*>(matrix.scales + at.group[r] + unit));
     }
   }
 }
@@ -155,7 +152,7 @@ __device__ __forceinline__ void load(const Linear& p, const Packed& matrix, cons
 // The scale byte of part j of a thread's row.
 __device__ __forceinline__ int scale_of(const Step& step, int r, int j) {
   if constexpr (!kTogether) return step.scales[r][j];
-  const int one = UNITS * j + threadIdx.x % 4 / kThreads;
+  const int one = kSpread * j + threadIdx.x % 4 / TOKENS;
   return static_cast<int8_t>(step.scales[r][0] >> 8 * one);
 }
 
@@ -168,14 +165,14 @@ __device__ __forceinline__ Activations nearby(const Linear& p, const Activations
   Term* terms = reinterpret_cast<Term*>(digits + static_cast<int64_t>(TOKENS) * p.units * 2 * kUnit);
   const int lane = threadIdx.x % kWarp;
   for (int token = 0; token < p.tokens; ++token) {
-    for (int unit = SPAN * (threadIdx.x / kWarp); unit < p.units; unit += kLanes) {
+    for (int unit = kSpan * (threadIdx.x / kWarp); unit < p.units; unit += kLanes) {
       const uint32_t slot = token * p.units + unit;
       constexpr int kChunks = 2 * kUnit / 16;
 #pragma unroll
-      for (int i = lane; i < SPAN * kChunks; i += kWarp)
+      for (int i = lane; i < kSpan * kChunks; i += kWarp)
         if (!RAGGED || unit + i / kChunks < p.units)
           copy_to_shared<16>(digits + slot * 2 * kUnit + 16 * i, x.digits + slot * 2 * kUnit + 16 * i);
-      if (lane < SPAN && (!RAGGED || unit + lane < p.units))
+      if (lane < kSpan && (!RAGGED || unit + lane < p.units))
         copy_to_shared<8>(terms + slot + lane, x.terms + slot + lane);
     }
   }
@@ -184,43 +181,33 @@ __device__ __forceinline__ Activations nearby(const Linear& p, const Activations
   return {digits, terms};
 }
 
-// Fetches the activations of part j of a step. `mine` says for which accumulators the thread's column has
-// digits; what it has not stays zero.
-__device__ __forceinline__ void fetch(const Linear& p, const Activations& x, int unit, int j,
-                                      const bool (&mine)[kAccumulators], Fetched& out) {
-  const int t = threadIdx.x % 4, column = threadIdx.x % kWarp / 4, one = unit + UNITS * j + t / kThreads;
+// Fetches the activations of part j of a step. `mine` says whether the thread's column has digits in its
+// bytes; what it has not stays zero.
+__device__ __forceinline__ void fetch(const Linear& p, const Activations& x, int unit, int j, bool mine,
+                                      Fetched& out) {
+  const int t = threadIdx.x % 4, column = threadIdx.x % kWarp / 4, one = unit + kSpread * j + t / TOKENS;
   if (RAGGED && one >= p.units) return;  // weights are zero there
+  const int token = column / 2 % TOKENS, result = t % TOKENS;
+  const int8_t* digits = x.digits + (2 * static_cast<uint32_t>(token * p.units + one) + column % 2) * kUnit +
+                         t % TOKENS * kWords * 8;
+  if (mine) {
 #pragma unroll
-  for (int n = 0; n < kAccumulators; ++n) {
-    const int token = kThreads * n + column / 2 % kThreads, result = kThreads * n + t % kThreads;
-    const int8_t* digits = x.digits +
-                           (2 * static_cast<uint32_t>(token * p.units + one) + column % 2) * kUnit +
-                           t % kThreads * kWords * 8;
-    if (mine[n]) {
-      if constexpr (kWords >= 2) {
-#pragma unroll
-        for (int w = 0; w < 2 * kWords; w += 4) {
-          const int4 four = *reinterpret_cast<const int4*>(digits + 4 * w);
-          out.digits[n][w] = four.x, out.digits[n][w + 1] = four.y, out.digits[n][w + 2] = four.z,
-          out.digits[n][w + 3] = four.w;
-        }
-      } else {
-        const int2 two = *reinterpret_cast<const int2*>(digits);
-        out.digits[n][0] = two.x, out.digits[n][1] = two.y;
-      }
+    for (int w = 0; w < 2 * kWords; w += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(digits + 4 * w);
+      out.digits[w] = four.x, out.digits[w + 1] = four.y, out.digits[w + 2] = four.z,
+      out.digits[w + 3] = four.w;
     }
-    // With one token the other tokens' accumulators are never looked at.
-    if (TOKENS == 1 || result < p.tokens)
-      out.term[n] = x.terms[static_cast<uint32_t>((TOKENS > 1 ? result : 0) * p.units + one)];
   }
+  // With one token the other tokens' accumulators are never looked at.
+  if (TOKENS == 1 || result < p.tokens)
+    out.term = x.terms[static_cast<uint32_t>((TOKENS > 1 ? result : 0) * p.units + one)];
 }
 
 // Adds the terms of part j of a step to the lanes.
 __device__ __forceinline__ void compute(const Linear& p, const Step& step, const Cursor& at, int j,
-                                        const Fetched& x, float factor, float (&lanes)[kAccumulators][2]) {
+                                        const Fetched& x, float factor, float (&lanes)[2]) {
   const int t = threadIdx.x % 4;
-  int c[kBlocks][kAccumulators][4] = {},
-      d[kBlocks][kAccumulators][4] = {};  // one for each block: chains are slow
+  int c[kBlocks][4] = {}, d[kBlocks][4] = {};  // one for each block: chains are slow
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     uint32_t u[2][kQuads], last[2][kQuads];
@@ -229,8 +216,7 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
       uint32_t planes[kPlanesUsed ? kPlanesUsed : 1];
 #pragma unroll
       for (int k = 0; k < kPlanesUsed; ++k)
-        planes[k] =
-          step.planes[r][j][block][k] >> (kWords < 4 ? 2 * (t % kThreads * kWords % kBaseWords) : 0);
+        planes[k] = step.planes[r][j][block][k] >> (kWords < 4 ? 2 * (t % TOKENS * kWords % kBaseWords) : 0);
       unpack<BITS, kQuads>(step.base[r][j] + kBaseWords * block, planes, u[r]);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
@@ -243,35 +229,27 @@ __device__ __forceinline__ void compute(const Linear& p, const Step& step, const
     }
 #pragma unroll
     for (int quad = 0; quad < kQuads; quad += 2) {
-#pragma unroll
-      for (int n = 0; n < kAccumulators; ++n) {
-        const uint32_t b0 = x.digits[n][kQuads * block + quad], b1 = x.digits[n][kQuads * block + quad + 1];
-        multiply(c[block][n], u[0][quad], u[1][quad], u[0][quad + 1], u[1][quad + 1], b0, b1);
-        if constexpr (BITS == 8)
-          multiply(d[block][n], last[0][quad], last[1][quad], last[0][quad + 1], last[1][quad + 1], b0, b1);
-      }
+      const uint32_t b0 = x.digits[kQuads * block + quad], b1 = x.digits[kQuads * block + quad + 1];
+      multiply(c[block], u[0][quad], u[1][quad], u[0][quad + 1], u[1][quad + 1], b0, b1);
+      if constexpr (BITS == 8)
+        multiply(d[block], last[0][quad], last[1][quad], last[0][quad + 1], last[1][quad + 1], b0, b1);
     }
   }
-  const int one = first_unit(at) + UNITS * j + t / kThreads;
+  const int one = first_unit(at) + kSpread * j + t / TOKENS;
   const float steps[2] = {step_of(scale_of(step, 0, j), factor), step_of(scale_of(step, 1, j), factor)};
+  if ((TOKENS > 1 && t % TOKENS >= p.tokens) || (RAGGED && one >= p.units)) return;
+  const int constant = kMeaning.constant * (1 << kSpare) * x.term.sum;
 #pragma unroll
-  for (int n = 0; n < kAccumulators; ++n) {
-    if ((TOKENS > 1 && kThreads * n + t % kThreads >= p.tokens) || (RAGGED && one >= p.units)) continue;
-    const int constant = kMeaning.constant * (1 << kSpare) * x.term[n].sum;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int high = c[0][n][2 * r], low = c[0][n][2 * r + 1], last_high = d[0][n][2 * r],
-          last_low = d[0][n][2 * r + 1];
-      if constexpr (kBlocks == 2) {
-        high += c[kBlocks - 1][n][2 * r], low += c[kBlocks - 1][n][2 * r + 1];
-        last_high += d[kBlocks - 1][n][2 * r], last_low += d[kBlocks - 1][n][2 * r + 1];
-      }
-      int dot = 256 * high + low;
-      if constexpr (BITS == 8) dot = 2 * dot + 256 * last_high + last_low;
-      dot = kMeaning.factor * dot + constant;
-      lanes[n][r] =
-        __fadd_rn(lanes[n][r], __fmul_rn(__int2float_rn(dot), __fmul_rn(steps[r], x.term[n].scale)));
+  for (int r = 0; r < 2; ++r) {
+    int high = c[0][2 * r], low = c[0][2 * r + 1], last_high = d[0][2 * r], last_low = d[0][2 * r + 1];
+    if constexpr (kBlocks == 2) {
+      high += c[kBlocks - 1][2 * r], low += c[kBlocks - 1][2 * r + 1];
+      last_high += d[kBlocks - 1][2 * r], last_low += d[kBlocks - 1][2 * r + 1];
     }
+    int dot = 256 * high + low;
+    if constexpr (BITS == 8) dot = 2 * dot + 256 * last_high + last_low;
+    dot = kMeaning.factor * dot + constant;
+    lanes[r] = __fadd_rn(lanes[r], __fmul_rn(__int2float_rn(dot), __fmul_rn(steps[r], x.term.scale)));
   }
 }
 
@@ -320,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) linear(const __grid_
       const uint32_t row =
         static_cast<uint32_t>(min(static_cast<int64_t>(at.tile) * kRows + g + 8 * r, matrix.rows - 1));
       at.block[r] =
-        row * p.blocks + (SPAN * warp + t / kThreads) * UNIT_BLOCKS + t % kThreads * kWords / kBaseWords;
+        row * p.blocks + (kSpan * warp + t / TOKENS) * UNIT_BLOCKS + t % TOKENS * kWords / kBaseWords;
       at.group[r] = row * p.groups;
     }
   };
@@ -346,14 +324,11 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) linear(const __grid_
   for (int d = 0; d < DEPTH; ++d) load_next(loaded[d]);
   if constexpr (!EXPERTS) wait_for_predecessor();
 
-  bool mine[kAccumulators];
-#pragma unroll
-  for (int n = 0; n < kAccumulators; ++n)
-    mine[n] = g / 2 / kThreads == t / kThreads && kThreads * n + g / 2 % kThreads < p.tokens;
+  const bool mine = g / 2 / TOKENS == t / TOKENS && g / 2 % TOKENS < p.tokens;
   const Activations x = nearby(p, given);
   const float factor = step_factor(matrix, kMeaning.shift + kSpare);
   Fetched fetched = {};
-  float lanes[kParts][kAccumulators][2] = {};
+  float lanes[kParts][2] = {};
   int parity = 0;
   while (left) {
 #pragma unroll
@@ -372,14 +347,10 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) linear(const __grid_
 #pragma unroll
         for (int j = 0; j < kParts; ++j)
 #pragma unroll
-          for (int n = 0; n < kAccumulators; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int token = kThreads * n + t % kThreads;
-              if (token < TOKENS)
-                buffer[token][g + 8 * r][SPAN * warp + UNITS * j + t / kThreads] = lanes[j][n][r];
-              lanes[j][n][r] = 0.0f;
-            }
+          for (int r = 0; r < 2; ++r) {
+            buffer[t % TOKENS][g + 8 * r][kSpan * warp + kSpread * j + t / TOKENS] = lanes[j][r];
+            lanes[j][r] = 0.0f;
+          }
         __syncthreads();
         for (int i = threadIdx.x; i < p.tokens * kRows; i += blockDim.x) {
           const int token = i / kRows, in_tile = i % kRows;

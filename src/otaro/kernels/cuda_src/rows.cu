@@ -48,44 +48,59 @@ struct Decode {
 };
 
 #ifdef BITS
-// A thread decodes the eight weights of one base word.
+// A thread decodes the eight weights of one base word, of kAtOnce rows at a time: loads then wait together.
 extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   constexpr Meaning means = meaning(BITS, TRUNCATE);
-  constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
+  constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS, kAtOnce = 4;
   let_successor_start();
   wait_for_predecessor();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x,
-                words = kBaseWords * static_cast<int64_t>(p.blocks);
-  const int64_t number = index / words, word = index % words;
-  if (number >= p.count || 8 * word >= p.length) return;
-  const int64_t row = IDS ? p.ids[number] : number;
-  const bool there = !IDS || (row >= 0 && row < p.packed.rows);
-  const int64_t block = there ? row * p.blocks + word / kBaseWords : 0, start = 8 * word;
-  const int in_block = static_cast<int>(word % kBaseWords);
-  uint32_t base[1] = {p.packed.base[kBaseWords * block + in_block]}, planes[kPlanesUsed ? kPlanesUsed : 1],
-           u[2];
-#pragma unroll
-  for (int k = 0; k < kPlanesUsed; ++k) planes[k] = p.packed.planes[k][block] >> (2 * in_block);
-  unpack<BITS, 2>(base, planes, u);
+  const int word = blockIdx.x * blockDim.x + threadIdx.x, start = 8 * word, in_block = word % kBaseWords;
+  if (start >= p.length) return;
   const float factor = step_factor(p.packed, means.shift + kSpare);
-  const float step = step_of(p.packed.scales[there ? row * p.groups + start / p.group_size : 0], factor);
-  alignas(16) Stored values[8];
+  const int stride = gridDim.y;
+  for (int64_t first = blockIdx.y; first < p.count; first += kAtOnce * stride) {
+    uint32_t base[kAtOnce][1], planes[kAtOnce][kPlanesUsed ? kPlanesUsed : 1];
+    int scales[kAtOnce];
+    bool there[kAtOnce];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t byte = u[i / 4] >> (8 * (i % 4)) & 255;
-    int code = static_cast<int>(byte);
-    if (BITS == 8) code = 2 * code + (planes[kPlanesUsed ? kPlanesUsed - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
-    if (means.raise_negative) code += byte < 128 ? 1 << kSpare : 0;
-    const float value = static_cast<float>(means.factor * code + means.constant * (1 << kSpare)) * step;
-    values[i] = Float::store(there ? value : from_bits(kNan));
-  }
-  Stored* out = p.out + number * p.length + start;
-  if (p.length % 8 == 0) {  // so rows, and eights, lie at multiples of 16 bytes
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int64_t number = first + r * stride;
+      const int64_t row = number >= p.count ? 0 : IDS ? p.ids[number] : number;
+      there[r] = !IDS || (row >= 0 && row < p.packed.rows);
+      const int64_t block = there[r] ? row * p.blocks + word / kBaseWords : 0;
+      base[r][0] = __ldg(p.packed.base + kBaseWords * block + in_block);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof values / 16); ++i)
-      reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(values)[i];
-  } else {
-    for (int i = 0; i < 8 && start + i < p.length; ++i) out[i] = values[i];
+      for (int k = 0; k < kPlanesUsed; ++k)
+        planes[r][k] = __ldg(p.packed.planes[k] + block) >> (2 * in_block);
+      scales[r] = __ldg(p.packed.scales + (there[r] ? row * p.groups + start / p.group_size : 0));
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int64_t number = first + r * stride;
+      if (number >= p.count) return;
+      uint32_t u[2];
+      unpack<BITS, 2>(base[r], planes[r], u);
+      const float step = step_of(scales[r], factor);
+      alignas(16) Stored values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t byte = u[i / 4] >> (8 * (i % 4)) & 255;
+        int code = static_cast<int>(byte);
+        if (BITS == 8)
+          code = 2 * code + (planes[r][kPlanesUsed ? kPlanesUsed - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
+        if (means.raise_negative) code += byte < 128 ? 1 << kSpare : 0;
+        const float value = static_cast<float>(means.factor * code + means.constant * (1 << kSpare)) * step;
+        values[i] = Float::store(there[r] ? value : from_bits(kNan));
+      }
+      Stored* out = p.out + number * p.length + start;
+      if (p.length % 8 == 0) {  // so rows, and eights, lie at multiples of 16 bytes
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof values / 16); ++i)
+          reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(values)[i];
+      } else {
+        for (int i = 0; i < 8 && start + i < p.length; ++i) out[i] = values[i];
+      }
+    }
   }
 }
 #endif

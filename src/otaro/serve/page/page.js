@@ -453,7 +453,7 @@
   show();
   look().then((known) => {
     if (!known) return;
-    sliders[0].value = told.precision.slice(-1);
+    sliders[0].value = told.precision.match(/^E5M(\d)$/)?.[1] ?? sliders[0].max; // a fit is no place of the slider
     show();
   });
   let ticks = 0;

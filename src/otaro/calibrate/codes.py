@@ -1,0 +1,128 @@
+"""One matrix: codes that make up for each other's error, at all precisions at once.
+
+Plain packing rounds each weight to the nearest code. But what counts is the product with the inputs X, and inputs are
+correlated: an error at one weight of a row can be made up for by the weights after it. With the Gram matrix H = X^T X the
+error of a row is e H e^T, where e = w - value, and GPTQ (Frantar et al., 2022) goes through the columns once: round a
+column, then move all columns that are still free to where they best make up for the error made. With U the upper Cholesky
+factor of H^-1, its rows divided by their diagonal, that move is -e_j U[j, j+1:], and what is left of the error in the end
+is exactly the sum of e_j^2 / d_j with d_j = U_jj^2 before the division.
+
+Here a code has a value at every precision, and each precision its own error. So there are six such passes in step, one per
+precision, each with its own moved weights t_m; only the code of a weight is common to all. It is the one that minimises
+
+    sum over m of LAMBDA_m (t_m - value_m(code))^2
+
+among six candidates: for each precision m the nearest code at m, whose prefix fixes the coarser ones, and which is refined
+towards the targets of the finer ones. A coarse precision pulls a weight out of its own cell where that helps it most; the
+finer ones, which then miss that weight by more than a cell of theirs, make up for it inside the cells of the others.
+
+Rows are independent of each other, and columns go by falling H_jj: those that matter most have most others behind them.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import torch
+
+from otaro.file.pack import one_core_each
+from otaro.sefp.codec import MIDPOINT_SHIFT
+from otaro.sefp.precision import COARSEST, FINEST
+
+LEVELS = range(COARSEST, FINEST + 1)
+LAMBDAS = (1.0, 2.0, 2.0, 4.0, 4.0, 16.0)
+"""What the squared error counts at E5M3, E5M4, ... E5M8; chosen on held-out text (docs/log.md)."""
+DAMPING = 0.1
+"""Added to the diagonal of H, as a share of its mean: inputs that never occurred may occur."""
+
+_BLOCK = 32  # columns between two products that move all later ones
+_BYTES_ON_CPU, _BYTES_ELSEWHERE = 32 << 20, 4 << 30  # of moved weights at a time; rows are cut accordingly
+
+
+class Errors:
+    """A Gram matrix, damped and factored: what an error in each column costs, and how later columns make up for it."""
+
+    def __init__(self, gram: torch.Tensor) -> None:
+        damped = gram.double()
+        mean = damped.diagonal().mean()
+        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)  # without any input all columns count alike
+        self.order = damped.diagonal().argsort(descending=True, stable=True)
+        lower = torch.linalg.cholesky(damped[self.order][:, self.order])
+        upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+        self.moves = (upper / upper.diagonal().unsqueeze(1)).float()
+
+
+def compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, errors: Errors) -> torch.Tensor:
+    """The E5M8 codes, int16, of a float32 matrix [rows, columns] on the grids that `scales` [rows, groups] give."""
+    (rows, columns), on_cpu = weight.shape, weight.device.type == "cpu"
+    count = max(64, (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE) // (4 * len(LEVELS) * columns))
+    if on_cpu:
+        count = min(count, -(-rows // torch.get_num_threads()))
+    pieces = weight.split(count), scales.split(count), repeat(group_size), repeat(errors)
+    if not on_cpu:
+        return torch.cat(list(map(_compensated, *pieces)))
+    with one_core_each() as pool:
+        return torch.cat(list(pool.map(_compensated, *pieces)))
+
+
+@torch.inference_mode()  # which a thread has to ask for itself
+def _compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, errors: Errors) -> torch.Tensor:
+    """Columns come first in here, then precisions, then rows: what is done at a time lies together."""
+    (rows, columns), levels = weight.shape, len(LEVELS)
+    steps = scales.T.contiguous() / 2**FINEST
+    inverses = torch.where(steps == 0, 0.0, 1 / steps)
+    groups = (errors.order // group_size).tolist()
+    targets = weight.T[errors.order].unsqueeze(1).repeat(1, levels, 1)
+    codes = torch.empty(columns, rows, dtype=torch.int16, device=weight.device)
+    missed = torch.empty(_BLOCK, levels, rows, device=weight.device)
+    choice = _Choice(weight.device)
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        for at in range(last - first):
+            column = first + at
+            target = targets[column]
+            if at:
+                moved = missed[:at].view(at, -1).T.mv(errors.moves[first:column, column])
+                target = target - moved.view(levels, rows)
+            group = groups[column]
+            chosen = choice(target * inverses[group])
+            codes[column] = chosen
+            torch.sub(target, choice.values(chosen).mul_(steps[group]), out=missed[at])
+        if last < columns:
+            error = missed[: last - first].view(last - first, -1)
+            targets[last:].view(columns - last, -1).addmm_(errors.moves[first:last, last:].T, error, alpha=-1)
+    placed = torch.empty_like(codes)
+    placed[errors.order] = codes
+    return placed.T
+
+
+class _Choice:
+    """The code of a weight by its targets at all precisions, everything in units of step(8)."""
+
+    def __init__(self, device: torch.device) -> None:
+        column = torch.tensor([2.0 ** (m - FINEST) for m in LEVELS], device=device).unsqueeze(1)
+        self._shifts = column
+        self._least = -(2.0**FINEST) * column
+        self._most = -self._least - 1
+
+    def __call__(self, targets: torch.Tensor) -> torch.Tensor:
+        """Codes [rows], float32, for targets [precisions, rows]."""
+        nearest = ((targets + MIDPOINT_SHIFT) * self._shifts).floor_()
+        nearest = torch.minimum(torch.maximum(nearest, self._least), self._most)
+        cost = refined = None
+        for level, m in enumerate(LEVELS):
+            prefixes = (nearest[level:] * (self._shifts[level] / self._shifts[level:])).floor_()
+            if refined is not None:
+                child = refined[:level] * 2
+                prefixes = torch.cat([torch.minimum(torch.maximum(nearest[level], child), child + 1), prefixes])
+            width = 2.0 ** (FINEST - m)
+            error = (prefixes * width).add_(width / 2 - MIDPOINT_SHIFT).sub_(targets[level]).square_().mul_(LAMBDAS[level])
+            cost = error if cost is None else cost.add_(error)
+            refined = prefixes
+        assert cost is not None
+        assert refined is not None
+        return refined.gather(0, cost.argmin(0, keepdim=True))[0]
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes [rows] stand for at each precision, [precisions, rows]."""
+        return (codes * self._shifts).floor_().add_(0.5).div_(self._shifts).sub_(MIDPOINT_SHIFT)

@@ -1,0 +1,44 @@
+"""Windows of tokens of a text, as a model reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otaro.errors import OtaroError, brief
+from otaro.tokens import begins_with_bos
+
+LENGTH = 512
+"""Tokens in a window, if the model has so many positions."""
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer that lies beside the weights."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # a missing file, a damaged one, a class that is not known: each has exceptions of its own
+        raise OtaroError(
+            f"{directory} has no tokenizer that opens, and --calibrate needs one to read the text: {brief(error)}; "
+            "copy the files of the original model's tokenizer there"
+        ) from error
+
+
+def windows(content: str, tokenizer: Any, samples: int, length: int) -> torch.Tensor:
+    """Token ids [windows, length]: at most `samples` windows side by side, spread evenly over the text.
+
+    Where the tokenizer begins texts with a special token, so does every window.
+    """
+    ids: torch.Tensor = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][0]
+    begin = begins_with_bos(tokenizer)
+    if begin is not None:
+        ids, length = ids[1:], length - 1
+    if len(ids) < length:
+        raise OtaroError(f"the text to calibrate on has {len(ids)} tokens, less than one window of {length}; give a longer one")
+    count = min(samples, len(ids) // length)
+    starts = torch.linspace(0, len(ids) - length, count).long() if count > 1 else torch.zeros(1, dtype=torch.long)
+    found = ids[starts.unsqueeze(1) + torch.arange(length)]
+    return found if begin is None else torch.cat([torch.full((count, 1), begin), found], 1)

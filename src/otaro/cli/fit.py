@@ -1,0 +1,104 @@
+"""`otaro fit DIR --text TEXT --budget 90MB`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from otaro.cli import console
+from otaro.cli.eval import open_text
+from otaro.cli.generate import DeviceOption
+
+if TYPE_CHECKING:
+    from otaro.evaluate.fit import Fitting, Outcome
+
+TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data set, or `builtin`."
+
+
+def fit(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
+    text: Annotated[str, typer.Option(help=TEXT_HELP)],
+    budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.", show_default=False)] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.", show_default=False)
+    ] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Of one answer, by a short measurement of this machine.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the text to measure on; four times as many are checked on.", min=16)
+    ] = 512,
+    device: DeviceOption = "cpu",
+    json: console.JsonOption = False,
+) -> None:
+    """Find the precision of every module that loses least within a budget, and keep it beside the model.
+
+    `--precision fit:90MB` then runs it, wherever a precision is named. What each module loses at each precision is
+    measured once, on a text; other budgets then take the check alone. `otaro inspect` lists the fits.
+    """
+    from otaro.evaluate.fit import Fitting, budget_of
+
+    wanted = budget_of(budget, bits, tokens_per_second)
+    console.quiet_transformers()
+    with console.err.status("looking at model and text ..."):
+        fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)
+    command = shlex.join(["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)])
+    try:
+        with console.progress_bar("timing") as progress:
+            limit = fitting.limit(wanted, progress)
+        with console.progress_bar("measuring (layers)") as progress:
+            sensitivity = fitting.measure(progress)
+        with console.progress_bar("checking (tokens)") as progress:
+            shown = command if command.isprintable() else ascii(command)
+            outcome = fitting.fit(wanted, limit, sensitivity, shown, progress)
+    except KeyboardInterrupt:
+        console.remark(f"interrupted; what was measured is kept in {fitting.kept.path}, the same command goes on from there")
+        raise typer.Exit(130) from None
+    if json:
+        console.print_json({**outcome.to_dict(), "measured_before": fitting.kept.taken_over})
+    else:
+        show(outcome, fitting)
+
+
+def show(outcome: Outcome, fitting: Fitting) -> None:
+    """Print the fit, what it was checked against, and the curve."""
+    from collections import Counter
+
+    fit = outcome.fit
+    counts = Counter(map(str, fit.precisions.values()))
+    mixture = ", ".join(f"{counts[one]} at {one}" for one in sorted(counts, reverse=True))
+    taken = f"{console.size(fit.bytes)}, {fit.about['bits_per_weight']:.3f} bits per weight"
+    console.out.print(f"[bold]{fit}[/] takes {taken}: of {len(fit.precisions)} tensors {mixture}", highlight=False)
+    _say(
+        f"divergence from {fitting.finest} on {outcome.checked_tokens} tokens that were not measured on: "
+        f"{outcome.mixed_measured:.4f} nats, expected {outcome.mixed_predicted:.4f}; {fit.about['uniform']} alone: "
+        f"{fit.about['uniform_measured']:.4f}"
+    )
+    if not outcome.mixed:
+        _say(f"{fit.about['uniform']} for all of them does better there, so that is the fit")
+    for note in outcome.notes:
+        _say(f"note: {note}")
+    _curve(outcome)
+    kept = "in precisions.json; use it with --precision "
+    console.out.print(f"[dim]kept {kept}{fit}[/]", highlight=False, soft_wrap=True)
+
+
+def _curve(outcome: Outcome) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Expected divergence by size", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("size", "bits", "fit", "one precision", ""):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    for point in outcome.curve:
+        alone = "" if point.uniform_predicted is None else f"{point.uniform_predicted:.4f}"
+        sizes = (console.size(point.bytes), f"{point.bits_per_weight:.3f}")
+        table.add_row(*sizes, f"{point.predicted:.4f}", alone, point.uniform or "")
+    console.out.print(table)
+
+
+def _say(line: str) -> None:
+    console.out.print(console.escape(line), highlight=False, soft_wrap=True)

@@ -1,0 +1,220 @@
+"""Whether a draft pays: `otaro bench DIR --draft E5M3`.
+
+Texts are continued by the likeliest tokens, with the draft and without, in turns. Two kinds: *prose*, passages of
+a text that the model goes on with, and *copy*, the same passages, to be said again: what editing a file or quoting
+from a text asks of a model. Both ways must say the same, or the run is refused. A first round warms up; of the
+others the shortest counts, for each text by itself, as a busy machine can only be slower than it is. Only decoding is timed.
+
+The acceptance at a position is the share of the drafts long enough to have a token there that were right up to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from otaro.errors import OtaroError
+from otaro.evaluate.machine import processor
+from otaro.evaluate.progress import Progress
+from otaro.evaluate.speed import threads_for_a_while
+from otaro.file.checkpoint import HUB, resolve_nested
+from otaro.file.hub import Hub
+from otaro.file.io import NestedDirectory
+from otaro.kernels import ops
+from otaro.runtime.architectures import positions_of
+from otaro.runtime.draft import Draft
+from otaro.runtime.load import load, load_tokenizer
+from otaro.runtime.report import Generation
+from otaro.sefp.precision import Precision
+
+PLAIN = "none"
+_AGAIN = "\n\nThe same text again:\n\n"
+_PAUSE = 0.02  # seconds between turns, as in `speed`
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed."""
+
+    tokens: int = 96
+    context: int = 128
+    """Tokens of a passage."""
+    texts: int = 4
+    rounds: int = 3
+    threads: int | None = None
+    kv: Precision | None = None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One draft on texts of one kind; speeds in tokens per second."""
+
+    texts: str
+    draft: str
+    rate: float
+    plain: float
+    gain: float
+    """Times the tokens without a draft."""
+    acceptance: list[float]
+    """By position."""
+    tokens_per_pass: float
+    """Of the judge."""
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        what = f"--draft {self.draft} on {self.texts}: {self.gain:.2f} times the tokens"
+        if self.gain >= 1.05:
+            return f"{what}; it pays"
+        return f"{what}; it does not pay" if self.gain < 1 else f"{what}; it makes no difference"
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Everything `otaro bench --draft` shows."""
+
+    model: str
+    device: str
+    machine: str
+    threads: int
+    kernels: str
+    kernels_reason: str
+    precision: str
+    settings: Settings
+    rows: list[Drafted]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        settings = {**asdict(self.settings), "kv": self.settings.kv and str(self.settings.kv)}
+        rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
+        return {**asdict(self), "settings": settings, "rows": rows}
+
+
+def bench(
+    directory: str,
+    drafts: Sequence[str | Draft],
+    settings: Settings,
+    text: str,
+    precision: Precision | None = None,
+    *,
+    device: str = "cpu",
+    hub: Hub = HUB,
+    progress: Progress = lambda what, done, total: None,
+) -> Drafts:
+    """Measure drafts beside a precision alone, by default the finest that is there, on passages of a text."""
+    place = processor(device)
+    wanted = [draft for draft in map(Draft.of, drafts) if draft is not None]
+    nested = NestedDirectory(resolve_nested(directory, precision, hub))
+    judge = precision or nested.finest
+    nested.require(judge)
+    with threads_for_a_while(settings.threads) as threads:
+        kernels, reason = ops.backend(place.device)
+        model, tokenizer = load(nested.path, judge, device=place.device), load_tokenizer(nested.path)
+        texts = _texts(tokenizer, text, settings)
+        needed = max(len(ids) for some in texts.values() for ids in some) + settings.tokens
+        if (limit := positions_of(model)) is not None and needed > limit:
+            raise OtaroError(f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}")
+        found = _take_turns(model, judge, wanted, texts, settings, progress)
+    return Drafts(
+        model=str(nested.path),
+        device=place.kind,
+        machine=place.name,
+        threads=threads,
+        kernels=kernels,
+        kernels_reason=reason,
+        precision=str(judge),
+        settings=settings,
+        rows=[_row(kind, draft, found[kind]) for draft in wanted for kind in texts],
+    )
+
+
+def _texts(tokenizer: Any, text: str, settings: Settings) -> dict[str, list[list[int]]]:
+    """Tokens of passages, evenly from all of the text; and the same with a beginning of their repetition."""
+    step, size = len(text) // settings.texts, 8 * settings.context
+    if step < size:
+        raise OtaroError(f"--text: {settings.texts} passages of {settings.context} tokens take more text than that")
+    prose, copy = [], []
+    for number in range(settings.texts):
+        passage = text[number * step :][:size].split(maxsplit=1)[1]
+        ids = tokenizer(passage)["input_ids"][: settings.context]
+        if len(ids) < settings.context:
+            raise OtaroError(f"--text: {size} characters have fewer than {settings.context} tokens; give other text")
+        said = tokenizer.decode(ids, skip_special_tokens=True)
+        prose.append(ids)
+        copy.append(tokenizer(said + _AGAIN + said[: len(said) // 8])["input_ids"])
+    return {"prose": prose, "copy": copy}
+
+
+Found = dict[str, list[tuple[float, Generation]]]
+"""By draft: seconds and report of every text."""
+
+
+def _take_turns(
+    model: Any, judge: Precision, drafts: list[Draft], texts: dict[str, list[list[int]]], settings: Settings, progress: Progress
+) -> dict[str, Found]:
+    total, done = (1 + settings.rounds) * (1 + len(drafts)) * sum(map(len, texts.values())), 0
+    found: dict[str, Found] = {}
+    for kind, prompts in texts.items():
+        best: Found = {str(draft): [] for draft in [PLAIN, *drafts]}
+        for number, ids in enumerate(prompts):
+            said: list[int] = []
+            for turn in range(1 + settings.rounds):
+                for draft in (None, *drafts):
+                    progress(f"{kind}, draft {draft or PLAIN}", done, total)
+                    time.sleep(_PAUSE)
+                    tokens, report = _continued(model, ids, judge, draft, settings)
+                    said = said or tokens
+                    if tokens != said:
+                        raise OtaroError(f"--draft {draft}: {judge} alone says something else; this must not be: tell us")
+                    mine = best[str(draft or PLAIN)]
+                    if turn == 0:
+                        mine.append((float("inf"), report))
+                    elif report.decode_seconds < mine[number][0]:
+                        mine[number] = (report.decode_seconds, report)
+                    done += 1
+        found[kind] = best
+    progress("", done, total)
+    return found
+
+
+def _continued(
+    model: Any, ids: list[int], judge: Precision, draft: Draft | None, settings: Settings
+) -> tuple[list[int], Generation]:
+    inputs, report = torch.tensor([ids], device=model.device), Generation()
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=settings.tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        precision=judge,
+        kv=settings.kv,
+        draft=draft,
+        report=report,
+    )
+    return output[0].tolist(), report
+
+
+def _row(kind: str, draft: Draft, found: Found) -> Drafted:
+    def rate(name: str) -> float:
+        return sum(report.new_tokens - 1 for _, report in found[name]) / sum(seconds for seconds, _ in found[name])
+
+    reports = [report for _, report in found[str(draft)]]
+    longest = max(len(report.drafted) for report in reports)
+    drafted, right = ([sum(sum(one[at : at + 1]) for one in some) for at in range(longest)]
+                      for some in ([one.drafted for one in reports], [one.accepted for one in reports]))  # fmt: skip
+    new, mine, plain = sum(report.new_tokens - 1 for report in reports), rate(str(draft)), rate(PLAIN)
+    return Drafted(
+        texts=kind,
+        draft=str(draft),
+        rate=mine,
+        plain=plain,
+        gain=mine / plain,
+        acceptance=[one / tried for one, tried in zip(right, drafted, strict=True)],
+        tokens_per_pass=new / max(1, new - sum(right)),
+    )

@@ -1,0 +1,292 @@
+"""What each tensor of a model loses at each precision: the divergence from the finest that it alone causes, on a text.
+
+A few windows of the text are read again for every tensor, with that one tensor at a coarser precision. Layers before it say
+what they said the first time, so their outputs are kept and stand in for them; only the rest is computed.
+
+The two coarsest precisions are measured. Divergence is quadratic in a small error, and errors of finer precisions are the
+same error on a finer grid: they lose as much less as the tensor's squared error is smaller. What tensors lose together is
+taken as the sum of what each loses alone. Both are checked: whoever relies on them measures the outcome (`evaluate.fit`).
+
+Measurements are kept in `sensitivity.json` beside the model, by text: one that was interrupted goes on where it stopped, and a
+second budget measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from otaro.errors import OtaroError
+from otaro.evaluate.decoded import DecodedModel
+from otaro.evaluate.progress import Progress
+from otaro.file.atomic import update_text
+from otaro.file.header import is_digest
+from otaro.file.replace import SENSITIVITY_FILE
+from otaro.runtime.precision import attachment
+from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
+
+VERSION = 1
+MEASURED = 2  # precisions of every tensor, the coarsest
+_LARGEST = 1 << 26  # bytes of a file
+_EVERY = 5.0  # seconds between two times that it is written
+_HEAD = 8  # layers that a head takes as long as, about: for estimates alone
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read to measure: equal where measurements can be taken over."""
+
+    text_sha256: str
+    tokens: int
+    window: int
+    finest: str
+    device: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is stored."""
+        return dict(self.__dict__)
+
+
+@dataclass
+class Sensitivity:
+    """Of every tensor: divergences at the coarsest precisions, and squared errors at all below the finest."""
+
+    reading: Reading
+    divergences: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, list[float]] = field(default_factory=dict)
+
+    def losses(self, tensor: str) -> list[float]:
+        """From the coarsest precision to the finest, which loses nothing."""
+        measured, errors = self.divergences[tensor], self.errors[tensor]
+        last = len(measured) - 1
+        per_error = measured[last] / errors[last] if errors[last] else 0.0
+        return [*measured, *(per_error * error for error in errors[last + 1 :]), 0.0]
+
+
+class Probe:
+    """A decoded model that reads the same windows over and over, and what its finest precision said to them."""
+
+    def __init__(self, decoded: DecodedModel, windows: Sequence[torch.Tensor], finest: Precision) -> None:
+        self._decoded, self._windows, self.finest = decoded, windows, finest
+        model = self._model = decoded.at(finest)
+        self._layers = _layers(model)
+        self._kept: list[list[Any]] = []
+        self._said: list[torch.Tensor] = []
+        """Logarithms of the reference's probabilities, by window."""
+        for ids in windows:
+            outputs: list[Any] = []
+            hooks = [one.register_forward_hook(lambda m, a, out, to=outputs: to.append(out)) for one in self._layers]
+            try:
+                self._said.append(self._log_probabilities(ids))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._kept.append(outputs)
+        if any(len(outputs) != len(self._layers) for outputs in self._kept):
+            self._layers = nn.ModuleList()  # a class that calls them otherwise: everything is computed
+        paths = {module: name for name, module in model.named_modules()}
+        prefixes = [f"{paths[layer]}." for layer in self._layers]
+        self._first = {
+            name: next((n for n, prefix in enumerate(prefixes) if name.startswith(prefix)), self._outside(name))
+            for name in decoded.weights
+        }
+
+    def cost(self, tensor: str) -> int:
+        """How long a measurement of this tensor takes, in layers."""
+        return len(self._layers) - self._first[tensor] + _HEAD
+
+    def divergence(self, precisions: Mapping[str, Precision], changed: str | None = None) -> float:
+        """From the finest, in nats. Where all tensors but one are at the finest, `changed` is that one."""
+        self._decoded.at(precisions)
+        first, total, positions = 0 if changed is None else self._first[changed], 0.0, 0
+        for ids, outputs, said in zip(self._windows, self._kept, self._said, strict=True):
+            with self._from_layer(first, outputs):
+                now = self._log_probabilities(ids)
+            total += float((said - now).mul_(said.exp()).sum(dtype=torch.float64))
+            positions += len(ids)
+        return total / positions
+
+    @torch.inference_mode()
+    def _log_probabilities(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self._model(ids.unsqueeze(0).to(self._model.device), use_cache=False).logits[0]
+        said: torch.Tensor = logits.float().log_softmax(-1)
+        return said
+
+    def _outside(self, name: str) -> int:
+        """The layer to begin at for a tensor that is in none: after all of them for a head of its own."""
+        head = self._model.get_output_embeddings()
+        own = head is not None and self._model.get_input_embeddings().weight is not head.weight
+        weight = getattr(head, "weight", None)
+        at_end = own and weight is not None and weight.data_ptr() == self._decoded.weights[name].data_ptr()
+        return len(self._layers) if at_end else 0
+
+    @contextmanager
+    def _from_layer(self, first: int, outputs: list[Any]) -> Iterator[None]:
+        """Layers before the first give what they gave; whatever they are passed is of no interest."""
+        layers = list(self._layers)
+        try:
+            for number in range(first):
+                self._layers[number] = _Ready(outputs[number])
+            yield
+        finally:
+            for number in range(first):
+                self._layers[number] = layers[number]
+
+
+class _Ready(nn.Module):
+    """Stands for a layer whose output is there."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    """The list of a model's layers; empty where none of its lists has as many as the config says."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [one for one in model.get_decoder().children() if isinstance(one, nn.ModuleList) and len(one) == count]
+    return found[0] if len(found) == 1 else nn.ModuleList()
+
+
+def check_reached(nested: Any) -> None:
+    """Refuse a model with packed tensors that no text ever reaches: what they lose could not be told."""
+    text = {*nested.get_decoder().modules(), nested.get_output_embeddings()}
+    for name, module in attachment(nested).modules.items():
+        if module not in text:
+            raise OtaroError(f"{name} does not read text, so no text tells what it loses; give it a precision by its name")
+
+
+def measure(probe: Probe, decoded: DecodedModel, kept: Kept, progress: Progress) -> Sensitivity:
+    """Measure every tensor that was not measured yet, and keep what is measured."""
+    sensitivity, finest = kept.sensitivity, probe.finest
+    bits = range(COARSEST, finest.mantissa_bits)
+    missing = [name for name in decoded.weights if name not in sensitivity.divergences]
+    total = sum(probe.cost(name) for name in missing) * min(MEASURED, len(bits))
+    done = 0
+    at_finest = dict.fromkeys(decoded.weights, finest)
+    try:
+        for name in missing:
+            fine = decoded.weights[name].clone()
+            errors, divergences = list[float](), list[float]()
+            for number, one in enumerate(bits):
+                decoded.at({**at_finest, name: of_mantissa_bits(one)})
+                errors.append(_squared_error(decoded.weights[name], fine))
+                if number < MEASURED:
+                    progress(name, done, total)
+                    lost = probe.divergence({**at_finest, name: of_mantissa_bits(one)}, changed=name)
+                    if not abs(lost) < inf:
+                        raise OtaroError(
+                            f"{name} at {of_mantissa_bits(one)} makes the model's outputs overflow; nothing to fit"
+                        )
+                    divergences.append(max(lost, 0.0))  # rounding may leave less than nothing
+                    done += probe.cost(name)
+            decoded.at(at_finest)
+            kept.add(name, divergences, errors)
+        progress("", total, total)
+    finally:
+        kept.flush()
+    return sensitivity
+
+
+@torch.inference_mode()
+def _squared_error(weight: torch.Tensor, fine: torch.Tensor) -> float:
+    rows = zip(weight.flatten(0, -2).split(1 << 10), fine.flatten(0, -2).split(1 << 10), strict=True)
+    return sum(float((some - other).float().square().sum()) for some, other in rows)
+
+
+class Kept:
+    """Measurements of one model as they are kept beside it; those of one reading are added to."""
+
+    def __init__(self, directory: Path, model: str, tensors: Sequence[str], reading: Reading) -> None:
+        """Measurements of `reading` that are there are taken over."""
+        self.path = directory / SENSITIVITY_FILE
+        self._model, self._tensors, self._written = model, set(tensors), time.monotonic()
+        found = [one for one in self._read() if one.reading == reading]
+        self.sensitivity = found[0] if found else Sensitivity(reading)
+        self.taken_over = len(self.sensitivity.divergences)
+
+    def add(self, tensor: str, divergences: list[float], errors: list[float]) -> None:
+        """Keep the measurements of a tensor, on disk now or a few seconds later."""
+        self.sensitivity.divergences[tensor], self.sensitivity.errors[tensor] = divergences, errors
+        if time.monotonic() - self._written > _EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what there is."""
+
+        def updated() -> str:
+            others = [one for one in self._read() if one.reading != self.sensitivity.reading]
+            rows = [
+                {**one.reading.to_dict(), "divergences": one.divergences, "errors": one.errors}
+                for one in [*others, self.sensitivity]
+            ]
+            return json.dumps({"version": VERSION, "model": self._model, "readings": rows}, indent=1) + "\n"
+
+        update_text(self.path, updated)
+        self._written = time.monotonic()
+
+    def _read(self) -> list[Sensitivity]:
+        if not self.path.is_file():
+            return []
+        try:
+            if self.path.stat().st_size > _LARGEST:
+                raise ValueError("it is larger than any")
+            return _parsed(self.path.read_text(encoding="utf-8"), self._model, self._tensors)
+        except ValueError as error:  # of JSON, of UTF-8, or ours
+            raise OtaroError(f"{self.path} cannot be used: {error}; move it away to measure anew") from None
+
+
+def _parsed(text: str, model: str, tensors: set[str]) -> list[Sensitivity]:
+    """The measurements in a file, checked: it may come from strangers. A ValueError says what is wrong."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    try:
+        raw = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(raw, dict) or raw.keys() != {"version", "model", "readings"} or not isinstance(raw["readings"], list):
+        raise ValueError("it does not consist of version, model and readings")
+    if raw["version"] != VERSION or type(raw["version"]) is not int:
+        raise ValueError(f"its version is {str(raw['version'])[:20]!r}, this program reads {VERSION}")
+    if raw["model"] != model:
+        raise ValueError("it is about another model than the one beside it")
+    return [_reading(f"reading {number}", one, tensors) for number, one in enumerate(raw["readings"])]
+
+
+def _reading(where: str, raw: object, tensors: set[str]) -> Sensitivity:
+    fields = Reading.__dataclass_fields__.keys()
+    if not isinstance(raw, dict) or raw.keys() != {*fields, "divergences", "errors"}:
+        raise ValueError(f"{where} lacks a field, or has another")
+    reading = Reading(**{name: raw[name] for name in fields})
+    counts = all(type(one) is int and one > 0 for one in (reading.tokens, reading.window))
+    if not counts or not is_digest(reading.text_sha256) or not isinstance(reading.device, str):
+        raise ValueError(f"{where} does not say what was read")
+    below = Precision(reading.finest).mantissa_bits - COARSEST  # a PrecisionError is a ValueError
+    tables = {name: raw[name] for name in ("divergences", "errors")}
+    if not all(isinstance(table, dict) and table.keys() <= tensors for table in tables.values()):
+        raise ValueError(f"{where} is of other tensors")
+    if tables["divergences"].keys() != tables["errors"].keys():
+        raise ValueError(f"{where} has divergences and errors of other tensors")
+    for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):
+        for tensor, values in tables[name].items():
+            if not isinstance(values, list) or len(values) != count or not all(map(_is_loss, values)):
+                raise ValueError(f"{where}: {name} of {tensor[:80]!r} are not {count} numbers")
+    return Sensitivity(reading, raw["divergences"], raw["errors"])
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < inf

@@ -1,0 +1,250 @@
+"""`otaro fit` on the built-in model, and what runs at the fit."""
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import otaro
+from otaro.builtin import heldout_text
+from otaro.cli import console
+from otaro.cli.main import app
+from otaro.evaluate import fit as fitting
+from otaro.file.fits import bytes_of, find_fit, read_fits, weights_of
+from otaro.file.header import shard_name
+from otaro.file.io import NestedDirectory
+from otaro.runtime.load import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "held.txt"
+    path.write_text(heldout_text()[:4000])
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run(*arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result
+
+
+def refused(*arguments):
+    result = invoke(*arguments)
+    assert isinstance(result.exception, otaro.OtaroError), result.output + repr(result.exception)
+    return str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny, text, tmp_path_factory):
+    """The built-in model with two fits, and what `otaro fit` said of the first; do not write into it."""
+    model = shutil.copytree(tiny, tmp_path_factory.mktemp("fitted") / "model")
+    told = json.loads(run("fit", model, "--text", text, "--bits", 5.2, "--tokens", 128, "--json").stdout)
+    run("fit", model, "--text", text, "--budget", "800kB", "--tokens", 128)
+    return model, told
+
+
+@pytest.fixture
+def model(fitted, tmp_path):
+    return shutil.copytree(fitted[0], tmp_path / "model")
+
+
+def test_a_fit_is_within_its_budget_and_better_than_one_precision(fitted):
+    model, told = fitted
+    nested = NestedDirectory(model)
+    fit = find_fit(nested, "fit:5.2bits")
+    assert told["fit"]["name"] == "fit:5.2bits"
+    assert told["mixed"]
+    assert bytes_of(nested, fit) == fit.bytes <= 5.2 * weights_of(nested) / 8
+    assert fit.about["uniform"] == "E5M4"
+    assert fit.about["measured"] == told["mixed_measured"] < fit.about["uniform_measured"]
+    assert told["bound"] == told["mixed_predicted"] == pytest.approx(fit.about["predicted"])
+    curve = told["curve"]
+    assert [point["uniform"] for point in curve][::2] == ["E5M3", "E5M4", "E5M5", "E5M6", "E5M7", "E5M8"]
+    assert [point["predicted"] for point in curve] == sorted((point["predicted"] for point in curve), reverse=True)
+    assert all(p["predicted"] <= p["uniform_predicted"] for p in curve[::2])
+    assert bytes_of(nested, find_fit(nested, "fit:800kB")) <= 800_000
+
+
+def test_a_second_budget_measures_nothing(model, text, monkeypatch):
+    monkeypatch.setattr(fitting, "measure", None)
+    told = json.loads(run("fit", model, "--text", text, "--bits", 6, "--tokens", 128, "--json").stdout)
+    assert told["measured_before"] == len(NestedDirectory(model).schema.packed)
+    assert set(read_fits(NestedDirectory(model))) == {"5.2bits", "800kB", "6bits"}
+
+
+def test_what_is_printed_says_how_good_it_is(model, text, monkeypatch):
+    monkeypatch.setattr(console.out, "_width", 200)
+    said = run("fit", model, "--text", text, "--budget", "100MB", "--tokens", 128).stdout
+    assert "fit:100MB takes 1.6 MB, 9.133 bits per weight: of 43 tensors 43 at E5M8" in said
+    assert "100MB is more than all of it takes: 1.6 MB, 9.133 bits per weight at E5M8" in said
+    assert "divergence from E5M8 on" in said
+    assert "Expected divergence by size" in said
+    shown = run("inspect", model).stdout
+    assert "Fits, the largest first" in shown
+    assert "fit:5.2bits" in shown
+    assert set(json.loads(run("inspect", model, "--json").stdout)["fits"]) == {"5.2bits", "800kB", "100MB"}
+
+
+def test_one_precision_that_does_better_is_the_fit(model, text, monkeypatch):
+    """The sum of losses may mislead: then measuring tells."""
+    worst = {name: [0.0] * 6 for name in NestedDirectory(model).schema.packed}
+    monkeypatch.setattr(fitting.Sensitivity, "losses", lambda self, name: worst[name])  # nothing is said to lose anything
+    monkeypatch.setattr(console.out, "_width", 200)
+    said = run("fit", model, "--text", text, "--bits", 5.5, "--tokens", 128).stdout
+    assert "E5M4 for all of them does better there, so that is the fit" in said
+    fit = find_fit(NestedDirectory(model), "fit:5.5bits")
+    assert set(map(str, fit.precisions.values())) == {"E5M4"}
+    assert fit.about["measured"] == fit.about["uniform_measured"]
+
+
+def test_models_load_switch_and_generate_at_a_fit(fitted):
+    directory, _ = fitted
+    fit = find_fit(NestedDirectory(directory), "fit:5.2bits")
+    model = otaro.load(directory, precision="fit:5.2bits")
+    modules = model.sefp.modules
+    wanted = {name: fit.precisions[module.packed.name] for name, module in modules.items()}
+    assert otaro.precisions_of(model) == wanted
+    assert model.lm_head.packed is model.model.embed_tokens.packed  # one set of planes, so one precision
+    otaro.set_precision(model, "E5M8")
+    otaro.set_precision(model, "FIT:5.20 bits")
+    assert otaro.precisions_of(model) == wanted
+    otaro.set_precision(model, {"*": fit, "*.mlp.*": "E5M3"})
+    assert otaro.precisions_of(model) == {n: otaro.Precision("E5M3") if ".mlp." in n else p for n, p in wanted.items()}
+    otaro.set_precision(model, "E5M8")
+    prompt = load_tokenizer(directory)("The file")["input_ids"]
+    with otaro.Engine(model) as engine:
+        by_fit = engine.submit(prompt, precision="fit:5.2bits", max_new_tokens=12)
+        by_module = engine.submit(prompt, precision=dict(wanted.items()), max_new_tokens=12)
+        assert by_fit.text() == by_module.text()
+        with pytest.raises(otaro.OtaroError, match="has no fit:9MB"):
+            engine.submit(prompt, precision="fit:9MB")
+    assert set(otaro.precisions_of(model).values()) == {otaro.Precision("E5M8")}
+    told = json.loads(
+        run("generate", directory, "--prompt", "The file", "-p", "fit:5.2bits", "--max-new-tokens", 12, "--json").stdout
+    )
+    assert told["text"] == by_fit.text()
+
+
+def test_a_fit_loads_without_the_planes_it_does_not_need(fitted, copy_of):
+    fit = find_fit(NestedDirectory(fitted[0]), "fit:800kB")
+    bits = fit.finest.mantissa_bits
+    assert bits < 8
+    model = otaro.load(copy_of(fitted[0], planes=tuple(range(3, bits + 1))), precision="fit:800kB")
+    assert max(otaro.precisions_of(model).values()) == fit.finest
+    fewer = copy_of(fitted[0], planes=tuple(range(3, bits)))
+    with pytest.raises(otaro.OtaroError, match=f"needs shards up to {shard_name(bits)}.*otaro fetch SOURCE"):
+        otaro.load(fewer, precision="fit:800kB")
+
+
+def test_eval_and_bench_take_fits_among_precisions(model, text):
+    told = json.loads(
+        run("eval", model, "--text", text, "-p", "E5M4,fit:800kB", "--window", 64, "--divergence", "--json").stdout
+    )
+    assert told["precisions"] == ["E5M4", "fit:800kB"]
+    entries = [entry for entry in told["entries"] if entry["kind"] == "divergence"]
+    assert [entry["precision"] for entry in entries] == ["E5M4", "fit:800kB"]
+    digest = find_fit(NestedDirectory(model), "fit:800kB").sha256
+    assert "fit_sha256" not in entries[0]
+    assert entries[1]["fit_sha256"] == digest
+    assert "fit:800kB" in run("inspect", model).stdout
+    short = ("--prompt-tokens", 4, "--tokens", 2, "--context", 4, "--rounds", 1, "--json")
+    rows = json.loads(run("bench", model, "-p", "E5M3,fit:800kB,E5M8", *short).stdout)["precisions"]
+    assert [row["precision"] for row in rows] == ["E5M8", "fit:800kB", "E5M3"]
+    assert rows[0]["weight_bytes"] > rows[1]["weight_bytes"] > rows[2]["weight_bytes"]
+
+
+def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatch):
+    monkeypatch.setattr(fitting.speed, "READ_BYTES", 1 << 20)
+    said = json.loads(run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout)
+    assert set(said["fit"]["precisions"].values()) == {"E5M8"}  # as slow as one likes
+    assert "lets a token read" in said["notes"][0]
+    assert "rounds of 24 tokens differed by up to" in said["notes"][0]
+    message = refused("fit", model, "--text", text, "--tokens-per-second", 1e8, "--tokens", 128)
+    assert "tokens per second at E5M3, its smallest precision, just now; ask for fewer" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "give one budget: --budget 90MB, --bits 4.5, or --tokens-per-second 40"),
+        (["--bits", "4", "--budget", "1MB"], "give one budget"),
+        (["--budget", "many"], "'many' is no budget"),
+        (["--bits", "nan"], "is no budget"),
+        (["--bits", "-4"], "is no budget"),
+        (
+            ["--bits", "3"],
+            "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give that much at least",
+        ),
+        (["--budget", "1kB"], "--budget 1kB: E5M3, the smallest there is"),
+        (["--bits", "5", "--tokens", "100000"], "tokens; .* are the least, half to measure on and half to check on"),
+        (["--bits", "5", "--text", "nowhere.txt"], "nowhere.txt does not exist"),
+    ],
+)
+def test_refusals(model, text, options, why):
+    given = options if "--text" in options else [*options, "--text", text]
+    before = (model / "precisions.json").read_text()
+    assert re.search(why, refused("fit", model, *given))
+    assert (model / "precisions.json").read_text() == before
+
+
+def test_models_that_cannot_be_fitted_are_refused(fitted, text, copy_of):
+    coarse = copy_of(fitted[0], planes=(3,))
+    assert "has no more than E5M3: there is nothing to choose" in refused("fit", coarse, "--text", text, "--bits", 5)
+    damaged = copy_of(fitted[0])
+    (damaged / "precisions.json").write_text("{}")
+    assert "cannot be used" in refused("fit", damaged, "--text", text, "--bits", 5)
+    assert "note: not shown" in run("inspect", damaged).stderr
+
+
+def test_where_a_fit_makes_no_sense_it_is_refused_in_words(fitted, tmp_path, text):
+    out = tmp_path / "out"
+    assert "--to mlx one for all tensors; export it to gguf or hf" in refused(
+        "export", fitted[0], out, "-p", "fit:800kB", "--to", "mlx"
+    )
+    assert "is a checkpoint: pack it, then fit" in refused("eval", "builtin", "--text", text, "-p", "fit:800kB")
+    assert not out.exists()
+    assert "has no fit:9MB, there are fit:5.2bits, fit:800kB" in refused("eval", fitted[0], "--text", text, "-p", "fit:9MB")
+
+
+def test_an_interruption_says_where_to_go_on(model, text, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "measure", interrupted)
+    (model / "sensitivity.json").unlink()
+    result = invoke("fit", model, "--text", text, "--bits", 5, "--tokens", 128)
+    assert result.exit_code == 130
+    assert "the same command goes on from there" in result.stderr
+
+
+def test_the_report_draws_fits_beside_what_they_replace(fitted, tmp_path):
+    run("report", fitted[0], "--out", tmp_path / "report.html", "--no-samples")
+    page = (tmp_path / "report.html").read_text()
+    assert "Fits of model: divergence by size, held.txt" in page
+    assert page.count("fit:800kB") >= 2  # drawn, and in the table
+    assert "--budget 800kB --tokens 128" in page
+
+
+def test_a_fit_is_exported_exactly_where_tensors_may_differ(fitted, tmp_path):
+    told = json.loads(run("export", fitted[0], tmp_path / "hf", "-p", "fit:800kB", "--to", "hf", "--json").stdout)
+    assert (told["precision"], told["exact"]) == ("fit:800kB", True)
+    model, written = otaro.load(fitted[0], "fit:800kB"), AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    for name, module in model.sefp.modules.items():
+        assert torch.equal(written.get_submodule(name).weight, module.weight), name
+    pytest.importorskip("gguf")
+    told = json.loads(run("export", fitted[0], tmp_path / "m.gguf", "-p", "fit:800kB", "--to", "gguf", "--json").stdout)
+    assert told["exact"]
+    wanted = {"E5M3": "Q4_0", "E5M4": "Q5_1", "E5M5": "Q8_0"}  # finer ones in F16
+    precisions = find_fit(NestedDirectory(fitted[0]), "fit:800kB").precisions.values()
+    kinds = {one["type"]: one["tensors"] for one in told["types"] if one["type"] != "F32"}
+    assert kinds == Counter(wanted.get(str(one), "F16") for one in precisions)

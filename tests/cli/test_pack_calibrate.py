@@ -1,0 +1,56 @@
+"""`otaro pack --calibrate`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from otaro.cli.main import app
+from otaro.export.run import export
+from otaro.file.io import NestedDirectory
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_the_builtin_model_is_calibrated_on_the_builtin_text(tmp_path):
+    done = invoke("pack", "builtin", tmp_path / "out", "--calibrate", "builtin", "--samples", 2, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    windows = json.loads((tmp_path / "out" / "otaro.json").read_text())["calibrated"]["windows"]
+    assert report["calibrated"]["tokens"] == windows[0] * windows[1]
+    NestedDirectory(tmp_path / "out").verify()
+
+
+def test_what_is_packed_plainly_is_named(tmp_path, monkeypatch):
+    """A window of 256 tokens is fewer than the 384 inputs of `down`."""
+    monkeypatch.setattr("otaro.calibrate.text.LENGTH", 256)
+    done = invoke("pack", "builtin", tmp_path / "out", "--calibrate", "builtin", "--samples", 1)
+    assert done.exit_code == 0, done.output
+    assert "calibrated on 256 tokens of builtin" in " ".join(done.stdout.split())
+    assert "packed plainly: model.layers.0.mlp.down_proj.weight: it reads fewer tokens than it has inputs" in done.stdout
+
+
+def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    export(tiny, tmp_path / "m.gguf", precision="E5M8", to="gguf", type="F16")
+    done = invoke("pack", tmp_path / "m.gguf", tmp_path / "out", "--calibrate", "builtin", "--samples", 2)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "otaro.json").read_text()).keys() >= {"source", "calibrated"}
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "out"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--samples", 3], "--samples is for packing with --calibrate TEXT"),
+        (["--device", "cuda"], "--device is for packing with --calibrate TEXT"),
+        (["--calibrate", "no-such-file.txt"], "--calibrate no-such-file.txt does not exist"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_their_own_words(words, said, tmp_path):
+    done = invoke("pack", "builtin", tmp_path / "out", *words)
+    assert done.exit_code != 0
+    assert said in str(done.exception) + " ".join(done.output.split())
+    assert list(tmp_path.iterdir()) == []
