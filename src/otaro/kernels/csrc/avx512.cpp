@@ -735,7 +735,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
     return kAvx512.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, out, stride);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-    if (count == 1 && x.tokens <= (weight.bits < kFinest ? kFewTokens : kFewTokens / 2))
+    if (count == 1 && x.tokens <= kFewTokens)
       kFew[weight.bits - kCoarsest](weight, x, row, rows, out, stride);
     else
       many_tile<Truncate>(weight, x, spans, count, row, rows, out, stride);
