@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import importlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +98,12 @@ def measure(arguments: argparse.Namespace) -> None:
     ids = ids[bos is not None :][: arguments.windows * (window - (bos is not None))]
     weights = sum(parameter.numel() for parameter in model.parameters())
 
-    def row(name: str, bits: float) -> dict[str, Any]:
+    def row(name: str, bits: float | None) -> dict[str, Any]:
         found = perplexity(model, ids, window=window, bos=bos)
-        print(f"{name:40} {bits:6.2f} bits {found:9.3f}", flush=True)
+        print(f"{name:40} {'' if bits is None else f'{bits:.2f} bits':>10} {found:9.3f}", flush=True)
         return {"name": name, "bits": bits, "perplexity": found}
 
-    rows = [row("full", math.nan)]
+    rows = [row("full", None)]
     for path in arguments.models:
         if path.is_file():
             checkpoint = Checkpoint(path)

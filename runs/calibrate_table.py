@@ -32,7 +32,7 @@ def perplexities(model: Path, precisions: tuple[str, ...], arguments: argparse.N
     options = ["--precision", ",".join(precisions), "--device", arguments.device, "--out", out, "--json"]
     options += ["--window", arguments.window] if arguments.window else []
     entries = json.loads(otaro("eval", model, "--text", arguments.test, *options))["entries"]
-    return {entry["precision"]: entry["value"] for entry in entries if entry["metric"] == "perplexity"}
+    return {entry["precision"]: entry["value"] for entry in entries if entry["kind"] == "perplexity"}
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ inline int current, threads, block_arrived[2], block_live;
 inline dim3 block_index, block_size, grid_size;
 inline void (*body)(const void*);
 inline const void* parameters;
-inline int4 dynamic_shared[(256 << 10) / sizeof(int4)];  // of the block that runs
+inline int4 dynamic_shared[(512 << 10) / sizeof(int4)];  // of the block that runs
 
 // By jumps, since swapcontext asks the system twice for every switch; only a fiber's first turn needs a
 // context.
@@ -171,6 +171,15 @@ void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned
           for (current = 0; current < threads; ++current)
             if (!fibers[current].done) resume(fibers[current]);
       }
+}
+
+// Dynamic shared memory beyond what a launch asked for: marked before, and looked at afterwards.
+inline void mark(unsigned shared) {
+  std::memset(reinterpret_cast<char*>(dynamic_shared) + shared, '!', sizeof dynamic_shared - shared);
+}
+inline bool marked(unsigned shared) {
+  const char* bytes = reinterpret_cast<const char*>(dynamic_shared);
+  return std::all_of(bytes + shared, bytes + sizeof dynamic_shared, [](char one) { return one == '!'; });
 }
 
 }  // namespace emulated

@@ -25,8 +25,10 @@ _FUNCTION = re.compile(
     re.DOTALL,
 )
 _LAUNCH = """
-extern "C" void launch_{name}(const void* p, const unsigned* grid, unsigned threads) {{
+extern "C" bool launch_{name}(const void* p, const unsigned* grid, unsigned threads, unsigned shared) {{
+  emulated::mark(shared);
   emulated::launch<const {struct}>({name}, p, grid, threads);
+  return emulated::marked(shared);
 }}
 """
 _COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")  # its check knows no fibers
@@ -38,10 +40,12 @@ class Kernel:
 
     def __init__(self, library, file, name):
         self._launch, self._parameters = getattr(library, f"launch_{name}"), cuda_structs.parameters(file)[name]
+        self._launch.restype = ctypes.c_bool
 
     def __call__(self, grid, threads, shared=0, /, **fields):
         across = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
-        self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads)
+        within = self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads, shared)
+        assert within, f"the kernel wrote beyond the {shared} bytes of shared memory that it was given"
 
     def bound(self, grid, threads, shared=0, /, **fields):
         return lambda stream=None: self(grid, threads, shared, **fields)
