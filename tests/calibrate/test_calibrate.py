@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import otaro
 from otaro.calibrate import codes, folds, run, text
 from otaro.calibrate.layers import Skeleton
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, TargetError
 from otaro.file.checkpoint import Checkpoint
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import PLANES, unpack_codes
@@ -233,6 +233,19 @@ def test_what_cannot_be_calibrated_is_refused(options, words, make_checkpoint, t
     with pytest.raises(OtaroError, match=words):
         run.pack_calibrated(make_checkpoint("llama"), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("file", "is not a directory"), ("folder", "is not empty")])
+def test_a_place_that_is_taken_is_refused_before_anything_is_computed(kind, words, make_checkpoint, tmp_path):
+    out, seen = tmp_path / "out", []
+    mine = out if kind == "file" else out / "letter.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(TargetError, match=words):
+        run.pack_calibrated(make_checkpoint("llama"), out, content(), progress=lambda what, done, total: seen.append(what))
+    assert seen == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert mine.read_text() == "mine"
 
 
 def test_a_missing_tokenizer_is_refused(make_checkpoint, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from otaro.calibrate import codes, folds, layers, text
 from otaro.calibrate.layers import Inputs, Matrix, Skeleton, Watch
 from otaro.calibrate.work import Tensor, Work
 from otaro.errors import OtaroError
-from otaro.file.atomic import alone
+from otaro.file.atomic import alone, check_place, explained
 from otaro.file.checkpoint import Checkpoint, resolve_model
 from otaro.file.coding import Coding, choose_coding
 from otaro.file.gguf import is_gguf
@@ -87,6 +87,8 @@ def pack_calibrated(
         raise OtaroError(f"at least one window of text is needed to calibrate on, got {samples}")
     target = Path(os.path.realpath(out))
     check_target(target, source, overwrite)
+    with explained(target):
+        check_place(target, overwrite)
     checkpoint = Checkpoint(source)
     folder = target.parent / f".{target.name}.calibrating"
     with alone(folder):
