@@ -47,6 +47,9 @@ def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):
         (["--samples", 3], "--samples is for packing with --calibrate TEXT"),
         (["--device", "cuda"], "--device is for packing with --calibrate TEXT"),
         (["--calibrate", "no-such-file.txt"], "--calibrate no-such-file.txt does not exist"),
+        (["--calibrate", ""], "--calibrate is empty"),
+        (["--calibrate", "builtin", "--device", "foo"], "unknown device 'foo'"),
+        (["--calibrate", "builtin", "--device", "cuda:99"], "device 'cuda:99': this"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_their_own_words(words, said, tmp_path):

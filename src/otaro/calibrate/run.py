@@ -32,6 +32,7 @@ from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.pack import check_target, pack
 from otaro.packable import Kind
+from otaro.runtime.load import check_device
 from otaro.sefp.codec import Reconstruction, SefpTensor, encode, group_needs, smallest_scale_exponent
 
 SAMPLES = 128
@@ -77,6 +78,7 @@ def pack_calibrated(
     At most `samples` windows of 512 tokens are used, spread evenly over the text. Finished layers are kept in a hidden
     folder beside `out` until the model is complete: the same call goes on after the last of them.
     """
+    check_device(device)
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     if coding.reconstruction != "midpoint":
