@@ -97,8 +97,12 @@ def pack_calibrated(
         ids = _windows(checkpoint, content, samples)
         record = {"text": text_name, "sha256": hashlib.sha256(content.encode()).hexdigest(), "windows": list(ids.shape)}
         work = Work(folder, _digest(source, coding, record))
-        with torch.inference_mode():
-            _Calibration(checkpoint, coding, torch.device(device), ids, work, progress).run()
+        try:
+            with torch.inference_mode():
+                _Calibration(checkpoint, coding, torch.device(device), ids, work, progress).run()
+        except BaseException:
+            work.remove_unless_worth_keeping()
+            raise
         plain = work.plain
         weights = sum(map(prod, checkpoint.packed.values()))
         progress("packing", weights, weights)
@@ -169,8 +173,7 @@ class _Calibration:
         """All layers that are not done yet, then the head."""
         skeleton, work = self._skeleton, self._work
         states = skeleton.start(self._ids, self._batch)
-        if not work.done:
-            work.states(0, states.shape).copy_(states)
+        work.begin(states)
         shape, layers = states.shape, len(skeleton)
         del states
         for number in range(layers):
@@ -200,6 +203,7 @@ class _Calibration:
             {prefix + name: Tensor(tensor, zeros[name]) for name, tensor in tensors.items()},
             {prefix + name: tensor for name, tensor in changed.items()},
             plain,
+            after,
         )
 
     def _fold(self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]) -> dict[str, torch.Tensor]:
