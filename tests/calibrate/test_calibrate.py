@@ -1,15 +1,18 @@
 """Packing on a text: the codes of a matrix, channel scales, layers from disk, and the way from a stop to the end."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 import otaro
-from otaro.calibrate import codes, folds, run, text
+from otaro.calibrate import codes, folds, run, text, work
 from otaro.calibrate.layers import Skeleton
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, OtaroWarning, TargetError
 from otaro.file.checkpoint import Checkpoint
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import PLANES, unpack_codes
@@ -218,6 +221,99 @@ def test_a_damaged_part_is_refused(make_checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def damaged(folder, how):
+    states = folder / "states-1"  # after the first layer
+    if how == "missing":
+        states.unlink()
+    elif how == "truncated":
+        os.truncate(states, states.stat().st_size // 2)
+    else:
+        states.write_bytes(bytes(states.stat().st_size))
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "zeros"])
+def test_states_that_are_not_the_last_layers_begin_anew(how, make_checkpoint, tmp_path):
+    checkpoint, seen = make_checkpoint("llama"), []
+    run.pack_calibrated(checkpoint, tmp_path / "whole", content(), samples=WINDOWS)
+    with pytest.raises(KeyboardInterrupt):
+        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2"))
+    damaged(tmp_path / ".out.calibrating", how)
+    with pytest.warns(OtaroWarning, match="begun anew"):
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+        )
+    assert "layer 1 of 2" in seen
+    whole, resumed = codes_of(tmp_path / "whole"), codes_of(tmp_path / "out")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_after_the_head_no_states_are_needed(make_checkpoint, tmp_path):
+    checkpoint, seen = make_checkpoint("llama"), []
+    with pytest.raises(KeyboardInterrupt):
+        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("packing"))
+    for states in (tmp_path / ".out.calibrating").glob("states-*"):
+        states.unlink()
+    run.pack_calibrated(
+        checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+    )
+    assert seen == ["packing"]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+sets_room_aside = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system sets no room aside")
+
+
+@sets_room_aside
+def test_a_disk_without_room_for_the_states_is_refused_with_the_bytes(make_checkpoint, tmp_path, monkeypatch):
+    checkpoint = make_checkpoint("llama")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    needed = 2 * WINDOWS * LENGTH * Checkpoint(checkpoint).config.hidden_size * 4
+    with pytest.raises(TargetError, match=rf"{needed:,} bytes in .*\.out\.calibrating"):
+        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@sets_room_aside
+def test_the_room_for_the_states_is_set_aside_at_once(make_checkpoint, tmp_path):
+    taken = []
+
+    def progress(what, done, total):
+        if what == "layer 1 of 2":
+            taken.extend(path.stat() for path in (tmp_path / ".out.calibrating").glob("states-*"))
+
+    checkpoint = make_checkpoint("llama")
+    run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=progress)
+    size = WINDOWS * LENGTH * Checkpoint(checkpoint).config.hidden_size * 4
+    assert [one.st_size for one in taken] == [size, size]
+
+
+def test_a_disk_that_is_full_later_is_said_and_finished_layers_stay(make_checkpoint, tmp_path, monkeypatch):
+    checkpoint, save = make_checkpoint("llama"), work.save_file
+
+    def second_fails(data, path, metadata):
+        if (tmp_path / ".out.calibrating" / "part-00000").exists():
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save(data, path, metadata)
+
+    monkeypatch.setattr(work, "save_file", second_fails)
+    with pytest.raises(TargetError, match=r"\.out\.calibrating: the disk is full"):
+        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS)
+    assert [path.name for path in (tmp_path / ".out.calibrating").glob("part*")] == ["part-00000"]
+
+
+def test_a_refused_architecture_leaves_nothing(make_checkpoint, tmp_path, monkeypatch):
+    def refused(*_):
+        raise OtaroError("no list of layers")
+
+    monkeypatch.setattr(Skeleton, "_find_layers", refused)
+    with pytest.raises(OtaroError, match="no list of layers"):
+        run.pack_calibrated(make_checkpoint("llama"), tmp_path / "out", content(), samples=WINDOWS)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -235,8 +331,23 @@ def test_what_cannot_be_calibrated_is_refused(options, words, make_checkpoint, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_tokenizer_is_refused(make_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "words"), [("file", "is not a directory"), ("folder", "is not empty")])
+def test_a_place_that_is_taken_is_refused_before_anything_is_computed(kind, words, make_checkpoint, tmp_path):
+    out, seen = tmp_path / "out", []
+    mine = out if kind == "file" else out / "letter.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(TargetError, match=words):
+        run.pack_calibrated(make_checkpoint("llama"), out, content(), progress=lambda what, done, total: seen.append(what))
+    assert seen == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("architecture", "words"), [("llama", "no tokenizer that opens"), ("gpt2", "has no tokenizer, and")])
+def test_a_missing_tokenizer_is_refused(architecture, words, make_checkpoint, tmp_path, monkeypatch):
+    """Where there are no files, transformers refuses some models, and makes up a tokenizer without words for others."""
     monkeypatch.undo()
-    with pytest.raises(OtaroError, match="has no tokenizer that opens"):
-        run.pack_calibrated(make_checkpoint("llama"), tmp_path / "out", content())
+    with pytest.raises(OtaroError, match=words):
+        run.pack_calibrated(make_checkpoint(architecture), tmp_path / "out", content())
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from otaro.cli.main import app
 from otaro.export.run import export
+from otaro.file.coding import read_calibrated
 from otaro.file.io import NestedDirectory
 
 
@@ -21,6 +22,33 @@ def test_the_builtin_model_is_calibrated_on_the_builtin_text(tmp_path):
     windows = json.loads((tmp_path / "out" / "otaro.json").read_text())["calibrated"]["windows"]
     assert report["calibrated"]["tokens"] == windows[0] * windows[1]
     NestedDirectory(tmp_path / "out").verify()
+    assert f"calibrated on {report['calibrated']['tokens']:,} tokens of builtin" in invoke("inspect", tmp_path / "out").stdout
+    told = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout.splitlines()[-1])
+    assert told["calibrated"] == {"text": "builtin", "tokens": report["calibrated"]["tokens"]}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"calibrated": 7},
+        {"calibrated": {"text": "a", "windows": [1]}},
+        {"calibrated": {"text": "a", "windows": [-1, -1]}},
+        {"calibrated": {"text": ["a"], "windows": [1, 512]}},
+    ],
+)
+def test_a_strange_record_is_not_shown_as_a_calibration(stated, tmp_path):
+    (tmp_path / "otaro.json").write_text(json.dumps(stated))
+    assert read_calibrated(tmp_path) is None
+
+
+def test_the_name_of_a_text_controls_no_terminal(tmp_path):
+    record = {"text": "\x1b[2J" + "a" * 999, "windows": [2, 512]}
+    (tmp_path / "otaro.json").write_text(json.dumps({"calibrated": record}))
+    found = read_calibrated(tmp_path)
+    assert found.tokens == 1024
+    assert found.text.isprintable()
+    assert len(found.text) < 300
 
 
 def test_what_is_packed_plainly_is_named(tmp_path, monkeypatch):
@@ -47,6 +75,9 @@ def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):
         (["--samples", 3], "--samples is for packing with --calibrate TEXT"),
         (["--device", "cuda"], "--device is for packing with --calibrate TEXT"),
         (["--calibrate", "no-such-file.txt"], "--calibrate no-such-file.txt does not exist"),
+        (["--calibrate", ""], "--calibrate is empty"),
+        (["--calibrate", "builtin", "--device", "foo"], "unknown device 'foo'"),
+        (["--calibrate", "builtin", "--device", "cuda:99"], "device 'cuda:99': this"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_their_own_words(words, said, tmp_path):

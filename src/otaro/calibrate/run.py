@@ -23,7 +23,7 @@ from otaro.calibrate import codes, folds, layers, text
 from otaro.calibrate.layers import Inputs, Matrix, Skeleton, Watch
 from otaro.calibrate.work import Tensor, Work
 from otaro.errors import OtaroError
-from otaro.file.atomic import alone
+from otaro.file.atomic import alone, check_place, explained
 from otaro.file.checkpoint import Checkpoint, resolve_model
 from otaro.file.coding import Coding, choose_coding
 from otaro.file.gguf import is_gguf
@@ -32,6 +32,7 @@ from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.pack import check_target, pack
 from otaro.packable import Kind
+from otaro.runtime.load import check_device
 from otaro.sefp.codec import Reconstruction, SefpTensor, encode, group_needs, smallest_scale_exponent
 
 SAMPLES = 128
@@ -77,6 +78,7 @@ def pack_calibrated(
     At most `samples` windows of 512 tokens are used, spread evenly over the text. Finished layers are kept in a hidden
     folder beside `out` until the model is complete: the same call goes on after the last of them.
     """
+    check_device(device)
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     if coding.reconstruction != "midpoint":
@@ -87,14 +89,20 @@ def pack_calibrated(
         raise OtaroError(f"at least one window of text is needed to calibrate on, got {samples}")
     target = Path(os.path.realpath(out))
     check_target(target, source, overwrite)
+    with explained(target):
+        check_place(target, overwrite)
     checkpoint = Checkpoint(source)
     folder = target.parent / f".{target.name}.calibrating"
     with alone(folder):
         ids = _windows(checkpoint, content, samples)
         record = {"text": text_name, "sha256": hashlib.sha256(content.encode()).hexdigest(), "windows": list(ids.shape)}
         work = Work(folder, _digest(source, coding, record))
-        with torch.inference_mode():
-            _Calibration(checkpoint, coding, torch.device(device), ids, work, progress).run()
+        try:
+            with torch.inference_mode():
+                _Calibration(checkpoint, coding, torch.device(device), ids, work, progress).run()
+        except BaseException:
+            work.remove_unless_worth_keeping()
+            raise
         plain = work.plain
         weights = sum(map(prod, checkpoint.packed.values()))
         progress("packing", weights, weights)
@@ -165,8 +173,7 @@ class _Calibration:
         """All layers that are not done yet, then the head."""
         skeleton, work = self._skeleton, self._work
         states = skeleton.start(self._ids, self._batch)
-        if not work.done:
-            work.states(0, states.shape).copy_(states)
+        work.begin(states)
         shape, layers = states.shape, len(skeleton)
         del states
         for number in range(layers):
@@ -196,6 +203,7 @@ class _Calibration:
             {prefix + name: Tensor(tensor, zeros[name]) for name, tensor in tensors.items()},
             {prefix + name: tensor for name, tensor in changed.items()},
             plain,
+            after,
         )
 
     def _fold(self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]) -> dict[str, torch.Tensor]:

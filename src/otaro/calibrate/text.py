@@ -18,13 +18,16 @@ def load_tokenizer(directory: Path) -> Any:
     """The tokenizer that lies beside the weights."""
     from transformers import AutoTokenizer
 
+    advice = "copy the files of the original model's tokenizer there"
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a missing file, a damaged one, a class that is not known: each has exceptions of its own
         raise OtaroError(
-            f"{directory} has no tokenizer that opens, and --calibrate needs one to read the text: {brief(error)}; "
-            "copy the files of the original model's tokenizer there"
+            f"{directory} has no tokenizer that opens, and --calibrate needs one to read the text: {brief(error)}; {advice}"
         ) from error
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # made up by transformers, without files
+        raise OtaroError(f"{directory} has no tokenizer, and --calibrate needs one to read the text; {advice}")
+    return tokenizer
 
 
 def windows(content: str, tokenizer: Any, samples: int, length: int) -> torch.Tensor:

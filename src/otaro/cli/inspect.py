@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +14,13 @@ from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
     from otaro.evaluate.quality import Quality
+    from otaro.file.coding import CalibratedOn
     from otaro.file.fits import Fit
     from otaro.file.header import Schema
     from otaro.file.hub import Hub
     from otaro.file.summary import PrecisionSummary, Summary
+
+    _Found = tuple[Summary, CalibratedOn | None, Quality | None, dict[str, Fit]]
 
 
 def inspect(
@@ -35,12 +39,13 @@ def inspect(
     from otaro.file.hub import Hub
 
     hub = Hub(revision, token, cache_dir)
-    summary, quality, fits = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
+    summary, calibrated, quality, fits = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
     if json:
         told = {name: fit.to_dict() for name, fit in fits.items()}
-        console.print_json({**summary.to_dict(), "quality": quality and quality.to_dict(), "fits": told})
+        more = {"calibrated": calibrated and asdict(calibrated), "quality": quality and quality.to_dict(), "fits": told}
+        console.print_json({**summary.to_dict(), **more})
     else:
-        show(summary)
+        show(summary, calibrated)
         if fits:
             show_fits(fits)
         if quality is not None:
@@ -56,7 +61,7 @@ def _elsewhere(directory: str) -> bool:
     return "://" in directory or not (HF_HUB_OFFLINE or Path(directory).exists() or directory == BUILTIN)
 
 
-def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str, Fit]]:
+def _of_files(directory: str, hub: Hub) -> _Found:
     from otaro.file.checkpoint import resolve_nested
     from otaro.file.io import NestedDirectory
     from otaro.file.summary import summarize
@@ -64,10 +69,11 @@ def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None, dict[s
     nested = NestedDirectory(resolve_nested(directory, hub=hub))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
-    return summary, _quality(nested.path, summary), _fits(nested.path, summary.model, nested.schema)
+    return summary, _calibrated(nested.path), _quality(nested.path, summary), _fits(nested.path, summary.model, nested.schema)
 
 
-def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str, Fit]]:
+def _of_headers(model: str, hub: Hub) -> _Found:
+    from otaro.file.coding import CODING_FILE
     from otaro.file.fetch import RemoteModel, read_small
     from otaro.file.replace import FITS_FILE, QUALITY_FILE
     from otaro.file.source import find_source
@@ -77,10 +83,23 @@ def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str
     remote = RemoteModel(source)
     summary = summarize_headers(remote, model)
     with TemporaryDirectory() as folder:
-        for name in (QUALITY_FILE, FITS_FILE):
-            if not read_small(source, name, Path(folder) / name):
-                (Path(folder) / name).unlink(missing_ok=True)
-        return summary, _quality(Path(folder), summary), _fits(Path(folder), summary.model, remote.schema)
+        place = Path(folder)
+        for name in (CODING_FILE, QUALITY_FILE, FITS_FILE):
+            if not read_small(source, name, place / name):
+                (place / name).unlink(missing_ok=True)
+        return summary, _calibrated(place), _quality(place, summary), _fits(place, summary.model, remote.schema)
+
+
+def _calibrated(directory: Path) -> CalibratedOn | None:
+    """What a model was calibrated on, where a file says so that can be read."""
+    from otaro.errors import CheckpointError
+    from otaro.file.coding import read_calibrated
+
+    try:
+        return read_calibrated(directory)
+    except CheckpointError as error:
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        return None
 
 
 def _quality(directory: Path, summary: Summary) -> Quality | None:
@@ -122,7 +141,7 @@ def show_fits(fits: dict[str, Fit]) -> None:
     console.out.print(table)
 
 
-def show(summary: Summary) -> None:
+def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     """Print the tables."""
     from rich.table import Table
 
@@ -132,6 +151,9 @@ def show(summary: Summary) -> None:
         f"{summary.reconstruction}, groups of {summary.group_size}, {summary.exact_zeros:.1%} exact zeros",
         highlight=False,
     )
+    if calibrated is not None:
+        on = f"{calibrated.tokens:,} tokens of {console.escape(calibrated.text)}"
+        console.out.print(f"calibrated on {on}", highlight=False, soft_wrap=True)
     sizes = Table(title="By precision", title_justify="left")
     sizes.add_column("precision")
     sizes.add_column("shards model-...")

@@ -56,6 +56,8 @@ def read_text(source: str) -> Text:
     Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test` unless given.
     So are the rows of a .jsonl, .json or .parquet file, which must have a `text`: markup is no text to measure on.
     """
+    if not source:
+        raise TextError("--text is empty; give a text file, or a Hub data set as owner/name[/config][:split]")
     path = Path(source)
     if path.is_dir():
         raise TextError(f"--text {source} is a directory; give a text file, or a Hub data set as owner/name[/config][:split]")

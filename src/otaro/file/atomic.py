@@ -63,12 +63,7 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     target = Path(os.path.realpath(target))
     partial = _partial(target)
     with explained(target):
-        if target == Path.cwd():
-            raise TargetError(f"{target} is the current directory, which cannot be put in place; name a new directory")
-        if target.exists() and not target.is_dir():
-            raise TargetError(f"{target} exists and is not a directory; choose another place")
-        if target.is_dir() and any(target.iterdir()) and not overwrite:
-            raise TargetError(f"{target} exists and is not empty; choose another place")
+        check_place(target, overwrite)
         with alone(target):
             _remove(partial)  # what a killed writer left
             partial.mkdir()
@@ -80,6 +75,16 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
                 _move_into_place(partial, target)
             finally:
                 _remove(partial)
+
+
+def check_place(target: Path, overwrite: bool = False) -> None:
+    """Refuse where `new_directory` puts nothing, for those who compute for hours before."""
+    if target == Path.cwd():
+        raise TargetError(f"{target} is the current directory, which cannot be put in place; name a new directory")
+    if target.exists() and not target.is_dir():
+        raise TargetError(f"{target} exists and is not a directory; choose another place")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise TargetError(f"{target} exists and is not empty; choose another place")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from otaro.sefp.precision import GROUP_SIZE
 
 CODING_FILE = "otaro.json"
 _LARGEST = 1 << 20  # bytes of a file that states a few options
+_NAME = 200  # characters of the name of a text
 
 
 def is_group_size(value: object) -> bool:
@@ -88,6 +89,24 @@ def write_coding(directory: Path, coding: Coding, about: dict[str, Any] | None =
     """
     stated = asdict(coding) | (about or {})
     write_text(directory / CODING_FILE, json.dumps(stated) + "\n")
+
+
+@dataclass(frozen=True)
+class CalibratedOn:
+    """What a packed model was calibrated on."""
+
+    text: str
+    tokens: int
+
+
+def read_calibrated(directory: Path) -> CalibratedOn | None:
+    """What a packed model was calibrated on, if its file says so in the way `otaro pack --calibrate` does."""
+    path = directory / CODING_FILE
+    stated = _read(path).get("calibrated") if path.is_file() else None
+    match stated:
+        case {"text": str(text), "windows": [int(windows), int(length)]} if 0 < windows < 1 << 31 and 0 < length < 1 << 31:
+            return CalibratedOn(text[:_NAME] if text.isprintable() else ascii(text[:_NAME]), windows * length)
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:
