@@ -13,8 +13,7 @@ from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
     from otaro.evaluate.quality import Quality
-    from otaro.file.fits import Fit
-    from otaro.file.header import Schema
+    from otaro.file.fits import Fit, Stored
     from otaro.file.hub import Hub
     from otaro.file.summary import PrecisionSummary, Summary
 
@@ -64,7 +63,7 @@ def _of_files(directory: str, hub: Hub) -> tuple[Summary, Quality | None, dict[s
     nested = NestedDirectory(resolve_nested(directory, hub=hub))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
-    return summary, _quality(nested.path, summary), _fits(nested.path, summary.model, nested.schema)
+    return summary, _quality(nested.path, summary), _fits(nested.path, summary.model, nested)
 
 
 def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str, Fit]]:
@@ -80,7 +79,7 @@ def _of_headers(model: str, hub: Hub) -> tuple[Summary, Quality | None, dict[str
         for name in (QUALITY_FILE, FITS_FILE):
             if not read_small(source, name, Path(folder) / name):
                 (Path(folder) / name).unlink(missing_ok=True)
-        return summary, _quality(Path(folder), summary), _fits(Path(folder), summary.model, remote.schema)
+        return summary, _quality(Path(folder), summary), _fits(Path(folder), summary.model, remote)
 
 
 def _quality(directory: Path, summary: Summary) -> Quality | None:
@@ -95,13 +94,13 @@ def _quality(directory: Path, summary: Summary) -> Quality | None:
         return None
 
 
-def _fits(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+def _fits(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
     """What `otaro fit` found for a model, where a file says so that can be read."""
     from otaro.errors import FormatError
     from otaro.file.fits import read_fits_in
 
     try:
-        return read_fits_in(directory, model, schema)
+        return read_fits_in(directory, model, stored)
     except FormatError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
         return {}

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from decimal import Decimal
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure
+from otaro.evaluate.sensitivity import LARGEST_LOSS, Kept, Probe, Reading, Sensitivity, check_reached, measure
 from otaro.evaluate.text import Text, TextError
 from otaro.evaluate.windows import ModelReader, Windows, choose_window, read
 from otaro.file.fits import Budget, Fit, bytes_of, plane_bytes, read_fits, weights_of, write_fit
@@ -219,7 +218,7 @@ class Fitting:
         for key, choice in new.items():
             meter = Divergence(self._reference)
             read(ModelReader(decoded.at(choice)), windows, [meter], report)
-            if not abs(meter.kl) < inf:
+            if not abs(meter.kl) <= LARGEST_LOSS:
                 raise OtaroError("the model's outputs overflow on the text it is checked on; it cannot be fitted")
             self._checked[key] = max(meter.kl, 0.0)
             read_before += len(self._check_ids)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import cached_property
-from math import inf, prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ VERSION = 1
 _LARGEST = 1 << 24  # bytes of a file
 _MOST = 256  # fits in it
 _LONGEST = 4096  # characters of a string
+LARGEST_SUM = 1e12  # nats that all tensors could lose together: sums and squares stay finite
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None, "tps": None,
 }  # fmt: skip
@@ -209,10 +210,10 @@ def find_fit(nested: Nested, name: str) -> Fit:
 
 def read_fits(nested: Nested) -> dict[str, Fit]:
     """The fits beside a model by name, none where there is no file; one that is damaged, or of another model, is refused."""
-    return read_fits_in(nested.path, nested.model, nested.schema)
+    return read_fits_in(nested.path, nested.model, nested)
 
 
-def read_fits_in(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+def read_fits_in(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
     """The same for a directory that holds the file, and perhaps no model."""
     path = directory / FITS_FILE
     if not path.is_file():
@@ -220,7 +221,7 @@ def read_fits_in(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError("it is larger than any")
-        about, fits = parse_fits(path.read_text(encoding="utf-8"), schema)
+        about, fits = parse_fits(path.read_text(encoding="utf-8"), stored)
         if about != model:
             raise ValueError(f"it is for another model ({about[:12]}) than the one beside it ({model[:12]})")
     except ValueError as error:  # of JSON, of UTF-8, or ours
@@ -235,13 +236,13 @@ def write_fit(nested: Nested, fit: Fit) -> None:
         fits = {**read_fits(nested), fit.name: fit}
         stored = {name: one.to_dict() for name, one in fits.items()}
         text = json.dumps({"version": VERSION, "model": nested.model, "fits": stored}, indent=1) + "\n"
-        parse_fits(text, nested.schema)  # what we would not read, we do not write
+        parse_fits(text, nested)  # what we would not read, we do not write
         return text
 
     update_text(nested.path / FITS_FILE, updated)
 
 
-def parse_fits(text: str, schema: Schema) -> tuple[str, dict[str, Fit]]:
+def parse_fits(text: str, stored: Stored) -> tuple[str, dict[str, Fit]]:
     """The model's identity and its fits; a ValueError says what is wrong."""
 
     def refuse(constant: str) -> None:
@@ -259,10 +260,10 @@ def parse_fits(text: str, schema: Schema) -> tuple[str, dict[str, Fit]]:
         raise ValueError("its model is not a SHA-256")
     if not isinstance(raw["fits"], dict) or len(raw["fits"]) > _MOST:
         raise ValueError(f"its fits are not an object of {_MOST} at most")
-    return raw["model"], {name: _fit(name, stated, schema) for name, stated in raw["fits"].items()}
+    return raw["model"], {name: _fit(name, stated, stored) for name, stated in raw["fits"].items()}
 
 
-def _fit(name: str, stated: object, schema: Schema) -> Fit:
+def _fit(name: str, stated: object, model: Stored) -> Fit:
     where = f"the fit {name[:40]!r}"
     try:
         known = Budget.parse(name).name == name
@@ -276,7 +277,7 @@ def _fit(name: str, stated: object, schema: Schema) -> Fit:
     for field, value in about.items():
         if not _ABOUT[field](value):
             raise ValueError(f"{where}: {field} is {str(value)[:40]!r}")
-    stored = stated["precisions"]
+    schema, stored = model.schema, stated["precisions"]
     if not isinstance(stored, dict) or (odd := stored.keys() ^ schema.packed.keys()):
         which = f"; {min(odd)[:80]!r} is in one and not in the other" if isinstance(stored, dict) else ""
         raise ValueError(f"{where} does not have one precision for each packed tensor{which}")
@@ -284,6 +285,9 @@ def _fit(name: str, stated: object, schema: Schema) -> Fit:
         precisions = {tensor: Precision(stored[tensor]) for tensor in schema.packed}
     except PrecisionError as error:
         raise ValueError(f"{where}: {str(error)[:200]}") from None
+    size = bytes_of(model, precisions)
+    if about["bytes"] != size or not isclose(about["bits_per_weight"], 8 * size / weights_of(model)):
+        raise ValueError(f"{where} takes {size} bytes by its precisions, and its bytes or bits_per_weight say something else")
     return Fit(name, precisions, about)
 
 
@@ -292,7 +296,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and -inf < value < inf
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= LARGEST_SUM
 
 
 def _is_name(value: object) -> bool:
