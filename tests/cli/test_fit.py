@@ -163,6 +163,13 @@ def test_eval_and_bench_take_fits_among_precisions(model, text):
     assert rows[0]["weight_bytes"] > rows[1]["weight_bytes"] > rows[2]["weight_bytes"]
 
 
+def test_bench_times_drafts_of_a_fit(fitted):
+    short = ("--tokens", 4, "--context", 8, "--rounds", 1, "--json")
+    told = json.loads(run("bench", fitted[0], "-p", "fit:5.2bits", "--draft", "E5M3", *short).stdout)
+    assert told["precision"] == "fit:5.2bits"
+    assert [(row["draft"], row["texts"]) for row in told["rows"]] == [("E5M3", "prose"), ("E5M3", "copy")]
+
+
 def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatch):
     monkeypatch.setattr(fitting.speed, "READ_BYTES", 1 << 20)
     said = json.loads(run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout)
