@@ -18,8 +18,10 @@ ABOUT = {
     "measured": 0.2,
     "uniform": "E5M3",
     "uniform_measured": 0.3,
+    "reference": "E5M8",
     "text": "a text",
     "text_sha256": "0" * 64,
+    "tokens": 512,
     "command": "otaro fit DIR",
     "date": "2026-11-16",
 }
@@ -79,6 +81,13 @@ def test_fits_are_kept_side_by_side_and_found_by_any_spelling(nested):
     replaced = mixed(nested, "90MB", "E5M4")
     write_fit(nested, replaced)
     assert read_fits(nested) == {"90MB": replaced, "4.5bits": second}
+
+
+def test_the_first_files_lack_reference_and_tokens_and_are_read(nested):
+    text = damaged(nested, lambda raw, fit: [fit.pop(field) for field in ("reference", "tokens")])
+    _, fits = parse_fits(text, nested)
+    assert fits["90MB"].precisions == mixed(nested).precisions
+    assert "reference" not in fits["90MB"].about
 
 
 def test_only_names_of_fits_are_taken_for_one():
@@ -143,6 +152,9 @@ def damaged(nested, change):
         (lambda raw, fit: fit.update(measured=True), "measured is 'True'"),
         (lambda raw, fit: fit.update(predicted=float("nan")), "NaN is no number"),
         (lambda raw, fit: fit.update(uniform="e5m3"), "uniform is 'e5m3'"),
+        (lambda raw, fit: fit.update(uniform=3), "uniform is '3'"),
+        (lambda raw, fit: fit.update(reference="E5M9"), "reference is 'E5M9'"),
+        (lambda raw, fit: fit.update(tokens=-1), "tokens is '-1'"),
         (lambda raw, fit: fit.update(text="\x1b[2J"), "text is"),
         (lambda raw, fit: fit.update(text_sha256="0"), "text_sha256 is '0'"),
         (lambda raw, fit: fit.update(date="today"), "date is 'today'"),

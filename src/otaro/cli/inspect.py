@@ -41,7 +41,7 @@ def inspect(
     else:
         show(summary)
         if fits:
-            show_fits(fits)
+            show_fits(fits, max(row.precision for row in summary.precisions if not row.missing))
         if quality is not None:
             show_quality(quality.entries)
 
@@ -106,19 +106,25 @@ def _fits(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
         return {}
 
 
-def show_fits(fits: dict[str, Fit]) -> None:
+def show_fits(fits: dict[str, Fit], finest: str) -> None:
     """Print what fits take, and what they lose beside the best single precision of no more bytes."""
     from rich.table import Table
 
     table = Table(title="Fits, the largest first", title_justify="left")
-    for heading in ("precision", "size", "bits per weight", "up to", "KL", "instead of", "KL"):
+    for heading in ("precision", "size", "bits", "up to", "KL", "instead of", "KL"):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("precision", "up to", "instead of") else "right")
     for fit in sorted(fits.values(), key=lambda fit: -fit.bytes):
         about = fit.about
         taken = (console.size(fit.bytes), f"{about['bits_per_weight']:.3f}", str(fit.finest))
         lost = (f"{about['measured']:.4f}", about["uniform"], f"{about['uniform_measured']:.4f}")
         table.add_row(str(fit), *taken, *lost)
-    console.out.print(table)
+    anywhere = console.out.options.update(width=1000)
+    table.width = console.out.measure(table, options=anywhere).maximum  # a name that is cut off is none
+    console.out.print(table, crop=False)
+    for fit in fits.values():
+        if (reference := fit.about.get("reference", finest)) != finest:
+            line = f"{fit}: KL is from {reference}, the finest that was there when it was made, not {finest}"
+            console.out.print(line, highlight=False, soft_wrap=True)
 
 
 def show(summary: Summary) -> None:

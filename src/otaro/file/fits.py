@@ -5,10 +5,12 @@
 
     {"version": 1, "model": "5d0c…", "fits": {"90MB": {"precisions": {"model.embed_tokens.weight": "E5M4", …},
      "bytes": 89990784, "bits_per_weight": 5.352, "predicted": 0.021, "measured": 0.023, "uniform": "E5M4",
-     "uniform_measured": 0.041, "text": "valid.txt", "text_sha256": "…", "command": "otaro fit …", "date": "2026-11-16"}}}
+     "uniform_measured": 0.041, "reference": "E5M8", "text": "valid.txt", "text_sha256": "…", "tokens": 512,
+     "command": "otaro fit …", "date": "2026-11-16"}}}
 
 Bytes are those of the planes, scales and unpacked tensors that the model then reads, headers of files aside, as bits per
-weight of `otaro inspect` count them. Divergences are in nats, from the finest precision, on text.
+weight of `otaro inspect` count them. Divergences are in nats, on text, from the reference: the finest precision that was there.
+`tokens` of the text were measured on. (The first files lack reference and tokens, and are read.)
 
 The file travels with its model and so comes from strangers: it names the model it is for, and nothing in it is believed before
 it has been checked. Every packed tensor must have its precision, and no other may.
@@ -271,7 +273,7 @@ def _fit(name: str, stated: object, model: Stored) -> Fit:
         known = False
     if not known:
         raise ValueError(f"{where} is not named after a budget")
-    if not isinstance(stated, dict) or stated.keys() != {"precisions", *_ABOUT}:
+    if not isinstance(stated, dict) or {*stated, *_ADDED} != {"precisions", *_ABOUT}:
         raise ValueError(f"{where} does not consist of precisions, {', '.join(_ABOUT)}")
     about = {field: value for field, value in stated.items() if field != "precisions"}
     for field, value in about.items():
@@ -299,6 +301,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= LARGEST_SUM
 
 
+def _is_precision(value: object) -> bool:
+    try:
+        return isinstance(value, str) and str(Precision(value)) == value
+    except PrecisionError:
+        return False
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
 
@@ -315,17 +324,13 @@ _ABOUT = {
     "bits_per_weight": _is_number,
     "predicted": _is_number,
     "measured": _is_number,
-    "uniform": lambda value: isinstance(value, str) and _is_precision(value),
+    "uniform": _is_precision,
     "uniform_measured": _is_number,
+    "reference": _is_precision,
     "text": _is_name,
     "text_sha256": is_digest,
+    "tokens": _is_size,
     "command": _is_name,
     "date": _is_date,
 }
-
-
-def _is_precision(value: str) -> bool:
-    try:
-        return str(Precision(value)) == value
-    except PrecisionError:
-        return False
+_ADDED = ("reference", "tokens")
