@@ -2,21 +2,23 @@
 
     python benchmarks/bench_serve.py DIR [--clients 16] [--seconds 120] [--against llama.cpp,transformers]
 
-Starts `otaro serve DIR` and asks it, first by one client, then by many at once, for streamed answers to a fixed set of
+Starts `otaro serve DIR` and asks it, by one client and by many at once in turns, for streamed answers to a fixed set of
 requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
-compared with the one that the same request got alone. Prints tokens a second, the time until the first token by
-precision, and memory of the server after a tenth of the time, when all have begun, and at the end.
+compared with the one that the same request got alone. Prints tokens a second, which count until a round's time is up, the
+time until the first token by precision, and memory of the server after a tenth of the time, when all have begun, and at
+the end. Clients share the cores with the server: they send plain requests and read little of the answers.
 
 Contenders get the same prompts and numbers of tokens: llama.cpp's server (`pip install 'llama-cpp-python[server]'`,
 `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights, `transformers serve`
-(`pip install fastapi`) on the checkpoint of `--checkpoint`. Exits with 1 if an answer failed or differed.
+(`pip install 'transformers[serving]'`; `--transformers` where it is elsewhere) on the checkpoint of `--checkpoint`, which
+may end an answer sooner. One that cannot be started is left out, and why is said. Exits with 1 if an answer of ours failed
+or differed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import socket
@@ -59,6 +61,8 @@ class Result:
     case: int
     text: str = ""
     tokens: int = 0
+    timely: int = 0
+    """Of these, tokens that came before the round was over."""
     first: float = 0.0
     """Seconds until the first piece of text."""
     seconds: float = 0.0
@@ -74,17 +78,28 @@ class Load:
     memory: list[int] = field(default_factory=list)
     """Resident bytes of the server, as time went on."""
 
+    @staticmethod
+    def of(rounds: list[Load]) -> Load:
+        """All of them."""
+        results = [result for one in rounds for result in one.results]
+        return Load(results, sum(one.seconds for one in rounds), [size for one in rounds for size in one.memory])
+
     @property
     def rate(self) -> float:
         """Tokens a second, of all clients together."""
-        return sum(result.tokens for result in self.results) / self.seconds
+        return sum(result.timely for result in self.results) / self.seconds
+
+
+class DidNotStart(Exception):
+    """A server; says what it said."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the load; one client before it gets a quarter")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the load, in all; one client gets a quarter")
+    parser.add_argument("--rounds", type=int, default=4, help="of one client, then many")
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
@@ -92,14 +107,20 @@ def main() -> None:
     parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
     parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
     parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument("--transformers", default=str(Path(sys.executable).with_name("transformers")), help="the command")
     parser.add_argument("--checkpoint", type=Path, help="the model before it was packed, for transformers")
     args = parser.parse_args()
     cases = make_cases(args.cases, args.tokens, [int(length) for length in args.words.split(",")])
     summaries = []
     with tempfile.TemporaryDirectory() as scratch:
         for contender in contenders(args, Path(scratch)):
-            with started(contender, args.threads) as (port, process):
-                summaries.append(asyncio.run(measured(contender, cases, port, process, args)))
+            try:
+                with started(contender, args.threads) as (port, process):
+                    summaries.append(asyncio.run(measured(contender, cases, port, process, args)))
+            except DidNotStart as error:
+                if not summaries:
+                    raise SystemExit(str(error)) from error
+                print(f"\n{contender.name}: left out. {error}")
     ours = summaries[0]
     finish({"benchmark": "serve", "model": args.directory.name, "clients": args.clients, "servers": summaries})
     if ours["errors"] or ours["different"]:
@@ -129,11 +150,11 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
             no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
             yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
         elif name == "transformers":
-            if importlib.util.find_spec("fastapi") is None or args.checkpoint is None:
-                print("transformers serve: left out, it needs fastapi and --checkpoint")
+            if args.checkpoint is None or not Path(args.transformers).is_file():
+                missing = "--checkpoint" if args.checkpoint is None else f"a command at {args.transformers}"
+                print(f"transformers serve: left out, it needs {missing}")
                 continue
-            script = Path(sys.executable).with_name("transformers")
-            serve = [str(script), "serve", str(args.checkpoint), "--device", "cpu", "--port"]
+            serve = [args.transformers, "serve", str(args.checkpoint), "--device", "cpu", "--port"]
             yield Contender("transformers serve", serve, {"model": str(args.checkpoint)}, [""])
         else:
             raise SystemExit(f"--against {name}: there are llama.cpp and transformers")
@@ -160,7 +181,7 @@ def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Pr
             while True:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise SystemExit(f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+                    raise DidNotStart(f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
                 try:
                     socket.create_connection(("127.0.0.1", port), 1).close()
                     break
@@ -175,25 +196,30 @@ def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Pr
 async def measured(
     contender: Contender, cases: list[dict[str, Any]], port: int, process: psutil.Process, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One client, then many; printed, and for the last line."""
-    precisions = contender.precisions
+    """One client and many in turns; printed, and for the last line."""
+    precisions, compared = contender.precisions, contender.precisions != [""]
 
     def body(case: int) -> dict[str, Any]:
         precision = precisions[case % len(precisions)]
         return {**cases[case], **contender.body, "stream": True, **({"precision": precision} if precision else {})}
 
     await ask(port, 0, body(0))  # whatever a first request loads
-    one = await load(port, body, 1, args.seconds / 4, len(cases), process)
-    alone = {result.case: result.text for result in one.results if not result.error}
-    for case in range(len(cases)):  # those that one client had no time for
-        if case not in alone and precisions != [""]:
-            alone[case] = (await ask(port, case, body(case))).text
-    many = await load(port, body, args.clients, args.seconds, len(cases), process)
+    alone = {case: (await ask(port, case, body(case))).text for case in range(len(cases)) if compared}
+    rounds: list[tuple[Load, Load]] = []
+    for number in range(args.rounds):
+        each, start = args.seconds / args.rounds, 5 * number
+        one = await load(port, body, 1, each / 4, len(cases), process, start)
+        rounds.append((one, await load(port, body, args.clients, each, len(cases), process, start)))
+    one, many = (Load.of([pair[i] for pair in rounds]) for i in range(2))
+    gains = [pair[1].rate / pair[0].rate for pair in rounds]
     errors = [result.error for result in one.results + many.results if result.error]
     different = sum(result.text != alone.get(result.case) for result in many.results if not result.error)
-    compared = precisions != [""]
-    print(f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s, {len(many.results)} answers")
-    print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {many.rate / one.rate:.2f} times")
+    print(
+        f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, "
+        f"{len(many.results)} answers"
+    )
+    told = ", ".join(f"{gain:.2f}" for gain in gains)
+    print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
     print(f"  errors               {len(errors)} {errors[:1] or ''}")
     if compared:
         print(f"  other than alone     {different}")
@@ -223,6 +249,8 @@ async def measured(
         "answers": len(many.results),
         "tokens_per_second": many.rate,
         "one_client": one.rate,
+        "gain": statistics.median(gains),
+        "gains": gains,
         "errors": len(errors),
         "different": different if compared else None,
         "memory": memory,
@@ -234,16 +262,16 @@ def at(result: Result, precisions: list[str]) -> str:
     return precisions[result.case % len(precisions)]
 
 
-async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process) -> Load:
+async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process, first: int) -> Load:
     """Clients that ask one request after the other, each beginning at another; answers under way are waited for a while."""
     results: list[Result] = []
     start = time.perf_counter()
     memory = [process.memory_info().rss]
 
     async def client(number: int) -> None:
-        case = number * 7 % cases
+        case = (first + number * 7) % cases
         while time.perf_counter() - start < seconds:
-            results.append(await ask(port, case, body(case)))
+            results.append(await ask(port, case, body(case), start + seconds))
             case = (case + 1) % cases
 
     async def watch() -> None:
@@ -257,10 +285,10 @@ async def load(port: int, body: Any, clients: int, seconds: float, cases: int, p
     for task in [watching, *late]:
         task.cancel()
     results += [Result(-1, error=f"no answer within {_PATIENCE} s of the end")] * len(late)
-    return Load(results, time.perf_counter() - start, memory)
+    return Load(results, seconds, memory)
 
 
-async def ask(port: int, case: int, body: dict[str, Any]) -> Result:
+async def ask(port: int, case: int, body: dict[str, Any], until: float = float("inf")) -> Result:
     """One request on a connection of its own; a client this plain takes little of the cores that the server needs."""
     result, started_at = Result(case), time.perf_counter()
     try:
@@ -284,11 +312,13 @@ async def ask(port: int, case: int, body: dict[str, Any]) -> Result:
             for choice in event.get("choices", ()):
                 ended = ended or choice.get("finish_reason") is not None  # not all say [DONE]
                 if choice.get("text"):
-                    result.first = result.first or time.perf_counter() - started_at
+                    now = time.perf_counter()
+                    result.first = result.first or now - started_at
                     result.text += choice["text"]
-                    result.tokens += 1
-            if event.get("usage"):
+                    result.tokens, result.timely = result.tokens + 1, result.timely + (now < until)
+            if event.get("usage"):  # tokens without text of their own count too
                 result.tokens = event["usage"]["completion_tokens"]
+                result.timely = result.tokens if time.perf_counter() < until else result.timely
         if not ended and not result.error:
             result.error = "the stream broke off"
         writer.close()

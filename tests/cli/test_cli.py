@@ -346,6 +346,14 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
         assert all(word in said for word in words)
 
 
+def test_a_chat_outlives_a_draft_that_is_no_longer_coarser(packed):
+    lines = "The list\n/precision E5M3\nThe list\n/draft off\nThe list\n/draft nobody\n"
+    result = run("chat", packed, "--draft", "E5M4", "--max-new-tokens", 4, text=lines)
+    assert "draft=E5M4: a draft is coarser than what it serves" in " ".join(result.stderr.split())
+    assert result.stderr.count("4 tokens") == 2
+    assert "draft='nobody'" in result.stderr
+
+
 def test_chat_takes_phases_and_packed_keys(packed):
     options = ("--prefill", "E5M8", "--decode", "E5M4", "--kv", "E5M7", "--max-new-tokens", 4)
     result = run("chat", packed, *options, text="The statement\n")

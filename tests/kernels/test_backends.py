@@ -167,6 +167,42 @@ def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions,
             assert same_bits(cpu.linear(x, packed), alone), f"E5M{bits}, truncate={truncate}, {shape}"
 
 
+# Pairs of precisions, all of them, all but some, one alone, in any order and as neighbours or not.
+MIXES = [
+    *[[fine, coarse, fine] for fine in range(4, 9) for coarse in range(3, fine)],
+    [3, 4, 5, 6, 7, 8],
+    [8, 3, 8, 3, 5, 5, 5, 5, 5, 5, 4, 7, 6, 3, 4, 8],
+    [7] * 9,
+    [6],
+    [4, 6, 4, 8] * 16,
+]
+
+
+@EVERY_SHAPE
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("truncate", [False, True], ids=["midpoint", "truncate"])
+def test_tokens_of_any_mix_of_precisions_have_the_products_that_each_has_alone(instructions, shape, truncate):
+    whole = make_packed(*shape, seed=sum(shape), truncate=truncate)
+    x = make_activations(8, shape[1])
+    expected = {bits: expected_linear(shape, bits, truncate) for bits in range(3, 9)}
+    for mix in MIXES:
+        tokens = [number % 8 for number in range(len(mix))]
+        got = torch.full((len(mix), shape[0]), torch.nan)
+        views = (whole.base.numpy(), whole.scales.numpy(), [plane.numpy() for plane in whole.planes])
+        cpu._cpu.mixed(x[tokens].numpy(), *views, *whole[3:], mix, got.numpy())
+        alone = torch.stack([expected[bits][token] for bits, token in zip(mix, tokens, strict=True)])
+        assert same_bits(got, alone), mix
+
+
+def test_a_mix_of_precisions_that_cannot_be_is_refused():
+    whole = make_packed(3, 64, 64, bits=5)
+    views = (whole.base.numpy(), whole.scales.numpy(), [plane.numpy() for plane in whole.planes])
+    x = torch.zeros(2, 64).numpy()
+    for bits, rows in (([3], 2), ([3, 6], 2), ([2, 3], 2), ([3, 3], 1)):
+        with pytest.raises(ValueError, match="bits must be"):
+            cpu._cpu.mixed(x, *views, *whole[3:], bits, torch.zeros(rows, 3).numpy())
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, 256])
 def test_quantized_activations_are_those_of_the_reference(backend, group_size):
     largest = torch.finfo(torch.float32).max

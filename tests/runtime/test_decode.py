@@ -375,7 +375,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(make_nested, instructions, name
     """At other lengths, precisions and kinds of cache, whoever else is there, and in whatever order."""
     model = otaro.load(make_nested(name), "E5M8")
     decoder = Decoder.of(model)
-    lengths, names = (3, 130, 20, 9, 64), ("E5M4", "E5M8", "E5M3", "E5M4", "E5M8")
+    lengths, names = (3, 130, 20, 9, 64), ("E5M5", "E5M8", "E5M3", "E5M6", "E5M8")
     bits = [decoder.description.all_at(Precision(one)) for one in names]
     mixed = bytearray(bits[2])
     mixed[5] = mixed[-1] = 7

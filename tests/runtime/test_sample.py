@@ -19,9 +19,9 @@ def test_what_may_be_drawn(min_p, penalty, others, spread):
     sampling = otaro.Sampling(0.7, min_p=min_p, repetition_penalty=penalty, seed=0, **others)
     sampler = sampling.sampler()
     assert sampler.known
-    tokens, weights = sampler.distribution(IDS, logits)
+    tokens, chances = sampler.distribution(IDS, logits)
     ours = torch.zeros(5000, dtype=torch.float64)
-    ours[torch.arange(5000) if tokens is None else tokens] = weights.double()
+    ours[slice(None) if tokens is None else tokens] = torch.from_numpy(chances)
     theirs = LogitsProcessorList(sampler.processors)(IDS, logits.clone()[None]).softmax(-1)[0].double()
     assert torch.equal(ours > 0, theirs > 0)
     assert torch.allclose(ours / ours.sum(), theirs, rtol=1e-4, atol=0)

@@ -65,7 +65,10 @@ def bench(
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Texts for --draft; by default Python's documentation.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Texts for --draft, as --text of `otaro eval`; by default Python's documentation.", show_default=False
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1, show_default=False)] = None,
     kv: Annotated[
@@ -93,6 +96,7 @@ def bench(
     """
     import otaro
     from otaro.builtin import heldout_text
+    from otaro.cli.eval import open_text
     from otaro.evaluate import drafts as drafting
     from otaro.evaluate import parallel as together
     from otaro.evaluate import speed
@@ -121,7 +125,7 @@ def bench(
                 directory,
                 draft.split(","),
                 drafting.Settings(**given, kv=otaro.Precision(kv) if kv else None),
-                heldout_text() if text is None else text.read_text("utf-8"),
+                heldout_text() if text is None else open_text(text).content,
                 chosen[0] if chosen else None,
                 device=device,
                 hub=Hub(revision, token, cache_dir),

@@ -32,6 +32,7 @@ from otaro.cli.generate import (
 
 HELP = """\
 /precision E5M3   go on at another precision; the KV cache is kept
+/draft E5M3       who drafts from now on; off for none
 /reset            forget the conversation
 /help             this list
 /exit             leave (so does the end of input)"""
@@ -80,7 +81,7 @@ def chat(
         if line.startswith("/"):
             if line.split()[0] in ("/exit", "/quit"):
                 break
-            _command(session, line)
+            _command(session, line, options)
         elif line:
             _answer(session, line, options)
 
@@ -96,34 +97,51 @@ def _read_line(prompt: str) -> str | None:
     return line.strip() if line else None
 
 
-def _command(session: Any, line: str) -> None:
+def _command(session: Any, line: str, options: dict[str, Any]) -> None:
     import otaro
+    from otaro.runtime.draft import Draft
 
     command, *arguments = line.split()
     if command == "/precision" and len(arguments) == 1:
         try:
             otaro.set_precision(session.model, console.parse_precision(arguments[0]))
         except otaro.OtaroError as error:
-            console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
+            _refused(error)
         else:
             at = console.describe_precision(session.model)
             console.err.print(f"now at {at}, {session.cached_tokens} tokens kept in the cache", highlight=False)
+    elif command == "/draft" and len(arguments) == 1:
+        try:
+            options["draft"] = Draft.of(None if arguments[0] == "off" else arguments[0])
+        except otaro.OtaroError as error:
+            _refused(error)
+        else:
+            console.err.print(f"drafts: {console.escape(arguments[0])}", highlight=False)
     elif command == "/reset":
         session.reset()
         console.err.print("conversation forgotten")
     else:
-        if command not in ("/help", "/precision"):
+        if command not in ("/help", "/precision", "/draft"):
             console.remark(f"unknown command {command}; there are:")
         console.remark(HELP)
 
 
+def _refused(error: Exception) -> None:
+    console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
+
+
 def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
     from transformers import TextStreamer
+
+    from otaro.errors import OtaroError
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         session.reply(text, streamer=streamer, **options)
     except KeyboardInterrupt:
         console.err.print("\ninterrupted; the conversation goes on without this turn")
+        return
+    except OtaroError as error:  # a draft that is no longer coarser, say: what was said so far stays
+        _refused(error)
         return
     remark(session.generation)

@@ -37,7 +37,7 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or prompt+E5M3. "
-        "Changes the speed and nothing else.",
+        "Changes the speed, and at a temperature which tokens a seed draws.",
         show_default=False,
     ),
 ]

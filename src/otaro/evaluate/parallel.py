@@ -1,7 +1,7 @@
 """How many tokens a second several sequences make together: `otaro bench --parallel 1,2,4,8,16`.
 
 A contender is a number of sequences at a precision, run by the engine. Sequences at *mixed* precisions take the
-precisions in turn, one after the other; sequences of equal precision share a pass over the weights. Each has its own prompt,
+precisions in turn, one after the other, and share a pass over the weights as the CPU can. Each has its own prompt,
 which was read before the clock starts, so that only decoding is timed. As in `speed`, contenders take turns: a round
 is one turn of each, the first warms up, figures are medians, and gains are medians of ratios within rounds.
 

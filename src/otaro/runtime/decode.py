@@ -100,7 +100,7 @@ class Decoder(BaseDecoder):
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """In one pass over the weights for each precision."""
+        """In one pass over the weights; but AVX2 and plain code unpack them for each precision."""
         some = self._arranged(ids, cache, sequences, bits)
         counts, count = some.counts, len(some.ids)
         of_each = dict(zip(some.sequences, some.bits or [self.description.precisions()] * count, strict=True))

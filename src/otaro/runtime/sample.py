@@ -3,6 +3,7 @@
 transformers' warpers sort the whole vocabulary for every token, which for a small model takes as long as the model. `Sampler`
 keeps exactly the tokens that they keep and gives them the same probabilities, but looks only at the likeliest few hundred.
 Where rounding could decide whether a token is in or out, and for every processor it does not know, it asks transformers.
+It computes in numpy, on this thread alone: torch would start threads of its own beside the decoder's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import (
@@ -22,6 +24,8 @@ from transformers.generation import (
 )
 
 from otaro.errors import OtaroError
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _FIRST_LOOK = 256  # tokens
 _DOUBT = 1e-6  # of a probability: sums of float32 differ by no more
@@ -85,17 +89,17 @@ class Proposal(NamedTuple):
     """A token that a draft says may follow."""
 
     token: int
-    tokens: torch.Tensor | None = None
+    tokens: Array | None = None
     """Those that it may have drawn (None: the whole vocabulary, in order),"""
-    weights: torch.Tensor | None = None
+    chances: Array | None = None
     """and their probabilities up to a factor; None: it would always have said this one."""
     sure: bool = True
 
-    def dense(self, vocabulary: int) -> torch.Tensor:
+    def dense(self, vocabulary: int) -> Array:
         """The probability of every token."""
-        if self.weights is None:
-            return torch.zeros(vocabulary, dtype=torch.float64).index_fill_(0, torch.tensor(self.token), 1.0)
-        return _dense(self.tokens, self.weights, vocabulary)
+        if self.chances is None:
+            return _dense(np.array([self.token]), np.ones(1), vocabulary)
+        return _dense(self.tokens, self.chances, vocabulary)
 
 
 class Sampler:
@@ -148,8 +152,11 @@ class Sampler:
             scores = self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
             return argmax(scores)
-        left = [self._left(ids, one) if self.known else (None, one.softmax(-1)) for one in scores.cpu()]
-        return [self._one_of(tokens, weights, scores.shape[1], proposal) for tokens, weights in left]
+        if self.known:
+            left = [self._left(ids, one) for one in scores.cpu()]
+        else:
+            left = [(None, one) for one in scores.softmax(-1).double().cpu().numpy()]
+        return [self._one_of(tokens, chances, scores.shape[1], proposal) for tokens, chances in left]
 
     def proposed(self, ids: list[int], logits: torch.Tensor, largest: int) -> Proposal:
         """What a draft says after `ids`, given its logits [vocabulary] and where they are largest."""
@@ -158,78 +165,76 @@ class Sampler:
         rows = torch.tensor([ids], device=logits.device)
         if not self.do_sample:
             return Proposal(argmax(self.processors(rows, logits.clone().unsqueeze(0)))[0])
-        tokens, weights = (None if one is None else one.cpu() for one in self.distribution(rows, logits))
-        assert weights is not None
-        return Proposal(self._one_of(tokens, weights, len(logits)), tokens, weights)
+        tokens, chances = self.distribution(rows, logits)
+        return Proposal(self._one_of(tokens, chances, len(logits)), tokens, chances)
 
-    def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[Array | None, Array]:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
         if not self.known:
-            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0)
-        return self._left(ids, self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits)
+            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0).double().cpu().numpy()
+        return self._left(ids, (self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits).cpu())
 
-    def _one_of(
-        self, tokens: torch.Tensor | None, weights: torch.Tensor, vocabulary: int, proposal: Proposal | None = None
-    ) -> int:
-        """Drawn from these tokens with these weights, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
+    def _one_of(self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None) -> int:
+        """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
         if proposal is not None:
-            p, q = _dense(tokens, weights, vocabulary), proposal.dense(vocabulary)
-            if float(torch.rand(1, dtype=torch.float64, generator=self.generator)) * q[proposal.token] < p[proposal.token]:
+            p, q = _dense(tokens, chances, vocabulary), proposal.dense(vocabulary)
+            if _uniform(self.generator) * q[proposal.token] < p[proposal.token]:
                 return proposal.token
-            rest = (p - q).clamp_(min=0)
-            return _drawn(rest, self.generator) if bool(rest.any()) else proposal.token
-        at = _drawn(weights, self.generator)
+            rest = (p - q).clip(min=0)
+            return _drawn(rest, self.generator) if rest.any() else proposal.token
+        at = _drawn(chances, self.generator)
         return at if tokens is None else int(tokens[at])
 
-    def _left(self, ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """What warpers leave of scores [vocabulary]."""
+    def _left(self, ids: torch.Tensor, scores: torch.Tensor) -> tuple[Array | None, Array]:
+        """What warpers leave of scores [vocabulary], which are on the CPU."""
+        values = scores.float().numpy() / np.float32(self.temperature)
         if not self.top_k and self.top_p >= 1 and not self.min_p:
-            return None, (scores / self.temperature).softmax(0)
-        return self._top(scores / self.temperature) or (None, self._warpers(ids, scores.clone().unsqueeze(0))[0].softmax(0))
+            return None, np.exp((values - values.max()).astype(np.float64))
+        return self._top(values) or (None, self._warpers(ids, scores.clone().unsqueeze(0))[0].softmax(0).double().numpy())
 
-    def _top(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _top(self, values: Array) -> tuple[Array, Array] | None:
         """What top-k, top-p and min-p leave, the likeliest first; None where that is a matter of rounding."""
-        size = len(scores)
         if self.top_k:
-            values, tokens = scores.topk(min(self.top_k + 1, size))
-            if len(values) > self.top_k:
-                if values[self.top_k] == values[self.top_k - 1]:
+            tokens = _likeliest(values, self.top_k + 1)[: self.top_k + 1]
+            if len(tokens) > self.top_k:
+                if values[tokens[self.top_k]] == values[tokens[self.top_k - 1]]:
                     return None  # a tie: which of them stay?
-                values, tokens = values[: self.top_k], tokens[: self.top_k]
-            return self._nucleus(values.double().softmax(0), tokens)
-        total = scores.logsumexp(0)
-        count = min(_FIRST_LOOK, size)
+                tokens = tokens[: self.top_k]
+            chances = np.exp(values[tokens].astype(np.float64) - values[tokens[0]])
+            return self._nucleus(chances / chances.sum(), tokens)
+        largest, count = values.max(), _FIRST_LOOK
+        total = np.exp(values - largest).sum(dtype=np.float64)
         while True:
-            values, tokens = scores.topk(count)
-            probabilities = (values - total).double().exp()
-            enough = float(probabilities.sum()) > self.top_p + _DOUBT
+            tokens = _likeliest(values, count)
+            chances = np.exp(values[tokens].astype(np.float64) - largest) / total
+            enough = chances.sum() > self.top_p + _DOUBT
             if self.min_p:
-                enough |= float(probabilities[-1]) < (self.min_p - _DOUBT) * float(probabilities[0])
-            if count == size or enough:
-                return self._nucleus(probabilities, tokens)
-            count = min(8 * count, size)
+                enough |= chances[-1] < (self.min_p - _DOUBT) * chances[0]
+            if count >= len(values) or enough:
+                return self._nucleus(chances, tokens)
+            count *= 8
 
-    def _nucleus(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _nucleus(self, chances: Array, tokens: Array) -> tuple[Array, Array] | None:
         """A token stays if those before it make up less than top-p."""
         if self.top_p >= 1:
-            return self._likely(probabilities, tokens)
-        before = probabilities.cumsum(0) - probabilities
+            return self._likely(chances, tokens)
+        before = chances.cumsum() - chances
         kept = max(1, int((before < self.top_p).sum()))
-        if bool(((before - self.top_p).abs() < _DOUBT).any()):
+        if (abs(before - self.top_p) < _DOUBT).any():
             return None
-        if kept < len(probabilities) and probabilities[kept] == probabilities[kept - 1]:
+        if kept < len(chances) and chances[kept] == chances[kept - 1]:
             return None  # a tie: sorting decides
-        return self._likely(probabilities[:kept], tokens[:kept])
+        return self._likely(chances[:kept], tokens[:kept])
 
-    def _likely(self, probabilities: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _likely(self, chances: Array, tokens: Array) -> tuple[Array, Array] | None:
         """A token stays if it is at least min-p times as likely as the first."""
         if not self.min_p:
-            return tokens, probabilities
-        above = probabilities / probabilities[0] - self.min_p
-        if bool((above.abs() < _DOUBT).any()):
+            return tokens, chances
+        above = chances / chances[0] - self.min_p
+        if (abs(above) < _DOUBT).any():
             return None
         kept = int((above > 0).sum())
-        return tokens[:kept], probabilities[:kept]
+        return tokens[:kept], chances[:kept]
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
@@ -240,15 +245,33 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return found
 
 
-def _dense(tokens: torch.Tensor | None, weights: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def _likeliest(values: Array, count: int) -> Array:
+    """Indices of the largest in order, so many of them or a few more."""
+    # Of the largest of each part, so many are as large as the least of them: what is smaller need not be sorted.
+    size = max(1, len(values) // (4 * count))
+    parts = len(values) // size
+    largest = values[: parts * size].reshape(size, parts).max(0)
+    found = (
+        np.flatnonzero(values >= np.partition(largest, parts - count)[parts - count])
+        if count < parts
+        else np.arange(len(values))
+    )
+    return found[np.argsort(-values[found], kind="stable")]
+
+
+def _dense(tokens: Array | None, chances: Array, vocabulary: int) -> Array:
     """The probability of every token."""
-    every = torch.zeros(vocabulary, dtype=torch.float64)
-    every[slice(len(weights)) if tokens is None else tokens] = weights.double()
-    return every / every.sum()
+    every = np.zeros(vocabulary)
+    every[slice(None) if tokens is None else tokens] = chances / chances.sum()
+    return every
 
 
-def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> int:
+def _uniform(generator: torch.Generator | None) -> float:
+    return float(torch.rand(1, dtype=torch.float64, generator=generator))
+
+
+def _drawn(chances: Array, generator: torch.Generator | None = None) -> int:
     """An index, drawn with these probabilities, which need not add up to one."""
-    sums = probabilities.double().cumsum(0)
-    at = int(torch.searchsorted(sums, torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1], right=True))
-    return min(at, len(sums) - 1)
+    sums = chances.cumsum()
+    drawn = _uniform(generator) * sums[-1]
+    return min(int(sums.searchsorted(drawn, side="right")), len(sums) - 1)

@@ -8,7 +8,7 @@ namespace otaro::avx2 {
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
 // instruction that adds four products at once.)
-constexpr int kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
+constexpr int kTileRows = 16, kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
 
 OTARO_INLINE void transpose(__m256i (&v)[8]) {
   __m256i t[8];
@@ -157,7 +157,7 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
   __m256 steps[kHalves] = {};
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units;
        ++unit, --left) {  // units that are left of the group
-    prefetch_next<M>(weight, first_row, unit);
+    prefetch_next<kTileRows>(weight, first_row, unit);
     __m256i pairs[kHalves][kPairs];
     for (int h = 0; h < kHalves; ++h) halves[h].unpack(unit, 2 * unit + 1 < blocks, pairs[h]);
     if (!left) {
@@ -204,12 +204,32 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
     }
 }
 
+// Tokens of one precision; a row at a time where they are few, for unpacking costs more from E5M7 on.
 template <int M, bool Truncate>
-void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-          int64_t stride) {
-  by_tiles(x, begin, end, kTileTokens, [&](const Activations& some, int first, int64_t row, int rows) {
-    many_tile<M, Truncate>(weight, some, row, rows, out + first * stride, stride);
-  });
+void many_alike(const Packed& finest, const Activations& x, int64_t begin, int64_t end, float* out,
+                int64_t stride) {
+  Packed weight = finest;
+  weight.bits = M;
+  if (x.tokens < (M < 7 ? 2 : M == 7 ? 5 : 8))
+    return For<Avx2>::linear<M, Truncate>(weight, x, begin, end, out, stride);
+  for (int64_t row = begin; row < end; row += kTileRows)
+    for (int first = 0; first < x.tokens; first += kTileTokens) {
+      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
+      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
+    }
+}
+
+// Each precision by itself.
+template <bool Truncate>
+void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+          int64_t end, float* out, int64_t stride) {
+  constexpr decltype(&many_alike<3, Truncate>) kAlike[] = {many_alike<3, Truncate>, many_alike<4, Truncate>,
+                                                           many_alike<5, Truncate>, many_alike<6, Truncate>,
+                                                           many_alike<7, Truncate>, many_alike<8, Truncate>};
+  for (const Span* span = spans; span < spans + count; ++span)
+    kAlike[span->bits - kCoarsest](weight, x.some(span->first, span->count), begin, end,
+                                   out + span->first * stride, stride);
 }
 
 }  // namespace otaro::avx2
@@ -219,8 +239,7 @@ const Kernels kAvx2 = {"avx2",
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
                        OTARO_INSTANCES(avx2::For<avx2::Avx2>::linear),
-                       OTARO_INSTANCES(avx2::many),
-                       {2, 2, 2, 2, 5, 8},
+                       {avx2::many<false>, avx2::many<true>},
                        OTARO_INSTANCES(avx2::For<avx2::Avx2>::dots),
                        OTARO_INSTANCES(avx2::decode)};
 }

@@ -189,40 +189,39 @@ struct Avx512 {
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
 };
 
-// Several tokens. Sixteen rows are transposed as they are unpacked, so that a lane has a row's weights to the
-// end, and products with activations, broadcast, need no sum across.
+// Several tokens. Rows are transposed as they are unpacked, so that a lane has a row's weights to the end,
+// and products with activations, broadcast, need no sum across.
 //
 // A register has four weights of each of sixteen rows, a quad. Bytes are multiplied with the activations'
-// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`.
-template <int M, bool Truncate>
-struct Quads {
-  static constexpr int kQuads = 2 * kBlock / 4, kPlanesUsed = M - kCoarsest;
-  static constexpr bool kWide = M == kFinest, kFactorTwo = meaning(M, Truncate).factor == 2;
-  static constexpr bool kDouble = kFactorTwo && M < 7;  // eight bits twice are no byte
+// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`. Codes nest: tokens of a finer
+// precision go on with the codes that a coarser one has left, moved up, with the bits of further planes
+// below.
+constexpr int kTileRows = 16, kQuads = 2 * kBlock / 4;
 
+// Where a quad's digits are: even quads of both blocks, then odd ones (`wide_weight`).
+constexpr int digit_quad(int block, int quad) { return quad % 2 * 8 + block * 4 + quad / 2; }
+
+// Where the bytes of a unit of a tile's rows are.
+struct Rows {
   const uint8_t* base[kTileRows];
-  const uint8_t* planes[kPlanesUsed ? kPlanesUsed : 1][kTileRows];
-  __m512i codes[kWide ? 2 * kQuads : kQuads];
-  __m512i bits[kPlanesUsed ? kPlanesUsed : 1][4];  // of two units
+  const uint8_t* planes[kPlanes][kTileRows];
 
+  Rows() = default;
   template <class RowOf>
-  OTARO_INLINE Quads(const Packed& weight, RowOf row_of) {
+  Rows(const Packed& weight, RowOf row_of) {
     for (int r = 0; r < kTileRows; ++r) {
       const int64_t block = row_of(r) * weight.blocks();
       base[r] = weight.base + block * kBaseBytes;
-      for (int p = 0; p < kPlanesUsed; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
+      for (int p = 0; p < weight.bits - kCoarsest; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
     }
   }
 
   // Word w of the bases of a unit, eight words, of every row.
-  OTARO_INLINE void base_words(int64_t unit, bool both, __m512i (&words)[8]) const {
+  OTARO_INLINE void base_words(int64_t unit, __m512i (&words)[8]) const {
     __m512i v[8], t[8];
     for (int r = 0; r < 8; ++r) {  // rows 0 and 4, 1 and 5, ...; 8 and 12, ...
-      const auto row = [&](int r) __attribute__((always_inline)) {
-        const uint8_t* from = base[r] + unit * 2 * kBaseBytes;
-        return both ? load(from)
-                    : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-      };
+      const auto row = [&](int r)
+                         __attribute__((always_inline)) { return load(base[r] + unit * 2 * kBaseBytes); };
       const int first = r / 4 * 8 + r % 4;
       v[r] = _mm512_inserti64x4(_mm512_castsi256_si512(row(first)), row(first + 4), 1);
     }
@@ -242,12 +241,27 @@ struct Quads {
     }
   }
 
+  // The words of a plane of both blocks.
+  OTARO_INLINE void plane_words(int plane, int64_t unit, __m512i (&words)[2]) const {
+    __m512i eights[2];
+    for (int h = 0; h < 2; ++h) {
+      eights[h] = _mm512_setzero_si512();
+      for (int r = 0; r < 8; ++r) {
+        const uint8_t* at = planes[plane][8 * h + r] + unit * 2 * kPlaneBytes;
+        eights[h] = _mm512_mask_broadcastq_epi64(eights[h], static_cast<__mmask8>(1 << r),
+                                                 _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+      }
+    }
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    words[0] = _mm512_permutex2var_epi32(eights[0], even, eights[1]);
+    words[1] = _mm512_permutex2var_epi32(eights[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), eights[1]);
+  }
+
   // The words of a plane of four blocks, those of two units, as far as there are so many; the others are 0.
-  static OTARO_INLINE void plane_words(const uint8_t* const (&rows)[kTileRows], int64_t block, int64_t left,
-                                       __m512i (&words)[4]) {
-    const auto mask = static_cast<__mmask8>((1 << left) - 1);
+  OTARO_INLINE void plane_words(int plane, int64_t block, int64_t left, __m512i (&words)[4]) const {
+    const auto mask = static_cast<__mmask8>(15 >> (left < 4 ? 4 - left : 0));
     const auto row = [&](int r) __attribute__((always_inline)) {
-      const uint8_t* at = rows[r] + block * kPlaneBytes;
+      const uint8_t* at = planes[plane][r] + block * kPlaneBytes;
       return left >= 4 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
                        : _mm_maskz_loadu_epi32(mask, at);
     };
@@ -265,19 +279,336 @@ struct Quads {
       words[2 * i + 1] = _mm512_unpackhi_epi64(t[2 * i], t[2 * i + 1]);
     }
   }
+};
 
+// The rows of a tile, the last one again where there are fewer. Of an odd number of blocks, the last unit is
+// read from a copy that has zeros where its second block would be.
+struct TileRows {
+  Rows whole, cut;
+  int64_t cut_unit;
+  uint8_t base[kTileRows][2 * kBaseBytes], planes[kPlanes][kTileRows][2 * kPlaneBytes];
+
+  TileRows(const Packed& weight, int64_t first_row, int rows)
+    : whole(weight, [&](int r) { return first_row + (r < rows ? r : rows - 1); }),
+      cut_unit(weight.blocks() % 2 ? weight.blocks() / 2 : -1) {
+    if (cut_unit < 0) return;
+    std::memset(base, 0, sizeof base), std::memset(planes, 0, sizeof planes);
+    for (int r = 0; r < kTileRows; ++r) {
+      std::memcpy(base[r], whole.base[r] + cut_unit * 2 * kBaseBytes, kBaseBytes);
+      cut.base[r] = base[r];
+      for (int p = 0; p < weight.bits - kCoarsest; ++p) {
+        std::memcpy(planes[p][r], whole.planes[p][r] + cut_unit * 2 * kPlaneBytes, kPlaneBytes);
+        cut.planes[p][r] = planes[p][r];
+      }
+    }
+  }
+  TileRows(const TileRows&) = delete;
+
+  // unpack(rows, number of the unit in them)
+  template <class Unpack>
+  OTARO_INLINE void of(int64_t unit, Unpack unpack) const {
+    unpack(unit == cut_unit ? cut : whole, unit == cut_unit ? 0 : unit);
+  }
+};
+
+// All quads of a block at nine bits, as pairs: weights 0 and 2 of a quad, then 1 and 3. Planes are joined
+// two by two, so that a register has two bits of every other quad, then four of every fourth.
+template <bool Truncate>
+OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3, __m512i p4,
+                            __m512i* codes) {
+  const auto choose = [](int mask, __m512i yes, __m512i no) __attribute__((always_inline)) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<short>(mask)), yes, no, 0xca);
+  };
+  const auto up = [](__m512i bits, int by) { return _mm512_slli_epi32(bits, by); };
+  const auto down = [](__m512i bits, int by) { return _mm512_srli_epi32(bits, by); };
+  const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // quads 0 2 4 6
+                             {choose(0x5555, down(p1, 1), p0), choose(0x5555, down(p3, 1), p2)}};  // 1 3 5 7
+  __m512i four[4];  // of quads q and q + 4
+  for (int q = 0; q < 2; ++q) {
+    four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
+    four[q + 2] = choose(0x3333, down(two[q][1], 2), two[q][0]);
+  }
+  const __m512i last[2] = {_mm512_and_si512(p4, _mm512_set1_epi16(255)), _mm512_srli_epi16(p4, 8)};
+#pragma GCC unroll 8
+  for (int q = 0; q < 8; ++q) {
+    const __m512i word = base[q / 2],
+                  eight = choose(0xf0f0, q % 2 ? word : up(word, 4), q < 4 ? four[q] : down(four[q - 4], 4));
+    const __m512i both[2] = {_mm512_add_epi16(eight, eight), _mm512_srli_epi16(eight, 7)};
+    for (int i = 0; i < 2; ++i) {
+      __m512i u = choose(0x01fe, both[i], _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
+      if constexpr (Truncate) {  // raised where negative
+        const __m512i ninth = _mm512_set1_epi16(256);
+        u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
+      }
+      codes[2 * q + i] = u;
+    }
+  }
+}
+
+template <bool Truncate>
+struct Quads {
+  __m512i bytes[kQuads], words[2 * kQuads];  // the codes
+  __m512i unraised[Truncate ? kQuads : 1];   // codes, before negative ones are raised
+
+  // Codes at `bits`, from those at `from` bits, or from the base where that is 0.
+  OTARO_INLINE void unpack(const Rows& rows, int64_t unit, int from, int bits) {
+    const int added = (bits < kFinest ? bits : kFinest - 1) - (from ? from : kCoarsest);
+    if (!from)
+      bits < kFinest ? add<4, true, false>(added, rows, unit, from) : unpack_finest(rows, unit);
+    else
+      bits < kFinest ? add<4, false, false>(added, rows, unit, from)
+                     : add<4, false, true>(added, rows, unit, from);
+  }
+
+  __attribute__((noinline)) void unpack_finest(const Rows& rows, int64_t unit) {
+    __m512i base[8], bits[kPlanes][2];
+    rows.base_words(unit, base);
+    for (int p = 0; p < kPlanes; ++p) rows.plane_words(p, unit, bits[p]);
+    for (int block = 0; block < 2; ++block)
+      nine_bits<Truncate>(base + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
+                          bits[4][block], words + block * kQuads);
+  }
+
+  template <int Most, bool First, bool Wide>
+  OTARO_INLINE void add(int added, const Rows& rows, int64_t unit, int from) {
+    if (added == Most) return unpack<Most, First, Wide>(rows, unit, from);
+    if constexpr (Most > 0) add<Most - 1, First, Wide>(added, rows, unit, from);
+  }
+
+  // By `Added` planes; where nine bits are wanted, by one more.
+  //
   // FORMAT.md: byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a
   // plane is weight 4 i + k's: so a quad is the nibbles of one word, and one bit of every byte of another.
-  OTARO_INLINE void unpack(int64_t unit, int64_t blocks) {
+  template <int Added, bool First, bool Wide>
+  __attribute__((noinline)) void unpack(const Rows& rows, int64_t unit, int from) {
+    const int known = First ? kCoarsest : from;
+    const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
+    const __m128i top = _mm_cvtsi32_si128(known + Added);
+    __m512i base[8], added[Added + 1][2], last[2];
+    if constexpr (First) rows.base_words(unit, base);
+    for (int p = 0; p < Added; ++p) rows.plane_words(known - kCoarsest + p, unit, added[p]);
+    if constexpr (Wide) rows.plane_words(kPlanes - 1, unit, last);
+    __m512i* const raw = Truncate ? unraised : bytes;
+#pragma GCC unroll 16
+    for (int q = 0; q < kQuads; ++q) {
+      const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4, at = digit_quad(block, quad);
+      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
+        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
+      };
+      __m512i u = First
+                    ? _mm512_and_si512(moved(base[4 * block + quad / 2], nibble, Added), every(15 << Added))
+                    : _mm512_slli_epi32(raw[at], Added);
+      for (int p = 0; p < Added; ++p) {  // mask ? bits : u
+        const int to = Added - 1 - p;
+        u = _mm512_ternarylogic_epi32(moved(added[p][block], quad, to), every(1 << to), u, 0xe2);
+      }
+      if constexpr (Wide) {
+        for (int i = 0; i < 2; ++i) {  // weights 0 and 2, then 1 and 3
+          const __m512i lowest = _mm512_set1_epi32(0x00010001), rest = _mm512_set1_epi32(0x01fe01fe);
+          const __m512i nine = _mm512_and_si512(i ? _mm512_srli_epi32(u, 7) : _mm512_slli_epi32(u, 1), rest);
+          __m512i& code = words[2 * q + i];
+          code = _mm512_ternarylogic_epi32(moved(last[block], quad + 8 * i, 0), lowest, nine,
+                                           0xea);  // a & b | c
+          if constexpr (Truncate)
+            code = _mm512_add_epi16(
+              code, _mm512_srli_epi16(_mm512_andnot_si512(code, _mm512_set1_epi32(0x01000100)), 8));
+        }
+      } else if constexpr (Truncate) {
+        raw[at] = u;
+        bytes[at] = _mm512_add_epi8(u, _mm512_andnot_si512(_mm512_srl_epi32(u, top), every(1)));
+      } else {
+        bytes[at] = u;
+      }
+    }
+  }
+};
+
+// What the scale bytes of a group say, of rows that are a stride apart, times 2^-8; the last row again where
+// a tile has fewer.
+OTARO_INLINE __m512 scale_values(const uint8_t* at, int64_t stride, int rows) {
+  uint64_t bytes[2] = {};  // not stored byte by byte: what is loaded as a whole then has to wait
+#pragma GCC unroll 16
+  for (int r = 0; r < kTileRows; ++r, at += r < rows ? stride : 0)
+    bytes[r / 8] |= static_cast<uint64_t>(*at) << 8 * (r % 8);
+  const auto eight = [&](int h) __attribute__((always_inline)) {
+    return scale_halves(_mm_cvtsi64_si128(static_cast<int64_t>(bytes[h])));
+  };
+  return _mm512_cvtph_ps(_mm256_set_m128i(eight(1), eight(0)));
+}
+
+// By what these are multiplied to be steps.
+OTARO_INLINE __m512 scale_factor(const Packed& weight, int shift) {
+  return _mm512_set1_ps(power_of_two(weight.scale_exponent + 8 - shift));
+}
+
+// What becomes of a lane's sum. Lanes are added in halves (sefp.h, step 4); visited in bit-reversed order,
+// those that belong together follow each other, and a handful of sums is kept instead of sixteen. A lane
+// without units is left out: it is 0, and no other is -0, which is all that 0 would change.
+struct Merge {
+  int with = 0;  // bit k: slot k is added, k ascending
+  int to = 0;    // then it goes to this slot
+  static constexpr int kResult = 4, kUnfinished = 4, kSlots = 5;
+
+  Merge() = default;
+  Merge(int lane, int64_t units) {
+    for (int half = kLanes / 2; half; half /= 2, ++to) {
+      const int place = lane & (2 * half - 1);
+      if (place >= half)
+        with |= 1 << to;
+      else if (place + half < units)
+        return;
+    }
+  }
+};
+
+// A unit of a tile's rows, at one precision.
+struct Unit {
+  const Activations& x;
+  float (*kept)[Merge::kSlots][kTileRows];
+  float* out;
+  int64_t stride;
+  __mmask16 wanted;  // rows
+  int64_t unit = 0;
+  bool first = false, last = false;  // of its lane
+  Merge merge = {};
+  const __m512i* codes = nullptr;
+  __m512 steps = {};
+  int constant = 0;
+};
+
+// Multiplies a unit with some tokens, from t on, and adds to their sums. Of words, even and odd pairs are
+// summed by themselves: one register would have to wait for the last sum. (No array of sums: gcc would keep
+// it in memory.)
+template <bool Truncate, bool Wide, int Tokens>
+OTARO_INLINE void add_tokens(const Unit& tile, int t) {
+  struct Sums {
+    __m512i first, second;
+  };
+  constexpr int kCodes = Wide ? 2 : 1, kSecond = Wide ? 4 : 2 * kBlock;
+  const Activations& x = tile.x;
+  const int64_t block = x.first_block(tile.unit, t);
+  const int8_t* bytes =
+    Wide ? reinterpret_cast<const int8_t*>(x.words + block * kBlock) : x.digits + block * 2 * kBlock;
+  const auto broadcast = [](const int8_t* at) __attribute__((always_inline)) {
+    int32_t four;
+    std::memcpy(&four, at, sizeof four);
+    return _mm512_set1_epi32(four);
+  };
+  const auto multiplied = [](__m512i sums, __m512i codes, __m512i x) __attribute__((always_inline)) {
+    return Wide ? _mm512_dpwssd_epi32(sums, codes, x) : _mm512_dpbusd_epi32(sums, codes, x);
+  };
+  const __m512i zero = _mm512_setzero_si512();
+  Sums a{zero, zero}, b = a, c = a, d = a;
+#pragma GCC unroll 16
+  for (int q = 0; q < kQuads; ++q) {
+    const __m512i first = tile.codes[kCodes * q], second = tile.codes[kCodes * q + Wide];
+    const auto add = [&](int i, Sums& sums) __attribute__((always_inline)) {
+      const int8_t* at = bytes + i * 4 * kBlock + 4 * kCodes * q;
+      sums.first = multiplied(sums.first, first, broadcast(at));
+      sums.second = multiplied(sums.second, second, broadcast(at + kSecond));
+    };
+    add(0, a);
+    if constexpr (Tokens > 1) add(1, b);
+    if constexpr (Tokens > 2) add(2, c);
+    if constexpr (Tokens > 3) add(3, d);
+  }
+  const auto end = [&](int token, const Sums& sums) __attribute__((always_inline)) {
+    const int64_t slot = token * x.units + tile.unit;
+    const __m512i dot = _mm512_add_epi32(Wide ? sums.first : _mm512_slli_epi32(sums.first, 8), sums.second);
+    const __m512i integers = _mm512_add_epi32(Truncate ? dot : _mm512_add_epi32(dot, dot),
+                                              _mm512_set1_epi32(tile.constant * x.sums[slot]));
+    const __m512 term =
+      _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(tile.steps, _mm512_set1_ps(x.scales[slot])));
+    float (*kept)[kTileRows] = tile.kept[token];
+    __m512 sum =
+      _mm512_add_ps(tile.first ? _mm512_setzero_ps() : _mm512_load_ps(kept[Merge::kUnfinished]), term);
+    int to = Merge::kUnfinished;
+    if (tile.last) {
+      to = tile.merge.to;
+      for (int k = 0; tile.merge.with >> k; ++k)
+        if (tile.merge.with >> k & 1) sum = _mm512_add_ps(_mm512_load_ps(kept[k]), sum);
+      if (to == Merge::kResult)
+        return _mm512_mask_storeu_ps(tile.out + token * tile.stride, tile.wanted, sum);
+    }
+    _mm512_store_ps(kept[to], sum);
+  };
+  end(t, a);
+  if constexpr (Tokens > 1) end(t + 1, b);
+  if constexpr (Tokens > 2) end(t + 2, c);
+  if constexpr (Tokens > 3) end(t + 3, d);
+}
+
+template <bool Truncate, bool Wide>
+OTARO_INLINE void add_span(const Unit& tile, const Span& span) {
+  int t = span.first;
+  const int end = t + span.count;
+  for (; t + 4 <= end; t += 4) add_tokens<Truncate, Wide, 4>(tile, t);
+  if (end - t == 3) add_tokens<Truncate, Wide, 3>(tile, t);
+  if (end - t == 2) add_tokens<Truncate, Wide, 2>(tile, t);
+  if (end - t == 1) add_tokens<Truncate, Wide, 1>(tile, t);
+}
+
+template <bool Truncate>
+void many_tile(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t first_row,
+               int rows, float* out, int64_t stride) {
+  const int64_t groups = weight.groups(), per_group = weight.units_per_group();
+  const uint8_t* scales = weight.scales + first_row * groups;
+  const TileRows bytes(weight, first_row, rows);
+  Quads<Truncate> quads;
+  alignas(64) float kept[kManyTokens][Merge::kSlots][kTileRows];
+  int64_t step = 0;
+  constexpr int kOrder[] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+  Unit tile{x, kept, out + first_row, stride, static_cast<__mmask16>((1u << rows) - 1)};
+  for (const int lane : kOrder) {
+    tile.merge = Merge(lane, x.units);
+    for (int64_t unit = lane; unit < x.units; unit += kLanes) {
+      prefetch_next<kTileRows>(weight, first_row, step++);
+      const __m512 values = scale_values(scales + (per_group == 1 ? unit : unit / per_group), groups, rows);
+      tile.unit = unit, tile.first = unit < kLanes, tile.last = unit + kLanes >= x.units;
+      int from = 0;
+      for (const Span* span = spans; span < spans + count; ++span) {
+        const int bits = span->bits;
+        if (bits != from)
+          bytes.of(unit, [&](const Rows& rows, int64_t at) { quads.unpack(rows, at, from, bits); });
+        from = bits;
+        const Meaning means = meaning(bits, Truncate);
+        tile.codes = bits == kFinest ? quads.words : quads.bytes;
+        tile.constant = means.constant;
+        tile.steps = _mm512_mul_ps(values, scale_factor(weight, means.shift));
+        if (bits == kFinest)
+          add_span<Truncate, true>(tile, *span);
+        else
+          add_span<Truncate, false>(tile, *span);
+      }
+    }
+  }
+}
+
+constexpr int kFewTokens = 16;
+
+// A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here they
+// are one loop, made for the precision, and lanes are simply sixteen sums.
+template <int M, bool Truncate>
+struct Alike {
+  static constexpr int kPlanesUsed = M - kCoarsest;
+  static constexpr bool kWide = M == kFinest, kFactorTwo = meaning(M, Truncate).factor == 2;
+  static constexpr bool kDouble = kFactorTwo && M < 7;  // eight bits twice are no byte
+
+  __m512i codes[kWide ? 2 * kQuads : kQuads];
+  __m512i bits[kPlanesUsed ? kPlanesUsed : 1][4];  // of two units
+
+  // As `Quads`, with planes of two units read at once.
+  OTARO_INLINE void unpack(const TileRows& rows, int64_t unit, int64_t blocks) {
     __m512i words[8];
-    base_words(unit, 2 * unit + 1 < blocks, words);
+    rows.of(unit,
+            [&](const Rows& some, int64_t at) __attribute__((always_inline)) { some.base_words(at, words); });
     if (unit % 2 == 0)
-      for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], 2 * unit, blocks - 2 * unit, bits[p]);
+      for (int p = 0; p < kPlanesUsed; ++p) rows.whole.plane_words(p, 2 * unit, blocks - 2 * unit, bits[p]);
     const int64_t first = unit % 2 * 2;  // of the words of a plane
     if constexpr (kWide) {
       for (int block = 0; block < 2; ++block) {
         const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][first + block]; };
-        nine_bits(words + 4 * block, of(0), of(1), of(2), of(3), of(4), codes + block * kQuads);
+        nine_bits<Truncate>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), codes + block * kQuads);
       }
       return;
     }
@@ -303,43 +634,6 @@ struct Quads {
       codes[digit_quad(block, quad)] = u;
     }
   }
-
-  // All quads of a block at nine bits, as pairs: weights 0 and 2 of a quad, then 1 and 3. Planes are joined
-  // two by two, so that a register has two bits of every other quad, then four of every fourth.
-  static OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3,
-                                     __m512i p4, __m512i* codes) {
-    const auto choose = [](int mask, __m512i yes, __m512i no) __attribute__((always_inline)) {
-      return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<short>(mask)), yes, no, 0xca);
-    };
-    const auto up = [](__m512i bits, int by) { return _mm512_slli_epi32(bits, by); };
-    const auto down = [](__m512i bits, int by) { return _mm512_srli_epi32(bits, by); };
-    const __m512i two[2][2] = {
-      {choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},       // quads 0 2 4 6
-      {choose(0x5555, down(p1, 1), p0), choose(0x5555, down(p3, 1), p2)}};  // 1 3 5 7
-    __m512i four[4];                                                        // of quads q and q + 4
-    for (int q = 0; q < 2; ++q) {
-      four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
-      four[q + 2] = choose(0x3333, down(two[q][1], 2), two[q][0]);
-    }
-    const __m512i last[2] = {_mm512_and_si512(p4, _mm512_set1_epi16(255)), _mm512_srli_epi16(p4, 8)};
-#pragma GCC unroll 8
-    for (int q = 0; q < 8; ++q) {
-      const __m512i word = base[q / 2], eight = choose(0xf0f0, q % 2 ? word : up(word, 4),
-                                                       q < 4 ? four[q] : down(four[q - 4], 4));
-      const __m512i both[2] = {_mm512_add_epi16(eight, eight), _mm512_srli_epi16(eight, 7)};
-      for (int i = 0; i < 2; ++i) {
-        __m512i u = choose(0x01fe, both[i], _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
-        if constexpr (Truncate) {  // raised where negative
-          const __m512i ninth = _mm512_set1_epi16(256);
-          u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
-        }
-        codes[2 * q + i] = u;
-      }
-    }
-  }
-
-  // Where a quad's digits are: even quads of both blocks, then odd ones (`wide_weight`).
-  static constexpr int digit_quad(int block, int quad) { return quad % 2 * 8 + block * 4 + quad / 2; }
 
   template <int Tokens>
   OTARO_INLINE void dots(const Activations& x, int64_t unit, int token, __m512i (&dots)[Tokens]) const {
@@ -381,36 +675,27 @@ struct Quads {
   }
 };
 
-constexpr int kTileTokens = 64;
-
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
 template <int M, bool Truncate>
-void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
-               int64_t stride) {
-  const int64_t blocks = weight.blocks(), groups = weight.groups(), per_group = weight.units_per_group();
-  const Steps<meaning(M, Truncate).shift> of_scales(weight);
-  const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
-  Quads<M, Truncate> quads(weight, row_of);
-  const uint8_t* scales[kTileRows];
-  for (int r = 0; r < kTileRows; ++r) scales[r] = weight.scales + row_of(r) * groups;
-  alignas(64) float lanes[kTileTokens][kLanes][kTileRows];
+void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
+              int64_t stride) {
+  const int64_t groups = weight.groups(), per_group = weight.units_per_group();
+  const TileRows bytes(weight, first_row, rows);
+  const uint8_t* scales = weight.scales + first_row * groups;
+  Alike<M, Truncate> quads;
+  alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
   std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
+  const __m512 factor = scale_factor(weight, meaning(M, Truncate).shift);
   __m512 steps = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
-    prefetch_next<M>(weight, first_row, unit);
-    quads.unpack(unit, blocks);
+    prefetch_next<kTileRows>(weight, first_row, unit);
+    quads.unpack(bytes, unit, weight.blocks());
     if (!left) {
-      uint64_t bytes[2] = {};  // not stored byte by byte: what is loaded as a whole then has to wait
-      for (int r = 0; r < kTileRows; ++r)
-        bytes[r / 8] |= static_cast<uint64_t>(scales[r][group]) << 8 * (r % 8);
-      const auto eight = [&](int h) __attribute__((always_inline)) {
-        return of_scales.eight(reinterpret_cast<const uint8_t*>(bytes + h));
-      };
-      steps = _mm512_insertf32x8(_mm512_castps256_ps512(eight(0)), eight(1), 1);
+      steps = _mm512_mul_ps(scale_values(scales + group, groups, rows), factor);
       left = per_group, ++group;
     }
     const auto add = [&](auto count, int t) __attribute__((always_inline)) {
@@ -440,12 +725,21 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
   }
 }
 
-template <int M, bool Truncate>
-void many(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-          int64_t stride) {
-  by_tiles(x, begin, end, kTileTokens, [&](const Activations& some, int first, int64_t row, int rows) {
-    many_tile<M, Truncate>(weight, some, row, rows, out + first * stride, stride);
-  });
+template <bool Truncate>
+void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+          int64_t end, float* out, int64_t stride) {
+  constexpr decltype(&few_tile<3, Truncate>) kFew[] = {few_tile<3, Truncate>, few_tile<4, Truncate>,
+                                                       few_tile<5, Truncate>, few_tile<6, Truncate>,
+                                                       few_tile<7, Truncate>, few_tile<8, Truncate>};
+  if (x.tokens == 1 && weight.bits > kCoarsest)  // a row at a time, but where unpacking sixteen costs little
+    return kAvx512.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, out, stride);
+  for (int64_t row = begin; row < end; row += kTileRows) {
+    const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+    if (count == 1 && x.tokens <= kFewTokens)
+      kFew[weight.bits - kCoarsest](weight, x, row, rows, out, stride);
+    else
+      many_tile<Truncate>(weight, x, spans, count, row, rows, out, stride);
+  }
 }
 
 }  // namespace otaro::avx512
@@ -455,8 +749,7 @@ const Kernels kAvx512 = {"avx512",
                          avx512::ByPair::digit_weight,
                          avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
-                         OTARO_INSTANCES(avx512::many),
-                         {1, 2, 2, 2, 2, 2},
+                         {avx512::many<false>, avx512::many<true>},
                          OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }

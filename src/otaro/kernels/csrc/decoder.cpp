@@ -12,23 +12,16 @@
 namespace otaro {
 namespace {
 
-// Neighbouring tokens of the same precisions.
-struct Span {
-  int first, count;
-  const uint8_t* bits;
-};
-
 struct Product {
   const Linear& linear;
   int64_t expert;
   Activations x;
-  const std::vector<Span>& spans;  // of all tokens of x
-  float* out;                      // [tokens, rows]
+  const std::vector<const uint8_t*>& bits;  // of every matrix, for each token of x
+  float* out;                               // [tokens, rows]
 };
 
 // The products of several matrices in one region: their rows are numbered through. A chunk of rows is small
-// enough to stay in the cache while tokens pass; where precisions differ, each takes the planes that it
-// needs.
+// enough to stay in the cache while tokens pass.
 void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& products) {
   constexpr int64_t kChunkBytes = 256 << 10;
   int64_t rows = 0, row_bytes = 1;
@@ -39,21 +32,21 @@ void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& pr
     tokens = std::max(tokens, product.x.tokens);
   }
   const int64_t cached = tokens > 1 ? std::max<int64_t>(16, kChunkBytes / row_bytes / 16 * 16) : rows;
+  std::vector<std::vector<Span>> spans;
+  for (const Product& product : products)
+    spans.push_back(spans_of(
+      product.x.tokens, [&](int t) { return product.bits[static_cast<size_t>(t)][product.linear.number]; }));
   pool.run(rows, std::min(pool.grain(rows, 16), cached), [&](int64_t begin, int64_t end) {
     int64_t first = 0;
-    for (const Product& product : products) {
+    for (size_t i = 0; i < products.size(); ++i) {
+      const Product& product = products[i];
       const int64_t all = product.linear.weight.rows;
       const int64_t from = std::max(begin, first) - first, to = std::min(end, first + all) - first;
       first += all;
       if (from >= to) continue;
-      const auto& spans = product.spans;
-      for (size_t i = 0; i < spans.size();) {
-        const int bits = spans[i].bits[product.linear.number], start = spans[i].first;
-        int count = 0;
-        for (; i < spans.size() && spans[i].bits[product.linear.number] == bits; ++i) count += spans[i].count;
-        multiply_rows(kernels, product.linear.at(bits, product.expert), product.x.some(start, count), from,
-                      to, product.out + start * all);
-      }
+      const Packed weight = product.linear.at(spans[i].back().bits, product.expert);
+      multiply_rows(kernels, weight, product.x, spans[i].data(), static_cast<int>(spans[i].size()), from, to,
+                    product.out);
       if (const float* bias = product.linear.bias)
         for (int t = 0; t < product.x.tokens; ++t)
           for (int64_t row = from; row < to; ++row) product.out[t * all + row] += bias[row];
@@ -178,7 +171,7 @@ struct Decoder::Run {
   float* keys = buffer(decoder.keys_, count* of_keys);
   float* values = buffer(decoder.values_, count* of_keys);
   std::vector<Token> tokens = {};
-  std::vector<Span> spans = {};  // of all tokens
+  std::vector<const uint8_t*> bits = {};  // of all tokens
   std::vector<std::atomic<bool>> refused = std::vector<std::atomic<bool>>(sequences.size());
 
   void begin() {
@@ -187,21 +180,15 @@ struct Decoder::Run {
       for (int64_t t = 0; t < sequence.count; ++t)
         tokens.push_back({sequence.cache, sequence.cache->length_ + t, static_cast<int64_t>(i)});
     }
-    spans = spans_of(count, [](int64_t t) { return t; });
+    bits = bits_of(count, [](int64_t t) { return t; });
   }
 
   // Some tokens, those numbered by token_of(0), token_of(1), ...
   template <class TokenOf>
-  std::vector<Span> spans_of(int64_t some, TokenOf&& token_of) const {
-    std::vector<Span> found;
-    for (int64_t i = 0; i < some; ++i) {
-      const uint8_t* bits =
-        sequences[static_cast<size_t>(tokens[static_cast<size_t>(token_of(i))].sequence)].bits;
-      if (found.empty() || found.back().bits != bits)
-        found.push_back({static_cast<int>(i), 1, bits});
-      else
-        ++found.back().count;
-    }
+  std::vector<const uint8_t*> bits_of(int64_t some, TokenOf&& token_of) const {
+    std::vector<const uint8_t*> found;
+    for (int64_t i = 0; i < some; ++i)
+      found.push_back(sequences[static_cast<size_t>(tokens[static_cast<size_t>(token_of(i))].sequence)].bits);
     return found;
   }
 
@@ -240,9 +227,9 @@ struct Decoder::Run {
                        static_cast<int>(t));
     });
     multiply(kernels, pool,
-             {{layer.query, 0, hidden, spans, queries},
-              {layer.key, 0, hidden, spans, keys},
-              {layer.value, 0, hidden, spans, values}});
+             {{layer.query, 0, hidden, bits, queries},
+              {layer.key, 0, hidden, bits, keys},
+              {layer.value, 0, hidden, bits, values}});
     each(count, [&](int64_t t) { rope_and_cache(layer, number, t); });
     quantize_queries();
     attend(layer, number);
@@ -250,7 +237,7 @@ struct Decoder::Run {
     each(count, [&](int64_t t) {
       kernels.quantize(queries + t * of_queries, of_queries, attended, static_cast<int>(t));
     });
-    multiply(kernels, pool, {{layer.output, 0, attended, spans, delta}});
+    multiply(kernels, pool, {{layer.output, 0, attended, bits, delta}});
     if (layer.experts.count)
       experts(layer);
     else
@@ -265,10 +252,10 @@ struct Decoder::Run {
       const float* row = add_and_norm(t, true, layer.attention_output_norm, layer.mlp_norm);
       kernels.quantize(row, shape.hidden, hidden, static_cast<int>(t));
     });
-    multiply(kernels, pool, {{layer.gate, 0, hidden, spans, gate}, {layer.up, 0, hidden, spans, up}});
+    multiply(kernels, pool, {{layer.gate, 0, hidden, bits, gate}, {layer.up, 0, hidden, bits, up}});
     const Activations gated = activations_for(layer.down, count);
     each(count, [&](int64_t t) { activate(gate + t * width, up + t * width, width, gated, t); });
-    multiply(kernels, pool, {{layer.down, 0, gated, spans, delta}});
+    multiply(kernels, pool, {{layer.down, 0, gated, bits, delta}});
   }
 
   void activate(float* gate, const float* up, int64_t width, const Activations& out, int64_t slot) const {
@@ -307,7 +294,7 @@ struct Decoder::Run {
     float* down = buffer(decoder.down_, some * shape.hidden);
     struct Same {
       int64_t expert, first, count;
-      std::vector<Span> spans;
+      std::vector<const uint8_t*> bits;
     };
     std::vector<Same> same;  // pairs of one expert
     for (int64_t i = 0; i < some; ++i) {
@@ -316,8 +303,8 @@ struct Decoder::Run {
       ++same.back().count;
     }
     for (Same& one : same)
-      one.spans =
-        spans_of(one.count, [&](int64_t i) { return pairs[static_cast<size_t>(one.first + i)].token; });
+      one.bits =
+        bits_of(one.count, [&](int64_t i) { return pairs[static_cast<size_t>(one.first + i)].token; });
     const auto of = [](const Activations& all, const Same& one) {
       return all.some(static_cast<int>(one.first), static_cast<int>(one.count));
     };
@@ -328,15 +315,15 @@ struct Decoder::Run {
       kernels.quantize(row, shape.hidden, hidden, static_cast<int>(i));
     });
     for (const Same& one : same) {
-      products.push_back({layer.gate, one.expert, of(hidden, one), one.spans, gate + one.first * width});
-      products.push_back({layer.up, one.expert, of(hidden, one), one.spans, up + one.first * width});
+      products.push_back({layer.gate, one.expert, of(hidden, one), one.bits, gate + one.first * width});
+      products.push_back({layer.up, one.expert, of(hidden, one), one.bits, up + one.first * width});
     }
     multiply(kernels, pool, products);
     const Activations gated = activations_for(layer.down, some);
     each(some, [&](int64_t i) { activate(gate + i * width, up + i * width, width, gated, i); });
     std::vector<Product> last;
     for (const Same& one : same)
-      last.push_back({layer.down, one.expert, of(gated, one), one.spans, down + one.first * shape.hidden});
+      last.push_back({layer.down, one.expert, of(gated, one), one.bits, down + one.first * shape.hidden});
     multiply(kernels, pool, last);
     std::memset(delta, 0, static_cast<size_t>(count * shape.hidden) * sizeof(float));
     for (int64_t i = 0; i < some; ++i) {
@@ -541,7 +528,7 @@ struct Decoder::Run {
       const float* row = add_and_norm(token_of(i), true, decoder.layers.back().mlp_output_norm, decoder.norm);
       kernels.quantize(row, shape.hidden, last, static_cast<int>(i));
     });
-    const std::vector<Span> of_wanted = spans_of(some, token_of);
+    const std::vector<const uint8_t*> of_wanted = bits_of(some, token_of);
     multiply(kernels, pool, {{decoder.head, 0, last, of_wanted, logits}});
     if (shape.logit_scale == 1 && shape.logit_cap == 0) return;
     pool.run(some * vocabulary, 4096, [&](int64_t begin, int64_t end) {
@@ -553,7 +540,7 @@ struct Decoder::Run {
 
 std::vector<int64_t> Decoder::step(const int64_t* ids, const std::vector<Sequence>& sequences,
                                    const std::vector<int64_t>& wanted, float* logits) {
-  static_assert(kMaxRows <= kMaxTokens);
+  static_assert(kMaxRows <= kMaxTokens && kMaxStep <= kManyTokens);
   int64_t count = 0;
   for (const Sequence& sequence : sequences) {
     count += sequence.count;

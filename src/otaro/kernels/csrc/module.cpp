@@ -53,6 +53,28 @@ void linear(const Array<const float, 2>& x, const Bytes& base, const Bytes& scal
   multiply(chosen, Pool::shared(), weight, quantized(chosen, x, weight, scratch), out.data());
 }
 
+// Every token at its own mantissa bits, as the decoder multiplies; for tests.
+void mixed(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
+           const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate,
+           int scale_exponent, const std::vector<int>& bits, const Array<float, 2>& out) {
+  Packed weight = packed_rows(base, scales, planes, length, group_size, truncate, scale_exponent);
+  check(x.shape(0) == bits.size() && x.shape(0) <= kManyTokens && out.shape(0) == x.shape(0) &&
+          static_cast<int64_t>(out.shape(1)) == weight.rows,
+        "bits must be [tokens] and out [tokens, rows], of 64 tokens at most");
+  for (const int one : bits)
+    check(one >= kCoarsest && one <= weight.bits, "bits must be those of the planes");
+  check_aligned(out, "out must start at a multiple of 4 bytes");
+  if (bits.empty()) return;
+  const Kernels& chosen = kernels();
+  Scratch scratch;
+  const Activations activations = quantized(chosen, x, weight, scratch);
+  const std::vector<Span> spans =
+    spans_of(activations.tokens, [&](int t) { return bits[static_cast<size_t>(t)]; });
+  weight.bits = spans.back().bits;
+  multiply_rows(chosen, weight, activations, spans.data(), static_cast<int>(spans.size()), 0, weight.rows,
+                out.data());
+}
+
 void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales,
           const std::vector<Bytes>& planes, int64_t length, int group_size, bool truncate, int scale_exponent,
           const Array<int32_t, 3>& out) {
@@ -129,6 +151,8 @@ NB_MODULE(_cpu, m) {
   const auto plain = [](const char* name) { return nb::arg(name).noconvert(); };
   m.def("linear", linear, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
         "group_size"_a, "truncate"_a, "scale_exponent"_a, plain("out"));
+  m.def("mixed", mixed, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a,
+        "group_size"_a, "truncate"_a, "scale_exponent"_a, "bits"_a, plain("out"));
   m.def("dots", dots, plain("x"), plain("base"), plain("scales"), plain("planes"), "length"_a, "group_size"_a,
         "truncate"_a, "scale_exponent"_a, plain("out"));
   m.def("quantize", quantize, plain("x"), "group_size"_a, plain("codes"), plain("scales"));

@@ -135,7 +135,6 @@ const Kernels kPortable = {"portable",
                            portable::quantize,
                            OTARO_INSTANCES(portable::linear),
                            {},
-                           {},
                            OTARO_INSTANCES(portable::dots),
                            OTARO_INSTANCES(portable::decode)};
 }

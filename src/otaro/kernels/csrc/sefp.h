@@ -24,7 +24,8 @@
 
 namespace otaro {
 
-constexpr int kMaxTokens = 8;  // of one call of `Kernels::linear`
+constexpr int kMaxTokens = 8;    // of one call of `Kernels::linear`
+constexpr int kManyTokens = 64;  // of one call of `Kernels::many`
 
 // A packed matrix, as it lies in the mapped file. A packed cache has rows of the same form.
 struct Packed {
@@ -70,6 +71,11 @@ struct Activations {
   }
 };
 
+// Neighbouring tokens of one precision.
+struct Span {
+  int first, count, bits;
+};
+
 // Which weight of a block the byte i stands for as AVX2 unpacks it, and which one the i-th of these bytes
 // once widened to words.
 constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
@@ -86,10 +92,11 @@ struct Kernels {
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
   void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                  float* out, int64_t stride);
-  // The same in a way that is faster from `many_from` tokens on; null where there is none.
-  void (*many[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
-                               float* out, int64_t stride);
-  int many_from[kPlanes + 1];
+  // The same for tokens of several precisions, in spans of ascending bits: what the coarser ones have
+  // unpacked the finer ones go on with. [truncate]; null where there is none. `weight.bits` are those of the
+  // last span.
+  void (*many[2])(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+                  int64_t end, float* out, int64_t stride);
   // The integers I of step 3, for tests: out[(token * rows + row) * units + unit].
   void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                                int32_t* out);

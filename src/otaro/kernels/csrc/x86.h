@@ -256,9 +256,15 @@ OTARO_INLINE __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// From scale bytes to steps. A half has one more bit of exponent: with sign, exponent and fraction of a scale
-// byte in their places it is 2^-8 of the scale. The CPU makes floats of halves, and of subnormal ones in any
-// mode.
+// Eight scale bytes as halves. A half has one more bit of exponent: with sign, exponent and fraction of a
+// scale byte in their places it is 2^-8 of the scale. The CPU makes floats of halves, and of subnormal ones
+// in any mode.
+OTARO_INLINE __m128i scale_halves(__m128i scales) {
+  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(scales), 7);  // bit 14 is the sign too
+  return _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0xbfff)));
+}
+
+// From scale bytes to steps.
 template <int Shift>
 struct Steps {
   __m256 factor;
@@ -266,18 +272,13 @@ struct Steps {
   OTARO_INLINE explicit Steps(const Packed& weight)
     : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - Shift))) {}
 
-  static OTARO_INLINE __m128i halves(__m128i scales) {
-    const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(scales), 7);  // bit 14 is the sign too
-    return _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0xbfff)));
-  }
-
   OTARO_INLINE __m256 eight(const uint8_t* scales) const {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
-    return _mm256_mul_ps(_mm256_cvtph_ps(halves(bytes)), factor);
+    return _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), factor);
   }
 
   OTARO_INLINE float one(uint8_t scale) const {
-    const __m128 value = _mm_cvtph_ps(halves(_mm_cvtsi32_si128(scale)));
+    const __m128 value = _mm_cvtph_ps(scale_halves(_mm_cvtsi32_si128(scale)));
     return _mm_cvtss_f32(_mm_mul_ss(value, _mm256_castps256_ps128(factor)));
   }
 };
@@ -513,30 +514,18 @@ struct For {
   }
 };
 
-// Several tokens at once: sixteen rows of weights meet as many tokens as a tile takes.
-constexpr int kTileRows = 16;
-
-template <class Tile>
-OTARO_INLINE void by_tiles(const Activations& x, int64_t begin, int64_t end, int tile_tokens, Tile tile) {
-  for (int64_t row = begin; row < end; row += kTileRows)
-    for (int first = 0; first < x.tokens; first += tile_tokens) {
-      const int tokens = x.tokens - first < tile_tokens ? x.tokens - first : tile_tokens;
-      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      tile(x.some(first, tokens), first, row, rows);
-    }
-}
-
-// Have the cache fetch a part of the next sixteen rows, which follow these in memory, while a unit is
-// multiplied: prefetchers do not follow sixteen rows at a time. Addresses beyond the end do no harm.
-template <int M>
+// Several tokens at once: have the cache fetch a part of the next `Rows` rows, which follow these in memory,
+// while a unit is multiplied. Prefetchers do not follow so many rows at a time. Addresses beyond the end do
+// no harm.
+template <int Rows>
 OTARO_INLINE void prefetch_next(const Packed& weight, int64_t first_row, int64_t unit) {
   const auto fetch = [&](const uint8_t* rows, int bytes) __attribute__((always_inline)) {
-    const int64_t part = kTileRows * 2 * bytes;
-    const uint8_t* from = rows + (first_row + kTileRows) * weight.blocks() * bytes + unit * part;
+    const int64_t part = Rows * 2 * bytes;
+    const uint8_t* from = rows + (first_row + Rows) * weight.blocks() * bytes + unit * part;
     for (int64_t i = 0; i < part; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_T0);
   };
   fetch(weight.base, kBaseBytes);
-  for (int p = 0; p < M - kCoarsest; ++p) fetch(weight.planes[p], kPlaneBytes);
+  for (int p = 0; p < weight.bits - kCoarsest; ++p) fetch(weight.planes[p], kPlaneBytes);
 }
 
 template <int M, bool Truncate>
