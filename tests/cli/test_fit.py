@@ -142,6 +142,10 @@ def test_names_of_fits_are_never_cut(model, text, monkeypatch):
         shown = run("inspect", model).stdout
         assert name in shown
         assert "fit:5.2bits" in shown
+    monkeypatch.setattr(console.out, "_width", 60)
+    said = run("eval", model, "--text", text, "--window", 64, "--divergence", "-p", f"E5M8,{name}").stdout
+    cells = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
+    assert "".join(cells) == f"E5M8{name}"  # over several lines, and whole
 
 
 def test_one_precision_that_does_better_is_the_fit(model, text, monkeypatch):
