@@ -29,6 +29,12 @@ def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(clock, capsys):
     assert said.out == ""
 
 
+def test_words_between_colons_stay_words(capsys):
+    for one in (console.out, console.err):
+        one.print(console.escape("fit:abc: no budget"))
+    assert [*capsys.readouterr()] == ["fit:abc: no budget\n"] * 2
+
+
 def test_what_is_done_within_a_minute_says_nothing(clock, capsys):
     with console.progress_bar("verifying (MB)", 1, clock) as progress:
         for done in range(50):

@@ -95,6 +95,59 @@ def test_what_is_printed_says_how_good_it_is(model, text, monkeypatch):
     assert set(json.loads(run("inspect", model, "--json").stdout)["fits"]) == {"5.2bits", "800kB", "100MB"}
 
 
+def test_the_least_that_a_refusal_names_is_taken(model, text):
+    bits, size = re.search(
+        r"give --bits (\S+) or --budget (\S+) at least", refused("fit", model, "--text", text, "--bits", 3)
+    ).groups()
+    for option in (["--bits", bits], ["--budget", size]):
+        told = json.loads(run("fit", model, "--text", text, "--tokens", 128, "--json", *option).stdout)
+        assert set(told["fit"]["precisions"].values()) == {"E5M3"}
+    assert "the smallest there is" in refused("fit", model, "--text", text, "--budget", f"{int(size[:-1]) - 1}B")
+
+
+def test_where_finer_shards_are_missing_it_is_said(fitted, text, copy_of, monkeypatch):
+    monkeypatch.setattr(console.out, "_width", 200)
+    model = copy_of(fitted[0], planes=(3, 4, 5))
+    (model / "precisions.json").unlink()
+    said = run("fit", model, "--text", text, "--bits", 8, "--tokens", 128).stdout
+    assert "8bits is more than E5M5 takes (" in said
+    assert f"finer shards are not here; bring them with: otaro fetch SOURCE {model} --precision E5M8" in said
+    assert "more than all of it" not in said
+    assert "KL is from" not in run("inspect", model).stdout
+    for bits in (6, 7, 8):
+        shutil.copy(fitted[0] / shard_name(bits), model)
+    assert "fit:8bits: KL is from E5M5, the finest that was there when it was made, not E5M8" in run("inspect", model).stdout
+    assert json.loads(run("inspect", model, "--json").stdout)["fits"]["8bits"]["reference"] == "E5M5"
+
+
+def test_a_fit_that_is_replaced_by_one_of_another_measurement_is_named(model, text, tmp_path):
+    def notes(text, tokens):
+        return json.loads(run("fit", model, "--text", text, "--bits", 5.2, "--tokens", tokens, "--json").stdout)["notes"]
+
+    assert notes(text, 128) == []
+    [note] = notes(text, 256)
+    assert note.startswith("this takes the place of the fit:5.2bits of 20")
+    assert note.endswith("measured on held.txt, 128 tokens, from E5M8; now on held.txt, 256 tokens, from E5M8")
+    other = tmp_path / "other.txt"
+    other.write_text(heldout_text()[4000:8000])
+    [note] = notes(other, 256)
+    assert note.endswith("measured on held.txt, 256 tokens, from E5M8; now on other.txt, 256 tokens, from E5M8")
+
+
+def test_names_of_fits_are_never_cut(model, text, monkeypatch):
+    name = "fit:1234567890.123456kB"
+    run("fit", model, "--text", text, "--budget", name[4:], "--tokens", 128)
+    for width in (80, 40):
+        monkeypatch.setattr(console.out, "_width", width)
+        shown = run("inspect", model).stdout
+        assert name in shown
+        assert "fit:5.2bits" in shown
+    monkeypatch.setattr(console.out, "_width", 60)
+    said = run("eval", model, "--text", text, "--window", 64, "--divergence", "-p", f"E5M8,{name}").stdout
+    cells = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
+    assert "".join(cells) == f"E5M8{name}"  # over several lines, and whole
+
+
 def test_one_precision_that_does_better_is_the_fit(model, text, monkeypatch):
     """The sum of losses may mislead: then measuring tells."""
     worst = {name: [0.0] * 6 for name in NestedDirectory(model).schema.packed}
@@ -163,6 +216,13 @@ def test_eval_and_bench_take_fits_among_precisions(model, text):
     assert rows[0]["weight_bytes"] > rows[1]["weight_bytes"] > rows[2]["weight_bytes"]
 
 
+def test_bench_times_drafts_of_a_fit(fitted):
+    short = ("--tokens", 4, "--context", 8, "--rounds", 1, "--json")
+    told = json.loads(run("bench", fitted[0], "-p", "fit:5.2bits", "--draft", "E5M3", *short).stdout)
+    assert told["precision"] == "fit:5.2bits"
+    assert [(row["draft"], row["texts"]) for row in told["rows"]] == [("E5M3", "prose"), ("E5M3", "copy")]
+
+
 def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatch):
     monkeypatch.setattr(fitting.speed, "READ_BYTES", 1 << 20)
     said = json.loads(run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout)
@@ -183,7 +243,7 @@ def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatc
         (["--bits", "-4"], "is no budget"),
         (
             ["--bits", "3"],
-            "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give that much at least",
+            "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give --bits 4.1.. or",
         ),
         (["--budget", "1kB"], "--budget 1kB: E5M3, the smallest there is"),
         (["--bits", "5", "--tokens", "100000"], "tokens; .* are the least, half to measure on and half to check on"),

@@ -20,6 +20,7 @@ OTHERS = {
     "opt": {"ffn_dim": 112, "word_embed_proj_dim": 96},
     "mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "bloom": {},
+    "mamba": {"state_size": 8},
 }
 
 
@@ -44,6 +45,17 @@ def test_slices_are_parts_of_the_models_own_logits(kind):
     assert (together - whole).abs().max() <= bound
     with torch.inference_mode():
         assert torch.equal(model(IDS[None]).logits[0], whole)  # the model is as before
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_frozen_head_says_what_it_said_when_the_model_is_gone(kind):
+    sliced = SlicedModel(random_model(kind))
+    states = sliced.states(IDS)
+    before, frozen = sliced.logits(states), sliced.frozen_head()
+    with torch.no_grad():
+        sliced.model.get_output_embeddings().weight.zero_()
+    assert (frozen(states) - before).abs().max() <= 96 * torch.finfo(torch.float32).eps * (1 + before.abs().max()) * 4
+    assert not torch.equal(sliced.logits(states), before)
 
 
 def test_a_head_that_cannot_be_run_apart_is_run_whole():

@@ -79,6 +79,11 @@ def test_a_tensor_without_error_loses_nothing():
     assert found.losses("a") == [0.0] * 6
 
 
+def test_errors_of_any_size_give_losses_whose_sums_are_finite():
+    found = Sensitivity(READING, {"a": [1e6, 1e6]}, {"a": [1e30, 1e-320, 1e30, 0, 1e-320]})
+    assert found.losses("a") == [1e6, 1e6, 1e6, 0, 1e6, 0]
+
+
 def damaged(change):
     row = {**READING.to_dict(), "divergences": {"a": [2.0, 1.0]}, "errors": {"a": [5, 4, 3, 2, 1]}}
     raw = {"version": 1, "model": "5" * 64, "readings": [row]}
@@ -102,6 +107,9 @@ def damaged(change):
         (lambda raw, row: row.update(divergences={"a": [1.0]}), "'a' are not 2 numbers"),
         (lambda raw, row: row.update(divergences={"a": [1.0, -1.0]}), "'a' are not 2 numbers"),
         (lambda raw, row: row.update(divergences={"a": [1.0, "x"]}), "'a' are not 2 numbers"),
+        (lambda raw, row: row.update(divergences={"a": [1.0, 10**400]}), "'a' are not 2 numbers from 0 to 1e"),
+        (lambda raw, row: row.update(divergences={"a": [1e308, 1e308]}), "'a' are not 2 numbers from 0 to 1e"),
+        (lambda raw, row: row.update(errors={"a": [10**400] * 5}), "'a' are not 5 numbers from 0 to 1e"),
         (lambda raw, row: row.update(errors={"a": [1, 2, 3, 4, float("inf")]}), "Infinity is no number"),
     ],
 )

@@ -14,14 +14,14 @@ from otaro.file.summary import precision_summary
 from otaro.sefp.precision import PRECISIONS, Precision
 
 ABOUT = {
-    "bytes": 1000,
-    "bits_per_weight": 4.7,
     "predicted": 0.1,
     "measured": 0.2,
     "uniform": "E5M3",
     "uniform_measured": 0.3,
+    "reference": "E5M8",
     "text": "a text",
     "text_sha256": "0" * 64,
+    "tokens": 512,
     "command": "otaro fit DIR",
     "date": "2026-11-16",
 }
@@ -34,7 +34,9 @@ def nested(nested_dir, copy_of):
 
 def mixed(nested, name="90MB", finest="E5M5"):
     names = list(nested.schema.packed)
-    return Fit(name, dict.fromkeys(names, Precision("E5M3")) | {names[0]: Precision(finest)}, ABOUT)
+    precisions = dict.fromkeys(names, Precision("E5M3")) | {names[0]: Precision(finest)}
+    size = bytes_of(nested, precisions)
+    return Fit(name, precisions, {**ABOUT, "bytes": size, "bits_per_weight": 8 * size / weights_of(nested)})
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,17 @@ def test_fits_are_kept_side_by_side_and_found_by_any_spelling(nested):
     write_fit(nested, second)
     assert read_fits(nested) == {"90MB": first, "4.5bits": second}
     assert find_fit(nested, "FIT:90.0 mb") == first
-    assert (str(first), first.finest, first.bytes) == ("fit:90MB", Precision("E5M5"), 1000)
+    assert (str(first), first.finest, first.bytes) == ("fit:90MB", Precision("E5M5"), bytes_of(nested, first))
     replaced = mixed(nested, "90MB", "E5M4")
     write_fit(nested, replaced)
     assert read_fits(nested) == {"90MB": replaced, "4.5bits": second}
+
+
+def test_the_first_files_lack_reference_and_tokens_and_are_read(nested):
+    text = damaged(nested, lambda raw, fit: [fit.pop(field) for field in ("reference", "tokens")])
+    _, fits = parse_fits(text, nested)
+    assert fits["90MB"].precisions == mixed(nested).precisions
+    assert "reference" not in fits["90MB"].about
 
 
 def test_only_names_of_fits_are_taken_for_one():
@@ -132,10 +141,20 @@ def damaged(nested, change):
         (lambda raw, fit: fit.pop("bytes"), "does not consist of precisions"),
         (lambda raw, fit: fit.update(bytes=-1), "bytes is '-1'"),
         (lambda raw, fit: fit.update(bytes=1.5), "bytes is '1.5'"),
+        (lambda raw, fit: fit.update(bytes=5), "bytes by its precisions, and its bytes or bits_per_weight say something else"),
+        (lambda raw, fit: fit.update(bits_per_weight=4.7), "its bytes or bits_per_weight say something else"),
+        (lambda raw, fit: fit.update(bits_per_weight=10**400), "bits_per_weight is '1000"),
+        (lambda raw, fit: fit.update(measured=10**400), "measured is '1000"),
+        (lambda raw, fit: fit.update(uniform_measured=10**400), "uniform_measured is '1000"),
+        (lambda raw, fit: fit.update(measured=1e308), "measured is '1e.308'"),
+        (lambda raw, fit: fit.update(measured=-5), "measured is '-5'"),
         (lambda raw, fit: fit.update(predicted="a"), "predicted is 'a'"),
         (lambda raw, fit: fit.update(measured=True), "measured is 'True'"),
         (lambda raw, fit: fit.update(predicted=float("nan")), "NaN is no number"),
         (lambda raw, fit: fit.update(uniform="e5m3"), "uniform is 'e5m3'"),
+        (lambda raw, fit: fit.update(uniform=3), "uniform is '3'"),
+        (lambda raw, fit: fit.update(reference="E5M9"), "reference is 'E5M9'"),
+        (lambda raw, fit: fit.update(tokens=-1), "tokens is '-1'"),
         (lambda raw, fit: fit.update(text="\x1b[2J"), "text is"),
         (lambda raw, fit: fit.update(text_sha256="0"), "text_sha256 is '0'"),
         (lambda raw, fit: fit.update(date="today"), "date is 'today'"),
@@ -149,7 +168,7 @@ def damaged(nested, change):
 def test_whatever_else_a_file_says_is_refused(nested, change, why):
     text = damaged(nested, change)
     with pytest.raises(ValueError, match=why.replace("[", r"\[")):
-        parse_fits(text, nested.schema)
+        parse_fits(text, nested)
     (nested.path / "precisions.json").write_text(text)
     with pytest.raises(FormatError, match=r"cannot be used: .*; move it away and run `otaro fit` again"):
         find_fit(nested, "fit:90MB")

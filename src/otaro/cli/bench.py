@@ -126,7 +126,7 @@ def bench(
                 draft.split(","),
                 drafting.Settings(**given, kv=otaro.Precision(kv) if kv else None),
                 heldout_text() if text is None else open_text(text).content,
-                otaro.Precision(chosen[0]) if chosen else None,
+                chosen[0] if chosen else None,
                 device=device,
                 hub=Hub(revision, token, cache_dir),
                 progress=progress,

@@ -22,8 +22,8 @@ from typer.core import TyperCommand, TyperGroup
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
 
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)  # fit:abc: is no emoji
+err = Console(stderr=True, emoji=False)
 
 
 class _Command(TyperCommand):

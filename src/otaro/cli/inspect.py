@@ -15,8 +15,7 @@ from otaro.cli.quality import show_quality
 if TYPE_CHECKING:
     from otaro.evaluate.quality import Quality
     from otaro.file.coding import CalibratedOn
-    from otaro.file.fits import Fit
-    from otaro.file.header import Schema
+    from otaro.file.fits import Fit, Stored
     from otaro.file.hub import Hub
     from otaro.file.summary import PrecisionSummary, Summary
 
@@ -47,7 +46,7 @@ def inspect(
     else:
         show(summary, calibrated)
         if fits:
-            show_fits(fits)
+            show_fits(fits, max(row.precision for row in summary.precisions if not row.missing))
         if quality is not None:
             show_quality(quality.entries)
 
@@ -69,7 +68,7 @@ def _of_files(directory: str, hub: Hub) -> _Found:
     nested = NestedDirectory(resolve_nested(directory, hub=hub))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
-    return summary, _calibrated(nested.path), _quality(nested.path, summary), _fits(nested.path, summary.model, nested.schema)
+    return summary, _calibrated(nested.path), _quality(nested.path, summary), _fits(nested.path, summary.model, nested)
 
 
 def _of_headers(model: str, hub: Hub) -> _Found:
@@ -87,7 +86,7 @@ def _of_headers(model: str, hub: Hub) -> _Found:
         for name in (CODING_FILE, QUALITY_FILE, FITS_FILE):
             if not read_small(source, name, place / name):
                 (place / name).unlink(missing_ok=True)
-        return summary, _calibrated(place), _quality(place, summary), _fits(place, summary.model, remote.schema)
+        return summary, _calibrated(place), _quality(place, summary), _fits(place, summary.model, remote)
 
 
 def _calibrated(directory: Path) -> CalibratedOn | None:
@@ -114,31 +113,37 @@ def _quality(directory: Path, summary: Summary) -> Quality | None:
         return None
 
 
-def _fits(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+def _fits(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
     """What `otaro fit` found for a model, where a file says so that can be read."""
     from otaro.errors import FormatError
     from otaro.file.fits import read_fits_in
 
     try:
-        return read_fits_in(directory, model, schema)
+        return read_fits_in(directory, model, stored)
     except FormatError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
         return {}
 
 
-def show_fits(fits: dict[str, Fit]) -> None:
+def show_fits(fits: dict[str, Fit], finest: str) -> None:
     """Print what fits take, and what they lose beside the best single precision of no more bytes."""
     from rich.table import Table
 
     table = Table(title="Fits, the largest first", title_justify="left")
-    for heading in ("precision", "size", "bits per weight", "up to", "KL", "instead of", "KL"):
+    for heading in ("precision", "size", "bits", "up to", "KL", "instead of", "KL"):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("precision", "up to", "instead of") else "right")
     for fit in sorted(fits.values(), key=lambda fit: -fit.bytes):
         about = fit.about
         taken = (console.size(fit.bytes), f"{about['bits_per_weight']:.3f}", str(fit.finest))
         lost = (f"{about['measured']:.4f}", about["uniform"], f"{about['uniform_measured']:.4f}")
         table.add_row(str(fit), *taken, *lost)
-    console.out.print(table)
+    anywhere = console.out.options.update(width=1000)
+    table.width = console.out.measure(table, options=anywhere).maximum  # a name that is cut off is none
+    console.out.print(table, crop=False)
+    for fit in fits.values():
+        if (reference := fit.about.get("reference", finest)) != finest:
+            line = f"{fit}: KL is from {reference}, the finest that was there when it was made, not {finest}"
+            console.out.print(line, highlight=False, soft_wrap=True)
 
 
 def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:

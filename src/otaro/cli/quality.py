@@ -62,7 +62,7 @@ def _table(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("precision")
+    table.add_column("precision", overflow="fold")  # a name that is cut off is none
     for column in columns:
         table.add_column(console.escape(column.heading), justify="right")
     for precision in _precisions(entries):

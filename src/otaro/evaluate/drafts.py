@@ -22,6 +22,7 @@ from otaro.evaluate.machine import processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import threads_for_a_while
 from otaro.file.checkpoint import HUB, resolve_nested
+from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.kernels import ops
@@ -99,18 +100,19 @@ def bench(
     drafts: Sequence[str | Draft],
     settings: Settings,
     text: str,
-    precision: Precision | None = None,
+    precision: str | Precision | None = None,
     *,
     device: str = "cpu",
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Drafts:
-    """Measure drafts beside a precision alone, by default the finest that is there, on passages of a text."""
+    """Measure drafts beside a precision or a fit alone, by default the finest that is there, on passages of a text."""
     place = processor(device)
     wanted = [draft for draft in map(Draft.of, drafts) if draft is not None]
-    nested = NestedDirectory(resolve_nested(directory, precision, hub))
-    judge = precision or nested.finest
-    nested.require(judge)
+    plain = None if precision is None or is_fit(precision) else Precision(precision)
+    nested = NestedDirectory(resolve_nested(directory, plain, hub))
+    judge = nested.finest if precision is None else known(nested, precision)
+    nested.require(finest_of(judge))
     with threads_for_a_while(settings.threads) as threads:
         kernels, reason = ops.backend(place.device)
         model, tokenizer = load(nested.path, judge, device=place.device), load_tokenizer(nested.path)
@@ -154,7 +156,12 @@ Found = dict[str, list[tuple[float, Generation]]]
 
 
 def _take_turns(
-    model: Any, judge: Precision, drafts: list[Draft], texts: dict[str, list[list[int]]], settings: Settings, progress: Progress
+    model: Any,
+    judge: Precision | Fit,
+    drafts: list[Draft],
+    texts: dict[str, list[list[int]]],
+    settings: Settings,
+    progress: Progress,
 ) -> dict[str, Found]:
     total, done = (1 + settings.rounds) * (1 + len(drafts)) * sum(map(len, texts.values())), 0
     found: dict[str, Found] = {}
@@ -182,7 +189,7 @@ def _take_turns(
 
 
 def _continued(
-    model: Any, ids: list[int], judge: Precision, draft: Draft | None, settings: Settings
+    model: Any, ids: list[int], judge: Precision | Fit, draft: Draft | None, settings: Settings
 ) -> tuple[list[int], Generation]:
     inputs, report = torch.tensor([ids], device=model.device), Generation()
     output = model.generate(

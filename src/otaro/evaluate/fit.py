@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from decimal import Decimal
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure
+from otaro.evaluate.sensitivity import LARGEST_LOSS, Kept, Probe, Reading, Sensitivity, check_reached, measure
 from otaro.evaluate.text import Text, TextError
 from otaro.evaluate.windows import ModelReader, Windows, choose_window, read
 from otaro.file.fits import Budget, Fit, bytes_of, plane_bytes, read_fits, weights_of, write_fit
@@ -37,7 +36,7 @@ from otaro.file.io import NestedDirectory
 from otaro.readable import size
 from otaro.runtime.footprint import read_shares
 from otaro.runtime.load import load, load_tokenizer
-from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
+from otaro.sefp.precision import COARSEST, PRECISIONS, Precision, of_mantissa_bits
 from otaro.tokens import begins_with_bos
 
 WINDOW = 128  # tokens read together
@@ -143,10 +142,16 @@ class Fitting:
         if allowed < least:
             raise OtaroError(
                 f"{budget.option}: {of_mantissa_bits(COARSEST)}, the smallest there is, takes {_amount(least, weights)}; "
-                "give that much at least"
+                f"give --bits {-(-8000 * least // weights) / 1000:.3f} or --budget {least}B at least"
             )
-        too_much = f"{budget.name} is more than all of it takes: {_amount(most, weights)} at {self.finest}"
-        notes = [too_much] if allowed > most else []
+        notes = []
+        if allowed > most and self.finest == PRECISIONS[0]:
+            notes = [f"{budget.name} is more than all of it takes: {_amount(most, weights)} at {self.finest}"]
+        elif allowed > most:
+            notes = [
+                f"{budget.name} is more than {self.finest} takes ({_amount(most, weights)}), and finer shards are not here; "
+                f"bring them with: otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
+            ]
         return Limit(allowed, sizes, least, notes)
 
     def fit(self, budget: Budget, limit: Limit, sensitivity: Sensitivity, command: str, progress: Progress) -> Outcome:
@@ -172,15 +177,18 @@ class Fitting:
             "measured": min(mixed_measured, uniform_measured),
             "uniform": str(uniform),
             "uniform_measured": uniform_measured,
+            "reference": str(self.finest),
             "text": self.text.name,
             "text_sha256": self.text.sha256,
+            "tokens": sensitivity.reading.tokens,
             "command": command,
             "date": date.today().isoformat(),
         }
         fit = Fit(budget.name, chosen, about)
+        notes = [*limit.notes, *_replaced(read_fits(nested).get(budget.name), fit)]
         write_fit(nested, fit)
         curve = self.curve(sensitivity)
-        return Outcome(fit, found.bound, better, mixed_measured, found.loss, curve, len(self._check_ids), limit.notes)
+        return Outcome(fit, found.bound, better, mixed_measured, found.loss, curve, len(self._check_ids), notes)
 
     def curve(self, sensitivity: Sensitivity) -> list[Point]:
         """What is expected to be lost, over sizes: at those of the single precisions and halfway between."""
@@ -219,7 +227,7 @@ class Fitting:
         for key, choice in new.items():
             meter = Divergence(self._reference)
             read(ModelReader(decoded.at(choice)), windows, [meter], report)
-            if not abs(meter.kl) < inf:
+            if not abs(meter.kl) <= LARGEST_LOSS:
                 raise OtaroError("the model's outputs overflow on the text it is checked on; it cannot be fitted")
             self._checked[key] = max(meter.kl, 0.0)
             read_before += len(self._check_ids)
@@ -273,6 +281,18 @@ def budget_of(budget: str | None, bits: float | None, tokens_per_second: float |
         return Budget.parse(budget)
     amount, unit = (bits, "bits") if bits is not None else (tokens_per_second, "tps")
     return Budget.parse(f"{Decimal(str(amount)):f}{unit}")
+
+
+def _replaced(before: Fit | None, fit: Fit) -> list[str]:
+    """A note where the fit of this name was measured otherwise."""
+    measured = ("text_sha256", "tokens", "reference")
+    if before is None or all(before.about.get(field, fit.about[field]) == fit.about[field] for field in measured):
+        return []
+    old, new = (
+        ", ".join([one["text"], *([f"{one['tokens']} tokens, from {one['reference']}"] if "tokens" in one else [])])
+        for one in (before.about, fit.about)
+    )
+    return [f"this takes the place of the {fit} of {before.about['date']}, which was measured on {old}; now on {new}"]
 
 
 def _amount(count: int, weights: int) -> str:

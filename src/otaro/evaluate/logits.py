@@ -161,9 +161,12 @@ class _FrozenLinear(nn.Module):
     kept: torch.Tensor | None = None
     """The weights, if they were copied."""
 
-    def __init__(self, rows: Callable[[slice], torch.Tensor], shape: Sequence[int], bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, rows: Callable[[slice], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> None:
         super().__init__()
         self._rows, (self._count, self._width), self.bias = rows, shape, bias
+        self.weight = torch.empty(shape, dtype=dtype, device="meta")  # without numbers: Mamba's forward asks for its type
 
     @classmethod
     def copied(cls, linear: Any) -> Self:
@@ -172,7 +175,7 @@ class _FrozenLinear(nn.Module):
         kinds = [kind for kind in (torch.bfloat16, torch.float16) if _holds(weight, kind)]
         kept = weight.to(kinds[0], copy=True) if kinds else weight.clone()
         bias = None if bias is None else bias.detach().clone()
-        frozen = cls(lambda some: kept[some].to(weight.dtype), weight.shape, bias)
+        frozen = cls(lambda some: kept[some].to(weight.dtype), weight.shape, weight.dtype, bias)
         frozen.kept = kept
         return frozen
 
@@ -181,7 +184,7 @@ class _FrozenLinear(nn.Module):
         """With packed weights, at a precision of their own; never on integers, as few positions would be by themselves."""
         weight, bits = linear.packed, precision.mantissa_bits
         weight.reach(bits)
-        return cls(lambda some: weight.decode(bits, dtype, some), weight.shape, linear.bias)
+        return cls(lambda some: weight.decode(bits, dtype, some), weight.shape, dtype, linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = torch.empty(*x.shape[:-1], self._count, dtype=x.dtype, device=x.device)

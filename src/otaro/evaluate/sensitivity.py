@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 VERSION = 1
 MEASURED = 2  # precisions of every tensor, the coarsest
 _LARGEST = 1 << 26  # bytes of a file
+LARGEST_LOSS = 1e6  # nats: a file that says more is not of a model that runs
+_LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 _EVERY = 5.0  # seconds between two times that it is written
 _HEAD = 8  # layers that a head takes as long as, about: for estimates alone
 
@@ -68,8 +69,8 @@ class Sensitivity:
         """From the coarsest precision to the finest, which loses nothing."""
         measured, errors = self.divergences[tensor], self.errors[tensor]
         last = len(measured) - 1
-        per_error = measured[last] / errors[last] if errors[last] else 0.0
-        return [*measured, *(per_error * error for error in errors[last + 1 :]), 0.0]
+        finer = [measured[last] * error / errors[last] if errors[last] else 0.0 for error in errors[last + 1 :]]
+        return [*measured, *(min(loss, LARGEST_LOSS) for loss in finer), 0.0]
 
 
 class Probe:
@@ -186,7 +187,7 @@ def measure(probe: Probe, decoded: DecodedModel, kept: Kept, progress: Progress)
                 if number < MEASURED:
                     progress(name, done, total)
                     lost = probe.divergence({**at_finest, name: of_mantissa_bits(one)}, changed=name)
-                    if not abs(lost) < inf:
+                    if not abs(lost) <= LARGEST_LOSS:
                         raise OtaroError(
                             f"{name} at {of_mantissa_bits(one)} makes the model's outputs overflow; nothing to fit"
                         )
@@ -281,12 +282,12 @@ def _reading(where: str, raw: object, tensors: set[str]) -> Sensitivity:
         raise ValueError(f"{where} is of other tensors")
     if tables["divergences"].keys() != tables["errors"].keys():
         raise ValueError(f"{where} has divergences and errors of other tensors")
-    for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):
+    for name, count, most in (("divergences", min(MEASURED, below), LARGEST_LOSS), ("errors", below, _LARGEST_ERROR)):
         for tensor, values in tables[name].items():
-            if not isinstance(values, list) or len(values) != count or not all(map(_is_loss, values)):
-                raise ValueError(f"{where}: {name} of {tensor[:80]!r} are not {count} numbers")
+            if not isinstance(values, list) or len(values) != count or not all(_is_within(most, one) for one in values):
+                raise ValueError(f"{where}: {name} of {tensor[:80]!r} are not {count} numbers from 0 to {most:g}")
     return Sensitivity(reading, raw["divergences"], raw["errors"])
 
 
-def _is_loss(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < inf
+def _is_within(most: float, value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= most

@@ -5,10 +5,12 @@
 
     {"version": 1, "model": "5d0c…", "fits": {"90MB": {"precisions": {"model.embed_tokens.weight": "E5M4", …},
      "bytes": 89990784, "bits_per_weight": 5.352, "predicted": 0.021, "measured": 0.023, "uniform": "E5M4",
-     "uniform_measured": 0.041, "text": "valid.txt", "text_sha256": "…", "command": "otaro fit …", "date": "2026-11-16"}}}
+     "uniform_measured": 0.041, "reference": "E5M8", "text": "valid.txt", "text_sha256": "…", "tokens": 512,
+     "command": "otaro fit …", "date": "2026-11-16"}}}
 
 Bytes are those of the planes, scales and unpacked tensors that the model then reads, headers of files aside, as bits per
-weight of `otaro inspect` count them. Divergences are in nats, from the finest precision, on text.
+weight of `otaro inspect` count them. Divergences are in nats, on text, from the reference: the finest precision that was there.
+`tokens` of the text were measured on. (The first files lack reference and tokens, and are read.)
 
 The file travels with its model and so comes from strangers: it names the model it is for, and nothing in it is believed before
 it has been checked. Every packed tensor must have its precision, and no other may.
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import cached_property
-from math import inf, prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +41,7 @@ VERSION = 1
 _LARGEST = 1 << 24  # bytes of a file
 _MOST = 256  # fits in it
 _LONGEST = 4096  # characters of a string
+LARGEST_SUM = 1e12  # nats that all tensors could lose together: sums and squares stay finite
 _UNITS = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None, "tps": None,
 }  # fmt: skip
@@ -209,10 +212,10 @@ def find_fit(nested: Nested, name: str) -> Fit:
 
 def read_fits(nested: Nested) -> dict[str, Fit]:
     """The fits beside a model by name, none where there is no file; one that is damaged, or of another model, is refused."""
-    return read_fits_in(nested.path, nested.model, nested.schema)
+    return read_fits_in(nested.path, nested.model, nested)
 
 
-def read_fits_in(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
+def read_fits_in(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
     """The same for a directory that holds the file, and perhaps no model."""
     path = directory / FITS_FILE
     if not path.is_file():
@@ -220,7 +223,7 @@ def read_fits_in(directory: Path, model: str, schema: Schema) -> dict[str, Fit]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError("it is larger than any")
-        about, fits = parse_fits(path.read_text(encoding="utf-8"), schema)
+        about, fits = parse_fits(path.read_text(encoding="utf-8"), stored)
         if about != model:
             raise ValueError(f"it is for another model ({about[:12]}) than the one beside it ({model[:12]})")
     except ValueError as error:  # of JSON, of UTF-8, or ours
@@ -235,13 +238,13 @@ def write_fit(nested: Nested, fit: Fit) -> None:
         fits = {**read_fits(nested), fit.name: fit}
         stored = {name: one.to_dict() for name, one in fits.items()}
         text = json.dumps({"version": VERSION, "model": nested.model, "fits": stored}, indent=1) + "\n"
-        parse_fits(text, nested.schema)  # what we would not read, we do not write
+        parse_fits(text, nested)  # what we would not read, we do not write
         return text
 
     update_text(nested.path / FITS_FILE, updated)
 
 
-def parse_fits(text: str, schema: Schema) -> tuple[str, dict[str, Fit]]:
+def parse_fits(text: str, stored: Stored) -> tuple[str, dict[str, Fit]]:
     """The model's identity and its fits; a ValueError says what is wrong."""
 
     def refuse(constant: str) -> None:
@@ -259,10 +262,10 @@ def parse_fits(text: str, schema: Schema) -> tuple[str, dict[str, Fit]]:
         raise ValueError("its model is not a SHA-256")
     if not isinstance(raw["fits"], dict) or len(raw["fits"]) > _MOST:
         raise ValueError(f"its fits are not an object of {_MOST} at most")
-    return raw["model"], {name: _fit(name, stated, schema) for name, stated in raw["fits"].items()}
+    return raw["model"], {name: _fit(name, stated, stored) for name, stated in raw["fits"].items()}
 
 
-def _fit(name: str, stated: object, schema: Schema) -> Fit:
+def _fit(name: str, stated: object, model: Stored) -> Fit:
     where = f"the fit {name[:40]!r}"
     try:
         known = Budget.parse(name).name == name
@@ -270,13 +273,13 @@ def _fit(name: str, stated: object, schema: Schema) -> Fit:
         known = False
     if not known:
         raise ValueError(f"{where} is not named after a budget")
-    if not isinstance(stated, dict) or stated.keys() != {"precisions", *_ABOUT}:
+    if not isinstance(stated, dict) or {*stated, *_ADDED} != {"precisions", *_ABOUT}:
         raise ValueError(f"{where} does not consist of precisions, {', '.join(_ABOUT)}")
     about = {field: value for field, value in stated.items() if field != "precisions"}
     for field, value in about.items():
         if not _ABOUT[field](value):
             raise ValueError(f"{where}: {field} is {str(value)[:40]!r}")
-    stored = stated["precisions"]
+    schema, stored = model.schema, stated["precisions"]
     if not isinstance(stored, dict) or (odd := stored.keys() ^ schema.packed.keys()):
         which = f"; {min(odd)[:80]!r} is in one and not in the other" if isinstance(stored, dict) else ""
         raise ValueError(f"{where} does not have one precision for each packed tensor{which}")
@@ -284,6 +287,9 @@ def _fit(name: str, stated: object, schema: Schema) -> Fit:
         precisions = {tensor: Precision(stored[tensor]) for tensor in schema.packed}
     except PrecisionError as error:
         raise ValueError(f"{where}: {str(error)[:200]}") from None
+    size = bytes_of(model, precisions)
+    if about["bytes"] != size or not isclose(about["bits_per_weight"], 8 * size / weights_of(model)):
+        raise ValueError(f"{where} takes {size} bytes by its precisions, and its bytes or bits_per_weight say something else")
     return Fit(name, precisions, about)
 
 
@@ -292,7 +298,14 @@ def _is_size(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and -inf < value < inf
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= LARGEST_SUM
+
+
+def _is_precision(value: object) -> bool:
+    try:
+        return isinstance(value, str) and str(Precision(value)) == value
+    except PrecisionError:
+        return False
 
 
 def _is_name(value: object) -> bool:
@@ -311,17 +324,13 @@ _ABOUT = {
     "bits_per_weight": _is_number,
     "predicted": _is_number,
     "measured": _is_number,
-    "uniform": lambda value: isinstance(value, str) and _is_precision(value),
+    "uniform": _is_precision,
     "uniform_measured": _is_number,
+    "reference": _is_precision,
     "text": _is_name,
     "text_sha256": is_digest,
+    "tokens": _is_size,
     "command": _is_name,
     "date": _is_date,
 }
-
-
-def _is_precision(value: str) -> bool:
-    try:
-        return str(Precision(value)) == value
-    except PrecisionError:
-        return False
+_ADDED = ("reference", "tokens")
