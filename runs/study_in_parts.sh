@@ -9,7 +9,7 @@
 set -euo pipefail
 [ $# -eq 3 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-parts=$1 work=$2 python=${PYTHON:-python3}
+parts=$(cd "$1" && pwd) work=$2 python=${PYTHON:-python3}
 if [ ! -d "$work/code" ]; then
     mkdir -p "$work/code" "$work/claims"
     cp -r "$root/src" "$root/runs" "$work/code/"
