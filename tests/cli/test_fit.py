@@ -301,7 +301,7 @@ def test_a_fit_is_exported_exactly_where_tensors_may_differ(fitted, tmp_path):
     model, written = otaro.load(fitted[0], "fit:800kB"), AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
     for name, module in model.sefp.modules.items():
         assert torch.equal(written.get_submodule(name).weight, module.weight), name
-    pytest.importorskip("gguf", reason="gguf is not installed: it comes with otaro[export]")
+    pytest.importorskip("gguf", reason="gguf is not installed")
     told = json.loads(run("export", fitted[0], tmp_path / "m.gguf", "-p", "fit:800kB", "--to", "gguf", "--json").stdout)
     assert told["exact"]
     wanted = {"E5M3": "Q4_0", "E5M4": "Q5_1", "E5M5": "Q8_0"}  # finer ones in F16

@@ -37,6 +37,7 @@ from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
 from otaro.file.atomic import update_text, write_text
 from otaro.file.coding import Coding, is_group_size, is_reconstruction
 from otaro.file.fits import fit_name, is_fit
+from otaro.file.header import untrusted_json
 from otaro.file.replace import QUALITY_FILE
 from otaro.sefp.precision import PRECISIONS
 
@@ -259,14 +260,7 @@ def _text(quality: Quality) -> str:
 
 def parse_quality(text: str, older: Coding | None = None) -> Quality:
     """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number")
-
-    try:
-        raw = json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    raw = untrusted_json(text)
     if not isinstance(raw, dict) or raw.keys() != {"schema", "model", "entries"}:
         raise ValueError("it does not consist of schema, model and entries")
     if raw["schema"] != SCHEMA:

@@ -28,7 +28,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
 from otaro.file.atomic import update_text
-from otaro.file.header import is_digest
+from otaro.file.header import is_digest, untrusted_json
 from otaro.file.replace import SENSITIVITY_FILE
 from otaro.runtime.precision import attachment
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
@@ -251,14 +251,7 @@ class Kept:
 
 def _parsed(text: str, model: str, tensors: set[str]) -> list[Sensitivity]:
     """The measurements in a file, checked: it may come from strangers. A ValueError says what is wrong."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number")
-
-    try:
-        raw = json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    raw = untrusted_json(text)
     if not isinstance(raw, dict) or raw.keys() != {"version", "model", "readings"} or not isinstance(raw["readings"], list):
         raise ValueError("it does not consist of version, model and readings")
     if raw["version"] != VERSION or type(raw["version"]) is not int:

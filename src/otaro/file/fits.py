@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError
 from otaro.file.atomic import update_text
-from otaro.file.header import BASE, Entry, Schema, is_digest, shard_name
+from otaro.file.header import BASE, Entry, Schema, is_digest, shard_name, untrusted_json
 from otaro.file.replace import FITS_FILE
 from otaro.sefp.precision import Precision
 
@@ -246,14 +246,7 @@ def write_fit(nested: Nested, fit: Fit) -> None:
 
 def parse_fits(text: str, stored: Stored) -> tuple[str, dict[str, Fit]]:
     """The model's identity and its fits; a ValueError says what is wrong."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number")
-
-    try:
-        raw = json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    raw = untrusted_json(text)
     if not isinstance(raw, dict) or raw.keys() != {"version", "model", "fits"}:
         raise ValueError("it does not consist of version, model and fits")
     if raw["version"] != VERSION or type(raw["version"]) is not int:

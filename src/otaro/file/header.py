@@ -362,3 +362,15 @@ def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
 def is_digest(value: object) -> bool:
     """Whether this is a SHA-256 in hex."""
     return isinstance(value, str) and _HEX_DIGEST.fullmatch(value) is not None
+
+
+def untrusted_json(text: str) -> Any:
+    """What a file beside a model says, which may come from strangers; a ValueError says what is wrong."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
