@@ -12,6 +12,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption
+from otaro.cli.help import App, page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
     from otaro.file.checkpoint import Checkpoint
     from otaro.file.hub import Hub
 
-app = console.App(
+app = App(
     help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
 )
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
-]
+OutOption = Annotated[Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.")]
 
 NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
 
@@ -35,6 +34,10 @@ DETAILS = ("modules", "y_values", "sequence", "applied")
 
 
 @app.command()
+@page(
+    {"Batches": "batches batch_size sequence_length no_bos", "Numbers": "modules reconstruction group_size device"},
+    examples="otaro analyze gradients MODEL --text builtin --batches 4",
+)
 def gradients(
     model: ModelArgument,
     text: Annotated[str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")],
@@ -88,6 +91,7 @@ def gradients(
 
 
 @app.command()
+@page(examples="otaro analyze weights MODEL")
 def weights(
     model: ModelArgument,
     out: OutOption = None,
@@ -118,9 +122,10 @@ def weights(
 
 
 @app.command()
+@page(examples="otaro analyze path run")
 def path(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `otaro tune --out` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.")] = None,
     json: console.JsonOption = False,
 ) -> None:
     """Show which precisions a tuning run took, how often over time, and the scores it went by."""
