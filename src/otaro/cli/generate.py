@@ -192,6 +192,7 @@ def told(how: Any) -> dict[str, Any]:
         "prefill_tokens_per_second": how.prefill_rate,
         "decode_tokens_per_second": how.decode_rate,
         "cache_bytes": how.cache_bytes,
+        "draft": how.draft or None,
         "drafted": how.drafted,
         "accepted": how.accepted,
         "served_by": how.served_by,
@@ -205,8 +206,9 @@ def remark(how: Any) -> None:
     parts.append(f"prompt of {how.prompt_tokens - how.reused_tokens} at {how.prefill_rate:.1f} per second")
     if how.reused_tokens:
         parts.append(f"{how.reused_tokens} tokens reused")
-    if how.drafted:
-        parts.append(f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right")
+    if how.draft:
+        said = f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right" if how.drafted else "nothing was drafted"
+        parts.append(said)
     if how.cache_bytes is not None:
         parts.append(f"cache {console.size(how.cache_bytes)}")
     if how.reason:

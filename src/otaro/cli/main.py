@@ -16,6 +16,7 @@ from otaro.cli import (
     chat,
     console,
     demo,
+    describe,
     export,
     fetch,
     fit,
@@ -41,6 +42,7 @@ app.command("pack")(pack.pack)
 app.command("fetch")(fetch.fetch)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("describe")(describe.describe)
 app.command("fit")(fit.fit)
 app.command("export")(export.export)
 app.command("generate")(generate.generate)
