@@ -66,6 +66,9 @@ const Floats& floats_of(const Kernels& kernels) {
   if (&kernels == &kAvx2) return avx2::kFloats;
   if (&kernels == &kAvx512) return avx512::kFloats;
 #endif
+#ifdef __wasm_simd128__
+  if (&kernels == &kWasm) return wasm::kFloats;
+#endif
   static_cast<void>(kernels);
   return portable::kFloats;
 }
