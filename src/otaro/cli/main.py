@@ -27,6 +27,7 @@ from otaro.cli import (
     serve,
     tune,
     verify,
+    web,
 )
 from otaro.cli import eval as eval_command
 from otaro.tune import processes
@@ -48,6 +49,7 @@ app.command("export")(export.export)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("web")(web.web)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("eval")(eval_command.evaluate)
