@@ -38,7 +38,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope
 test: setup ## run the tests, but for the slow ones
 	@$(PYTEST) -m 'not slow'
 
-slow: setup ## run the slow tests: the README's commands one after the other, tuning end to end, the study
+slow: setup ## run the slow tests: the documents' commands one after the other, tuning end to end, the study
 	@$(PYTEST) -m slow
 
 check: setup ## lint, formatting, types
