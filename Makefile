@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h tests/kernels/*.h)
 
-.PHONY: help setup demo test slow check sanitize portability vllm-test format clean
+.PHONY: help setup demo test slow check stubs sanitize portability vllm-test format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -41,6 +41,9 @@ check: setup ## lint, formatting, types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(BIN)/mypy
+
+stubs: setup ## say anew what the C++ extension offers (src/otaro/kernels/_cpu.pyi)
+	@$(BIN)/python -m runs.stubs
 
 sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 	@.ci/sanitize $(BIN)/python

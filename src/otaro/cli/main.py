@@ -16,6 +16,7 @@ from otaro.cli import (
     chat,
     console,
     demo,
+    describe,
     doctor,
     export,
     fetch,
@@ -43,6 +44,7 @@ app.command("pack", rich_help_panel=MAKE)(pack.pack)
 app.command("tune", rich_help_panel=MAKE)(tune.tune)
 app.command("fit", rich_help_panel=MAKE)(fit.fit)
 app.command("fetch", rich_help_panel=MAKE)(fetch.fetch)
+app.command("describe", rich_help_panel=MAKE)(describe.describe)
 app.command("export", rich_help_panel=MAKE)(export.export)
 app.command("generate", rich_help_panel=RUN)(generate.generate)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
