@@ -119,9 +119,7 @@ def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgrad
     place = "" if bench.device == "cuda" else f", {bench.threads} threads"
     _say(f"  [dim]{console.escape(bench.machine)}{place}, kernels {bench.kernels}[/]")
     if (most := max(row.bandwidth_share for row in bench.precisions)) < FEW_BYTES:
-        _say(
-            f"  [dim]reading weights takes {most:.0%} of the memory's bandwidth at most: bits count for more in larger models[/]"
-        )
+        _say(f"  [dim]it reads at {most:.0%} of the memory's bandwidth at most: bits count for more in larger models[/]")
 
     _say("\n[bold]An upgrade is one more shard[/]")
     _say(f"  {upgraded.directory} has {upgraded.before} alone, and answers {upgraded.after} with:")
