@@ -25,7 +25,7 @@ $(READY): $(RUNS)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro-llm[dev]' # which is there already: adds what its extras ask for
 	@touch $@
 
-demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
+demo: $(RUNS) ## tune the built-in model as usual and for all precisions, and show what one file does; two minutes
 	@$(BIN)/otaro demo
 
 native: ## build otaro-run and the library of native/otaro.h, without Python, in build/native
