@@ -185,7 +185,7 @@ def test_json_is_json(block):
 
 def test_blocks_are_of_a_known_kind_and_say_why_they_do_not_run():
     for block in ALL:
-        assert block.language in ("", "sh", "console", "python", "json", "bibtex", "text"), str(block)
+        assert block.language in ("", "sh", "console", "python", "json", "c", "bibtex", "text"), str(block)
         if block.text.startswith(NEEDS):
             assert len(block.text.splitlines()[0]) > len(NEEDS), str(block)
 
