@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 
+@page(examples="otaro describe DIR")
 def describe(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     json: console.JsonOption = False,

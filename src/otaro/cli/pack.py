@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 from otaro.errors import OtaroError
 from otaro.sefp.precision import PRECISIONS
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 _NAMED = 3  # groups of tensors
 
 
+@page(
+    {"Numbers": "reconstruction group_size keep_float32", "Calibration": "calibrate samples device"},
+    examples="""
+    otaro pack HuggingFaceTB/SmolLM2-135M smol
+    otaro pack MODEL out --calibrate notes.txt   # better at low precisions, without tuning
+    """,
+)
 def pack(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`; or a GGUF file.")
@@ -42,16 +50,13 @@ def pack(
             metavar="TEXT",
             help="Choose codes that make up for each other's error on this text: a file, a Hub data set, or `builtin`. "
             "Takes minutes to hours, and goes on where it was after a stop.",
-            show_default=False,
         ),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default.", show_default=False),
+        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.", show_default=False)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.")] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,

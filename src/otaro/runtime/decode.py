@@ -26,13 +26,12 @@ import torch
 from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
+from otaro.kernels.cpu import _cpu
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.caches import DecoderCache, cannot_hold
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
-
-_cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 _POSITIONS = 1024  # whose angles are computed at a time

@@ -211,7 +211,7 @@ void many_alike(const Packed& finest, const Activations& x, int64_t begin, int64
   Packed weight = finest;
   weight.bits = M;
   if (x.tokens < (M < 7 ? 2 : M == 7 ? 5 : 8))
-    return For<Avx2>::linear<M, Truncate>(weight, x, begin, end, out, stride);
+    return For<X86<Avx2>>::linear<M, Truncate>(weight, x, begin, end, out, stride);
   for (int64_t row = begin; row < end; row += kTileRows)
     for (int first = 0; first < x.tokens; first += kTileTokens) {
       const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
@@ -238,8 +238,8 @@ namespace otaro {
 const Kernels kAvx2 = {"avx2",
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
-                       OTARO_INSTANCES(avx2::For<avx2::Avx2>::linear),
+                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::linear),
                        {avx2::many<false>, avx2::many<true>},
-                       OTARO_INSTANCES(avx2::For<avx2::Avx2>::dots),
+                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::dots),
                        OTARO_INSTANCES(avx2::decode)};
 }

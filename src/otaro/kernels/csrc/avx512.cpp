@@ -748,8 +748,8 @@ namespace otaro {
 const Kernels kAvx512 = {"avx512",
                          avx512::ByPair::digit_weight,
                          avx512::quantize<avx512::ByPair>,
-                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::linear),
+                         OTARO_INSTANCES(avx512::For<avx512::X86<avx512::Avx512>>::linear),
                          {avx512::many<false>, avx512::many<true>},
-                         OTARO_INSTANCES(avx512::For<avx512::Avx512>::dots),
+                         OTARO_INSTANCES(avx512::For<avx512::X86<avx512::Avx512>>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }

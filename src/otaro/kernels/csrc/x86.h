@@ -1,5 +1,5 @@
-// The kernels for x86: what AVX2 and AVX-512 share, and how AVX2 unpacks and multiplies (`Avx2`; avx512.cpp
-// has the other one).
+// The kernels for x86: how AVX2 unpacks and multiplies (`Avx2`; avx512.cpp has the other one), and what both
+// share (`X86`, the machine of rows.h).
 //
 // A block of 32 weights is one register of bytes:
 //
@@ -18,7 +18,7 @@
 
 #include <immintrin.h>
 
-#include "backend.h"
+#include "rows.h"
 
 namespace otaro::OTARO_ISA {
 
@@ -100,37 +100,7 @@ inline void quantize(const float* x, int64_t length, const Activations& out, int
   }
 }
 
-// Where the bytes of a row's next blocks are.
-template <int M>
-struct Bytes {
-  const uint8_t* base;
-  const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1];
-
-  OTARO_INLINE Bytes(const Packed& weight, int64_t row) {
-    const int64_t block = row * weight.blocks();
-    base = weight.base + block * kBaseBytes;
-    for (int p = 0; p < M - kCoarsest; ++p) planes[p] = weight.planes[p] + block * kPlaneBytes;
-  }
-
-  OTARO_INLINE void skip(int64_t blocks) {
-    base += blocks * kBaseBytes;
-    for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
-  }
-
-  // Have the cache fetch what will be read a few hundred nanoseconds from now. Left alone, prefetchers stop
-  // at the end of every page and start anew with a miss, for each of up to six streams. Addresses beyond the
-  // end do no harm.
-  OTARO_INLINE void prefetch(int64_t blocks) const {
-    constexpr int kAhead = 4096;
-    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(base) + kAhead + i, _MM_HINT_T0);
-    for (int p = 0; p < M - kCoarsest; ++p)
-      _mm_prefetch(reinterpret_cast<const char*>(planes[p]) + kAhead / (kBaseBytes / kPlaneBytes),
-                   _MM_HINT_T0);
-  }
-};
-
-// How AVX2 computes; the functions below are written in terms of such a machine.
+// How AVX2 unpacks and multiplies.
 struct Avx2 {
   using Sums = __m256i;                 // the partial sums of a unit
   static constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
@@ -244,13 +214,6 @@ struct Avx2 {
   static OTARO_INLINE Sums zero() { return _mm256_setzero_si256(); }
 };
 
-// Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
-OTARO_INLINE float sum_lanes(__m256 lanes) {
-  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
-  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
-}
-
 // Lanes below `count`.
 OTARO_INLINE __m256i first_lanes(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -283,250 +246,136 @@ struct Steps {
   }
 };
 
-// The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
-template <int Shift>
-OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit, int count) {
-  uint8_t some[8] = {};
-  const int64_t per_group = weight.units_per_group();
-  if (count == 8 && per_group == 1)
-    std::memcpy(some, scales + unit, sizeof some);
-  else
-    for (int i = 0; i < count; ++i) some[i] = scales[(unit + i) / per_group];
-  if (!weight.of_cache) return Steps<Shift>(weight).eight(some);
-  const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
-  const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
-}
-
-// The integers I of `count` units of a token.
-template <class Machine, int M, bool Truncate>
-OTARO_INLINE __m256i integers(const typename Machine::Sums* sums, const int32_t* activation_sums, int count) {
-  const __m256i products = Machine::across(sums);
-  const __m256i of_x =
-    count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
-  const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(Machine::constant(M, Truncate)));
-  return _mm256_add_epi32(meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products,
-                          offset);
-}
-
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const Activations& x,
-                            int64_t unit, typename Machine::Sums (*sums)[8], int i) {
-  const int64_t at = x.first_block(unit, 0) * kBlock;
-  Machine::template unit_sums<M, Truncate, Tokens, Pair>(bytes, block, both, x.digits + 2 * at, x.words + at,
-                                                         Tokens ? Tokens : x.tokens, sums, i);
-}
-
-// The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond
-// is zero.
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd,
-                            typename Machine::Sums (*sums)[8]) {
-  const int tokens = Tokens ? Tokens : x.tokens;
-#pragma GCC unroll 1
-  for (int i = 0; i < count; ++i) {
-    const bool both = Pair && !(odd && i == count - 1);
-    unit_sums<Machine, M, Truncate, Tokens, Pair>(bytes, i * (Pair ? 2 : 1), both, x, unit + i, sums, i);
-  }
-  for (int t = 0; t < tokens; ++t)
-    for (int i = count; i < 8; ++i) sums[t][i] = Machine::zero();
-}
-
-// The terms of `count` units of token t.
-template <class Machine, int M, bool Truncate>
-OTARO_INLINE __m256 terms(const typename Machine::Sums* sums, const Activations& x, int t, int64_t unit,
-                          int count, __m256 steps) {
-  const int64_t slot = t * x.units + unit;
-  const __m256 scales =
-    count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
-  const __m256i dots = integers<Machine, M, Truncate>(sums, x.sums + slot, count);
-  return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
-}
-
-// The end of a row, out of line: `count` units with all the care they may need.
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight,
-                                        const uint8_t* scales, int64_t unit, int count, bool odd,
-                                        __m256* lanes) {
-  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-  some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
-  const __m256 steps = some_steps<meaning(M, Truncate).shift>(weight, scales, unit, count);
-  const int tokens = Tokens ? Tokens : x.tokens;
-  for (int t = 0; t < tokens; ++t)
-    lanes[t] = _mm256_add_ps(lanes[t], terms<Machine, M, Truncate>(sums[t], x, t, unit, count, steps));
-}
-
-// Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
-template <class Machine, int M, bool Truncate, int Tokens>
-OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float step, int64_t unit,
-                          __m256* lanes) {
-  constexpr Meaning means = meaning(M, Truncate);
-  const int tokens = Tokens ? Tokens : x.tokens;
-  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-  unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 0, true, x, unit, sums, 0);
-#pragma GCC unroll 1
-  for (int t = 0; t < tokens; ++t) {
-    const int64_t slot = t * x.units + unit;
-    const int dot =
-      means.factor * Machine::across_one(sums[t][0]) + Machine::constant(M, Truncate) * x.sums[slot];
-    lanes[t] = _mm256_add_ps(
-      lanes[t], _mm256_zextps128_ps256(_mm_set_ss(static_cast<float>(dot) * (step * x.scales[slot]))));
-  }
-}
-
-// The whole eights of units of a row, for one token. Lanes and others take turns; in the end 0 + 1 is 1 + 0.
-template <class Machine, int M, bool Truncate>
-OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
-                             const Steps<meaning(M, Truncate).shift>& of_scales, const uint8_t* scales,
-                             int64_t units, __m256& lanes, __m256& others) {
-  lanes = others = _mm256_setzero_ps();
-  for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
-    typename Machine::Sums sums[1][8];
-    bytes.prefetch(16);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-    const __m256 steps = of_scales.eight(scales + unit);
-    const __m256 added = _mm256_add_ps(lanes, terms<Machine, M, Truncate>(sums[0], x, 0, unit, 8, steps));
-    lanes = others;
-    others = added;
-  }
-}
-
-// One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is
-// left over (576 is nine), those of eight rows are summed across together.
-template <class Machine, int M, bool Truncate>
-void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end, float* out) {
-  constexpr Meaning means = meaning(M, Truncate);
-  Activations x = of_x;
-  x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
-  const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
-  const int left = static_cast<int>(units - whole);
-  const uint8_t* scales = weight.scales + begin * groups;
-  const Steps<means.shift> of_scales(weight);
-  Bytes<M> bytes(weight, begin);
-  int64_t row = begin;
-  for (; left == 1 && row + 8 <= end; row += 8) {
-    __m256 lanes[8], others[8];
-    typename Machine::Sums sums[1][8];
-    uint8_t last[8];
-#pragma GCC unroll 1
-    for (int r = 0; r < 8; ++r, scales += groups) {
-      add_eights<Machine, M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
-      bytes.prefetch(2);
-      unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
-      bytes.skip(2);
-      last[r] = scales[whole];
-    }
-    const __m256i products = Machine::across(sums[0]),
-                  offset = _mm256_set1_epi32(Machine::constant(M, Truncate) * x.sums[whole]);
-    const __m256i dots =
-      _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-    const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
-    float terms[8];
-    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
-    for (int r = 0; r < 8; ++r) {
-      const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
-      out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
-    }
-  }
-  for (; row < end; ++row, scales += groups) {
-    __m256 lanes, others;
-    add_eights<Machine, M, Truncate>(bytes, x, of_scales, scales, whole, lanes, others);
-    if (left) add_rest<Machine, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
-    bytes.skip(2 * left);
-    out[row] = sum_lanes(_mm256_add_ps(lanes, others));
-  }
-}
-
-// Any number of tokens, any shape.
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-                int64_t stride) {
-  const int tokens = Tokens ? Tokens : x.tokens;
-  const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
-  const bool odd = Pair && weight.blocks() % 2;
-  const int64_t whole = Pair && per_group == 1 ? (units - odd) / 8 * 8 : 0;  // units that need no care
-  const uint8_t* scales = weight.scales + begin * groups;
-  const Steps<meaning(M, Truncate).shift> of_scales(weight);
-  for (int64_t row = begin; row < end; ++row, scales += groups) {
-    Bytes<M> bytes(weight, row);
-    __m256 lanes[2][Tokens ? Tokens : kMaxTokens];
-    for (int t = 0; t < tokens; ++t) lanes[0][t] = lanes[1][t] = _mm256_setzero_ps();
-    int64_t unit = 0;
-    for (int side = 0; unit < whole; unit += 8, bytes.skip(16), side ^= 1) {
-      typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-#pragma GCC unroll 1
-      for (int i = 0; i < 8; ++i)
-        unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = of_scales.eight(scales + unit);
-#pragma GCC unroll 1
-      for (int t = 0; t < tokens; ++t)
-        lanes[side][t] =
-          _mm256_add_ps(lanes[side][t], terms<Machine, M, Truncate>(sums[t], x, t, unit, 8, steps));
-    }
-    if (Pair && per_group == 1 && !odd && units - unit == 1) {
-      add_one<Machine, M, Truncate, Tokens>(bytes, x, of_scales.one(scales[unit]), unit, lanes[unit / 8 % 2]);
-      unit = units;
-    }
-    for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
-      const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
-      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, weight, scales, unit, count,
-                                                   odd && unit + count == units, lanes[unit / 8 % 2]);
-    }
-    for (int t = 0; t < tokens; ++t)
-      out[t * stride + row] = sum_lanes(_mm256_add_ps(lanes[0][t], lanes[1][t]));
-  }
-}
-
+// What rows.h asks of a machine, but for what a `Machine` such as `Avx2` says.
 template <class Machine>
-struct For {
+struct X86 : Machine {
+  using typename Machine::Sums;
+  using Lanes = __m256;
+  using Machine::across, Machine::constant;
+
+  static OTARO_INLINE Lanes no_lanes() { return _mm256_setzero_ps(); }
+  static OTARO_INLINE Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
+  static OTARO_INLINE Lanes add_first(Lanes lanes, float value) {
+    return add(lanes, _mm256_zextps128_ps256(_mm_set_ss(value)));
+  }
+
+  // Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
+  static OTARO_INLINE float sum_lanes(__m256 lanes) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+  }
+
+  template <int Shift>
+  using Steps = OTARO_ISA::Steps<Shift>;
+
+  // The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
+  template <int Shift>
+  static OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit,
+                                        int count) {
+    uint8_t some[8];
+    some_scales(weight, scales, unit, count, some);
+    if (!weight.of_cache) return Steps<Shift>(weight).eight(some);
+    const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
+    const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  }
+
+  // The integers I of `count` units of a token.
   template <int M, bool Truncate>
-  static void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-                     int64_t stride) {
-    if (x.unit_blocks == 1)
-      linear_any<Machine, M, Truncate, 0, false>(weight, x, begin, end, out, stride);
-    else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
-      linear_one<Machine, M, Truncate>(weight, x, begin, end, out);
-    else if (x.tokens == kMaxTokens)
-      linear_any<Machine, M, Truncate, kMaxTokens, true>(weight, x, begin, end, out, stride);
-    else
-      linear_any<Machine, M, Truncate, 0, true>(weight, x, begin, end, out, stride);
+  static OTARO_INLINE __m256i integers(const Sums* sums, const int32_t* activation_sums, int count) {
+    const __m256i products = across(sums);
+    const __m256i of_x =
+      count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
+    const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant(M, Truncate)));
+    return _mm256_add_epi32(
+      meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
   }
 
   template <int M, bool Truncate>
-  static void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
-    for (int64_t row = begin; row < end; ++row) {
-      Bytes<M> bytes(weight, row);
-      for (int64_t unit = 0; unit < x.units; unit += 8, bytes.skip(8 * x.unit_blocks)) {
-        const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
-        typename Machine::Sums sums[kMaxTokens][8];
-        if (x.unit_blocks == 1)
-          some_sums<Machine, M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
-        else
-          some_sums<Machine, M, Truncate, 0, true>(bytes, x, unit, count,
-                                                   weight.blocks() % 2 && unit + count == x.units, sums);
-        for (int64_t t = 0; t < x.tokens; ++t)
-          _mm256_maskstore_epi32(out + (t * weight.rows + row) * x.units + unit, first_lanes(count),
-                                 integers<Machine, M, Truncate>(sums[t], x.sums + t * x.units + unit, count));
+  static OTARO_INLINE void store_integers(const Sums* sums, const int32_t* activation_sums, int count,
+                                          int32_t* out) {
+    _mm256_maskstore_epi32(out, first_lanes(count), integers<M, Truncate>(sums, activation_sums, count));
+  }
+
+  // The terms of `count` units of token t.
+  template <int M, bool Truncate>
+  static OTARO_INLINE __m256 terms(const Sums* sums, const Activations& x, int t, int64_t unit, int count,
+                                   __m256 steps) {
+    const int64_t slot = t * x.units + unit;
+    const __m256 scales =
+      count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
+    const __m256i dots = integers<M, Truncate>(sums, x.sums + slot, count);
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
+  }
+
+  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
+  // which is added to which.
+  template <int M, bool Truncate>
+  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
+                                      const Steps<meaning(M, Truncate).shift>& of_scales,
+                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
+    lanes = others = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
+      Sums sums[1][8];
+      bytes.prefetch(16);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i)
+        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
+      const __m256 steps = of_scales.eight(scales + unit);
+      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
+      lanes = others;
+      others = added;
+    }
+  }
+
+  // One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is
+  // left over (576 is nine), those of eight rows are summed across together.
+  template <int M, bool Truncate>
+  static void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
+                         float* out) {
+    constexpr Meaning means = meaning(M, Truncate);
+    Activations x = of_x;
+    x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
+    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
+    const int left = static_cast<int>(units - whole);
+    const uint8_t* scales = weight.scales + begin * groups;
+    const Steps<means.shift> of_scales(weight);
+    Bytes<M> bytes(weight, begin);
+    int64_t row = begin;
+    for (; left == 1 && row + 8 <= end; row += 8) {
+      __m256 lanes[8], others[8];
+      Sums sums[1][8];
+      uint8_t last[8];
+#pragma GCC unroll 1
+      for (int r = 0; r < 8; ++r, scales += groups) {
+        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
+        bytes.prefetch(2);
+        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
+        bytes.skip(2);
+        last[r] = scales[whole];
       }
+      const __m256i products = across(sums[0]),
+                    offset = _mm256_set1_epi32(constant(M, Truncate) * x.sums[whole]);
+      const __m256i dots =
+        _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
+      const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
+      float terms[8];
+      _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
+      for (int r = 0; r < 8; ++r) {
+        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+        out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
+      }
+    }
+    for (; row < end; ++row, scales += groups) {
+      __m256 lanes, others;
+      add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes, others);
+      if (left) add_rest<X86, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
+      bytes.skip(2 * left);
+      out[row] = sum_lanes(_mm256_add_ps(lanes, others));
     }
   }
 };
-
-// Several tokens at once: have the cache fetch a part of the next `Rows` rows, which follow these in memory,
-// while a unit is multiplied. Prefetchers do not follow so many rows at a time. Addresses beyond the end do
-// no harm.
-template <int Rows>
-OTARO_INLINE void prefetch_next(const Packed& weight, int64_t first_row, int64_t unit) {
-  const auto fetch = [&](const uint8_t* rows, int bytes) __attribute__((always_inline)) {
-    const int64_t part = Rows * 2 * bytes;
-    const uint8_t* from = rows + (first_row + Rows) * weight.blocks() * bytes + unit * part;
-    for (int64_t i = 0; i < part; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from) + i, _MM_HINT_T0);
-  };
-  fetch(weight.base, kBaseBytes);
-  for (int p = 0; p < weight.bits - kCoarsest; ++p) fetch(weight.planes[p], kPlaneBytes);
-}
 
 template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
