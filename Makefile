@@ -5,7 +5,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h tests/kernels/*.h)
 
-.PHONY: help setup demo test slow check stubs sanitize portability vllm-test format clean
+.PHONY: help setup demo native test slow check stubs sanitize portability vllm-test format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -28,12 +28,17 @@ $(READY): $(RUNS)
 demo: $(RUNS) ## tune the built-in model as usual and for all precisions, and show what one file does; two minutes
 	@$(BIN)/otaro demo
 
+native: ## build otaro-run and the library of native/otaro.h, without Python, in build/native
+	@cmake -S . -B build/native -DOTARO_NATIVE=ON >/dev/null
+	@cmake --build build/native --parallel
+	@ls -l build/native/otaro-run build/native/libotaro.a | awk '{ print $$NF ": " int($$5 / 1000) " kB" }'
+
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## run the tests, but for the slow ones
 	@$(PYTEST) -m 'not slow'
 
-slow: setup ## run the slow tests: the README's commands one after the other, tuning end to end, the study
+slow: setup ## run the slow tests: the documents' commands one after the other, tuning end to end, the study
 	@$(PYTEST) -m slow
 
 check: setup ## lint, formatting, types
