@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 
+@page(examples="otaro web DIR OUT")
 def web(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],

@@ -28,8 +28,7 @@ _KERNEL_FILES = ("decoder", "pool", "portable", "select", "wasm")
 _EXPORTS = [
     *(f"otaro_{name}" for name in ("new", "describe", "add_shard", "free", "error", "set_precision", "precision", "finest")),
     *(f"otaro_{name}" for name in ("forward", "vocabulary", "length", "positions", "truncate", "set_threads", "backend")),
-    "otaro_web_allocate",
-    "free",
+    *("otaro_web_pages", "malloc", "free"),
 ]
 _FLAGS = [
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-DNDEBUG", "-s"),

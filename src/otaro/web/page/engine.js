@@ -6,6 +6,8 @@ const MOST_PAGES = 65535;
 const STACK = 1 << 18; // bytes, of a thread that helps
 const NO_SYSTEM = 52; // WASI's ENOSYS: there are no files
 
+const NO_MEMORY = "this browser has not enough memory for that";
+
 export class Refusal extends Error {}
 
 function imports(memory) {
@@ -40,6 +42,7 @@ export class Engine {
   static async open(threads) {
     const engine = new Engine();
     engine.threads = 1;
+    engine.refused = []; // room of shards
     let memory;
     if (threads > 1 && globalThis.crossOriginIsolated) {
       try {
@@ -66,13 +69,22 @@ export class Engine {
   }
 
   allocate(bytes) {
-    const at = this.exports.otaro_web_allocate(bytes);
-    if (!at && bytes) throw new Refusal("this browser has not enough memory for that");
+    const at = this.exports.malloc(bytes);
+    if (!at && bytes) throw new Refusal(NO_MEMORY);
     return at;
   }
 
   release(at) {
     this.exports.free(at);
+  }
+
+  // Room for a shard; that of one that was refused is taken again.
+  room(bytes) {
+    const again = this.refused.findIndex((one) => one.bytes === bytes);
+    if (again >= 0) return this.refused.splice(again, 1)[0].at;
+    const at = this.exports.otaro_web_pages(bytes);
+    if (!at) throw new Refusal(NO_MEMORY);
+    return at;
   }
 
   bytes(at, count) {
@@ -94,7 +106,7 @@ export class Engine {
     }
   }
 
-  // Stays where it is, unless it is refused.
+  // In its room, where it stays.
   addShard(at, bytes) {
     this.check(this.exports.otaro_add_shard(this.model, at, bytes, 1));
   }

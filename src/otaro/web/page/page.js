@@ -165,6 +165,7 @@ function busy(now) {
 
 function begin() {
   stop();
+  say("anew");
   running = null;
   turns.length = 0;
   for (const turn of document.querySelectorAll(".turn")) turn.remove();

@@ -88,7 +88,7 @@ async function* pieces(url, from, size) {
 
 // Adds a shard to the engine; `tell` hears how many bytes there are.
 export async function bring(engine, store, url, { name, bytes }, tell) {
-  const at = engine.allocate(bytes);
+  const at = engine.room(bytes);
   let file = await store.file(name);
   const keep = (write) => {
     try {
@@ -111,8 +111,7 @@ export async function bring(engine, store, url, { name, bytes }, tell) {
     keep(() => file.flush());
     return Boolean(file);
   } catch (error) {
-    if (error.name === "RuntimeError") throw error; // the module is broken
-    engine.release(at);
+    engine.refused.push({ at, bytes });
     const whole = file && file.getSize() >= bytes;
     if (whole) keep(() => file.truncate(0)); // wrong bytes are not kept
     throw error instanceof Refusal ? new Refusal(`${name}: ${error.message}`) : error;

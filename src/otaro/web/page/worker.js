@@ -47,19 +47,15 @@ async function planes() {
   for (const shard of page.shards.slice(engine.finest ? engine.finest - 2 : 0)) {
     const { name, bits } = shard;
     const url = new URL(name, new URL(page.from, location.href)).href;
-    const heard = throttled((have) => tell("progress", { bits, have }));
-    const kept = await bring(engine, store, url, shard, heard);
+    const steps = shard.bytes / 200;
+    let told = 0;
+    const kept = await bring(engine, store, url, shard, (have) => {
+      if (have > told && have - told < steps) return;
+      told = have;
+      tell("progress", { bits, have });
+    });
     tell("plane", { bits, kept, threads: engine.threads, memory: engine.memory.buffer.byteLength });
   }
-}
-
-function throttled(call) {
-  let last = -Infinity;
-  return (value) => {
-    if (performance.now() - last < 50) return;
-    last = performance.now();
-    call(value);
-  };
 }
 
 // Answers
@@ -87,8 +83,8 @@ async function answer({ id, messages, temperature, most }) {
       `that is too long for this model (${prompt.length} of ${engine.positions} tokens): shorten it, or begin anew`,
     );
   const room = engine.positions - prompt.length;
-  let same = 0;
-  while (same < prompt.length - 1 && prompt[same] === context[same]) same++;
+  let same = 0; // tokens of this conversation that are read already, at whatever precision
+  while (text.template && same < prompt.length - 1 && prompt[same] === context[same]) same++;
   engine.truncate(same);
   context.length = same;
   let logits;
@@ -129,6 +125,7 @@ const heard = {
   ),
   answer: (data) => answer(data).catch((error) => tell("refused", { about: "answer", id: data.id, words: words(error) })),
   stop: ({ id }) => current?.id === id && (current.stopped = true),
+  anew: () => (context = []),
   precision: ({ bits }) => (wanted = bits),
   forget: async () => {
     await store?.forget();
