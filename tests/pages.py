@@ -32,7 +32,8 @@ class Block:
         return self.language in ("sh", "console", "python") and not self.text.startswith(NEEDS)
 
     def __str__(self) -> str:
-        return f"{self.page.parent.name}/{self.page.name}:{self.line}"
+        where = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page.name
+        return f"{where}:{self.line}"
 
 
 def blocks(page: Path) -> list[Block]:
