@@ -59,12 +59,13 @@ def gradients(
 
     A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
     """
+    from otaro.evaluate.charts import altair
     from otaro.evaluate.gradients import analyze_gradients
-    from otaro.evaluate.plots import gradient_figures, require_matplotlib
+    from otaro.evaluate.plots import gradient_figures
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
@@ -105,12 +106,13 @@ def weights(
 
     Reads the checkpoint a few thousand rows at a time.
     """
-    from otaro.evaluate.plots import require_matplotlib, weight_figures
+    from otaro.evaluate.charts import altair
+    from otaro.evaluate.plots import weight_figures
     from otaro.evaluate.weights import analyze_weights
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = _out(model, out)
     checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
     kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
@@ -129,10 +131,11 @@ def path(
     json: console.JsonOption = False,
 ) -> None:
     """Show which precisions a tuning run took, how often over time, and the scores it went by."""
+    from otaro.evaluate.charts import altair
     from otaro.evaluate.path import analyze_path
-    from otaro.evaluate.plots import path_figures, require_matplotlib
+    from otaro.evaluate.plots import path_figures
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = out or run / "analysis"
     result = {**_provenance("path", str(run), {"out": out}), **analyze_path(run)}
     _finish(out, "path", result, path_figures(result), json, _show_path)
@@ -194,11 +197,6 @@ def _out(model: str, out: Path | None) -> Path:
 
 def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What it takes to repeat an analysis; the command spells out the defaults."""
-    import torch
-    import transformers
-
-    import otaro
-
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
         if value is not None and value is not False:
@@ -207,7 +205,7 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
         "model": subject,
         "command": shlex.join(words),
         "date": datetime.date.today().isoformat(),
-        "versions": {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": console.versions(),
     }
 
 

@@ -16,6 +16,7 @@ from otaro.cli import (
     chat,
     console,
     demo,
+    describe,
     doctor,
     export,
     fetch,
@@ -27,6 +28,7 @@ from otaro.cli import (
     serve,
     tune,
     verify,
+    web,
 )
 from otaro.cli import eval as eval_command
 from otaro.cli.help import App, page
@@ -43,10 +45,12 @@ app.command("pack", rich_help_panel=MAKE)(pack.pack)
 app.command("tune", rich_help_panel=MAKE)(tune.tune)
 app.command("fit", rich_help_panel=MAKE)(fit.fit)
 app.command("fetch", rich_help_panel=MAKE)(fetch.fetch)
+app.command("describe", rich_help_panel=MAKE)(describe.describe)
 app.command("export", rich_help_panel=MAKE)(export.export)
 app.command("generate", rich_help_panel=RUN)(generate.generate)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
+app.command("web", rich_help_panel=RUN)(web.web)
 app.command("eval", rich_help_panel=MEASURE)(eval_command.evaluate)
 app.command("bench", rich_help_panel=MEASURE)(bench.bench)
 app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)

@@ -103,6 +103,7 @@ def pack(
         console.remark(f"interrupted: {now}{kept}")
         raise typer.Exit(130) from None
     seconds = time.perf_counter() - started
+    undescribed = _describe(out)
     for note in notes:
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
     from otaro.file.summary import precision_summary, unpacked
@@ -115,6 +116,7 @@ def pack(
         bits = {row.precision: row.bits_per_weight for row in sizes}
         more = {} if calibrated is None else {"calibrated": {"tokens": calibrated.tokens, "plain": calibrated.plain}}
         about = {**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]}
+        about["decoder"] = not undescribed
         console.print_json({**about, **more})
     else:
         console.out.print(
@@ -134,7 +136,20 @@ def pack(
                 console.out.print(f"packed plainly: {console.escape(name)}", highlight=False, soft_wrap=True)
         if left:
             console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False, soft_wrap=True)
+        if undescribed:
+            console.out.print(f"no decoder.json: {console.escape(undescribed)}", highlight=False, soft_wrap=True)
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)
+
+
+def _describe(out: Path) -> str:
+    """Write decoder.json, where a decoder serves the model; or why there is none."""
+    from otaro.runtime.decoder_file import write_decoder_file
+
+    try:
+        write_decoder_file(out)
+    except OtaroError as error:
+        return str(error)
+    return ""
 
 
 def _text(source: str) -> Text:

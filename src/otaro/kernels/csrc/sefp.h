@@ -109,5 +109,8 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 #endif
+#ifdef __wasm_simd128__
+extern const Kernels kWasm;
+#endif
 
 }  // namespace otaro

@@ -18,6 +18,9 @@ std::vector<const Kernels*> runnable() {
     found.push_back(&kAvx512);
   if (avx2) found.push_back(&kAvx2);
 #endif
+#ifdef __wasm_simd128__
+  found.push_back(&kWasm);
+#endif
   found.push_back(&kPortable);
   return found;
 }
