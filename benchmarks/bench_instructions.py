@@ -6,7 +6,8 @@ A time on a busy machine says little; a count is the same on every run. Virtual 
 to read, and valgrind and qemu know no AVX-512, so instructions are stepped through one by one (the trap flag, `Stepper`), on
 one thread. That takes 1 to 30 microseconds each, so what is counted is small, and grows by the differences of two sizes:
 
-- a product of 80 rows less one of 16 (in plain C++ of three less one), of 576 and of 4096 weights each, for every backend and precision;
+- a product of 80 rows less one of 16 (in plain C++ of three less one), of 576 and of 4096 weights each, for every backend
+  and precision;
 - a token of models of SmolLM2-135M's shapes (random weights, nine tokens before it) with one and two layers and 64 and 576 rows
   of vocabulary. A token is linear in both, so 30 layers and 49,152 rows follow. Four models take some minutes a contender.
 
