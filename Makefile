@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
 
-.PHONY: help setup demo test slow check sanitize portability vllm-test format clean
+.PHONY: help setup demo test slow check stubs sanitize portability arm-test vllm-test format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -42,11 +42,17 @@ check: setup ## lint, formatting, types
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(BIN)/mypy
 
+stubs: setup ## say anew what the C++ extension offers (src/otaro/kernels/_cpu.pyi)
+	@$(BIN)/python -m runs.stubs
+
 sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 	@.ci/sanitize $(BIN)/python
 
 portability: setup ## the numerical tests again, as other CPUs and numbers of threads would compute them
 	@.ci/portability $(BIN)/python
+
+arm-test: setup ## the kernels for ARM, cross-compiled, on three CPUs that qemu emulates
+	@PYTHON=$(BIN)/python runs/arm_test.sh
 
 vllm-test: setup ## vLLM for CPUs in .venv-vllm, with our plug-in, beside our own runtime; MODEL= for another model
 	@MODEL='$(MODEL)' PYTHON='$(PYTHON)' runs/vllm_test.sh

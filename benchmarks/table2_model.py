@@ -13,7 +13,7 @@ from llama3 import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KEY_HEADS, LAYERS, VO
 
 from otaro.kernels.packed import Packed
 from otaro.runtime.caches import GpuCache
-from otaro.runtime.description import Description, Layer, Matrix
+from otaro.runtime.description import Description, Layer, Matrix, Rope
 from otaro.runtime.modules import SefpModule
 from otaro.runtime.precision import Attachment, set_precision
 from otaro.sefp.precision import COARSEST, FINEST, Precision
@@ -116,20 +116,13 @@ def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Description:
         layers=layers,
         norm=_ones(shape.hidden),
         lm_head=matrix(shape.vocabulary, shape.hidden),
-        ropes=[_angles],
+        ropes=[Rope(ROPE_BASE ** -(torch.arange(0, shape.head, 2, device=device) / shape.head))],
         device=device,
     )
 
 
 def _ones(count: int) -> torch.Tensor:
     return torch.ones(count, device=gpu.DEVICE)
-
-
-def _angles(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of some positions."""
-    steps = torch.arange(0, SHAPE.head, 2, device=gpu.DEVICE) / SHAPE.head
-    angles = torch.arange(start, end, device=gpu.DEVICE)[:, None] * ROPE_BASE**-steps
-    return angles.cos(), angles.sin()
 
 
 def fill(cache: GpuCache, tokens: int) -> None:

@@ -9,6 +9,7 @@
 set -euo pipefail
 [ $# -eq 3 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -d "$1" ] || { echo "$1: no such folder; python -m runs.study.parts cut makes it" >&2; exit 1; }
 parts=$(cd "$1" && pwd) work=$2 python=${PYTHON:-python3}
 if [ ! -d "$work/code" ]; then
     mkdir -p "$work/code" "$work/claims"

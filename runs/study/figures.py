@@ -4,83 +4,79 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from otaro.evaluate.plots import STYLE
+from otaro.evaluate.charts import altair, precision_colour, similarity_colour, svg
 from otaro.sefp.precision import GROUP_SIZE, Precision
 from runs.study import plan
 from runs.study.plan import BENCHES, BIG, COLUMNS, FULL, NAMES, Bench
 from runs.study.quantizers import OTHERS
 from runs.study.results import Results, model_at
 
-COLOURS = {"none": "0.6", "fp": "#c44e52", "uniform": "#dd8452", "bps": "#937860", "otaro": "#8172b3", "best": "#2a9d5c"}
-COLOURS |= {"fixed": "#4c8fd0", "int4": "#b8860b"}  # which can be told apart on white and on black
-DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
+COLOURS = {"before": "var(--before)", "fp": "var(--run-2)", "uniform": "var(--run-5)", "bps": "var(--run-6)"}
+COLOURS |= {"otaro": "var(--run-4)", "best": "var(--run-1)"}
+ONE, OWN, INT4 = "one model for all: `best`", "a model of its own for each", "int4 QAT, a model of its own"
+ROUNDED, WHOLE = "tuned as usual, rounded", "tuned as usual, 16 bits"
+SERIES = {ONE: "var(--run-1)", OWN: "var(--run-3)", INT4: "var(--run-5)", ROUNDED: "var(--run-2)", WHOLE: "var(--before)"}
+
+Row = dict[str, Any]
 
 
-def task_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+def task_figure(results: Results, benches: Sequence[Bench]) -> Any:
     """Fig. 3 and 7: how much worse than the dedicated model of each precision."""
-    figure.set_size_inches(4.6 * len(benches), 3.4)
-    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+    alt = altair()
+    panels = []
+    for bench in benches:
+        rows = []
         for name in ("fp", "uniform", "bps", "otaro", "best"):
-            gaps = []
             for column in NAMES:
                 ours, theirs = results.cell(bench.name, name, column), results.cell(bench.name, "fixed", column)
-                gaps.append(100 * (statistics.fmean(ours) / statistics.fmean(theirs) - 1) if ours and theirs else math.nan)
-            axes.plot(NAMES, gaps, marker="o", markersize=3, color=COLOURS[name], label=name)
-        axes.axhline(0, color="0.3", linewidth=0.8)
-        axes.set_yscale("symlog", linthresh=1)
-        _plain(axes)
-        axes.set(title=bench.name, ylabel="perplexity against the dedicated model, %")
-        axes.legend(fontsize=7)
+                if ours and theirs:
+                    gap = 100 * (statistics.fmean(ours) / statistics.fmean(theirs) - 1)
+                    rows.append({"method": name, "precision": column, "value": gap})
+        scale = alt.Scale(type="symlog", constant=1)
+        panels.append(_by_precision(rows, bench.name, "% above the dedicated model", scale, NAMES))
+    return alt.hconcat(*panels)
 
 
-def zero_shot_figure(results: Results, bench: str, figure: Any) -> None:
+def zero_shot_figure(results: Results, bench: str) -> Any:
     """Table 1 as lines."""
-    figure.set_size_inches(5.2, 3.4)
-    axes = figure.subplots()
+    rows = []
     for name in ("none", "fp", "uniform", "bps", "otaro", "best"):
         for line in [line for line in results.rows(bench, name).values() if "zeroshot" in line][:1]:
-            means = [100 * statistics.fmean(share for share, _ in line["zeroshot"][c].values()) for c in COLUMNS]
-            called = "before" if name == "none" else name
-            axes.plot(COLUMNS, means, marker="o", markersize=3, color=COLOURS[name], label=called)
-    axes.set(ylabel="average accuracy, %", title=bench)
-    axes.legend(fontsize=7)
+            for column in COLUMNS:
+                mean = 100 * statistics.fmean(share for share, _ in line["zeroshot"][column].values())
+                rows.append({"method": "before" if name == "none" else name, "precision": column, "value": mean})
+    return _by_precision(rows, bench, "average accuracy, %", altair().Scale(zero=False), COLUMNS)
 
 
-def ablation_figure(results: Results, bench: str, figure: Any) -> None:
+def ablation_figure(results: Results, bench: str) -> Any:
     """Fig. 8: lambda and N."""
-    figure.set_size_inches(9, 3.4)
-    left, right = figure.subplots(1, 2)
-    for method in ("bps", "otaro"):
-        for column, style in (("E5M8", "-"), ("E5M4", "--"), ("E5M3", ":")):
-            names = [f"{method}, lambda 3", f"{method}, lambda 4", method, f"{method}, lambda 6", f"{method}, lambda 7"]
-            left.plot(
-                [3, 4, 5, 6, 7], _means(results, bench, names, column), style, color=COLOURS[method], label=f"{method} {column}"
-            )
-    for column, style in (("E5M8", "-"), ("E5M4", "--"), ("E5M3", ":")):
-        names = ["otaro, N 1", "otaro, N 5", "otaro", "otaro, N 20"]
-        right.plot([1, 5, 10, 20], _means(results, bench, names, column), style, color=COLOURS["otaro"], label=column)
-    left.set(xlabel="λ", ylabel="perplexity", title=f"{bench}: exploration", yscale="log")
-    right.set(xlabel="N", title="delay of ultra-low updates (N = 1: none)", yscale="log")
-    left.set_xticks([3, 4, 5, 6, 7])
-    right.set_xticks([1, 5, 10, 20])
-    _plain(left)
-    _plain(right)
-    left.legend(fontsize=7)
-    right.legend(fontsize=7)
+    alt = altair()
+    strokes = alt.Legend(title=None, symbolType="stroke")
 
+    def panel(title: str, x: str, wanted: Sequence[tuple[str, dict[int, str]]]) -> Any:
+        rows = [
+            {"method": method, "x": number, "precision": column, "value": value}
+            for method, names in wanted
+            for column in ("E5M8", "E5M4", "E5M3")
+            for number, value in zip(names, _means(results, bench, list(names.values()), column), strict=True)
+            if math.isfinite(value)
+        ]
+        return _chart(rows, title).mark_line(point=True).encode(
+            x=alt.X("x:Q", title=x, axis=alt.Axis(values=list(wanted[0][1]))),
+            y=alt.Y("value:Q", title="perplexity", scale=alt.Scale(type="log", nice=False, padding=10)),
+            color=_method_colour(alt, rows),
+            strokeDash=alt.StrokeDash("precision:N", sort=["E5M8", "E5M4", "E5M3"], legend=strokes),
+        )  # fmt: skip
 
-def _plain(axes: Any) -> None:
-    """Numbers beside a logarithmic axis as people write them."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    if axes.get_yscale() == "log":
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 9.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
+    lambdas = {n: f", lambda {n}" if n != 5 else "" for n in (3, 4, 5, 6, 7)}
+    tried = [(method, {n: f"{method}{name}" for n, name in lambdas.items()}) for method in ("bps", "otaro")]
+    delays = {n: "otaro" if n == 10 else f"otaro, N {n}" for n in (1, 5, 10, 20)}
+    left = panel(f"{bench}: exploration", "λ", tried)
+    return alt.hconcat(left, panel("Delay of ultra-low updates (N = 1: none)", "N", [("otaro", delays)]))
 
 
 def _means(results: Results, bench: str, names: Sequence[str], column: str) -> list[float]:
@@ -89,37 +85,47 @@ def _means(results: Results, bench: str, names: Sequence[str], column: str) -> l
     return [statistics.fmean(values) if values else math.nan for values in found]
 
 
-def bits_figure(results: Results, benches: Sequence[Bench], figure: Any) -> None:
+def bits_figure(results: Results, benches: Sequence[Bench]) -> Any:
     """Perplexity over bits a weight: one nested model, dedicated ones, int4 QAT, and what others store."""
-    figure.set_size_inches(4.6 * len(benches), 3.6)
-    for axes, bench in zip(figure.subplots(1, len(benches), squeeze=False)[0], benches, strict=True):
+    alt = altair()
+    panels = []
+    for bench in benches:
         own = newest(results, bench.name)
         less = 3 / GROUP_SIZE if own.version == 1 else 0.0  # its scales had five bits
-        bits = [Precision(name).bits_per_weight() - less for name in NAMES]
+        rows: list[Row] = []
 
-        def means(name: str, columns: Sequence[str], measure: str = "perplexity", own: Results = own) -> list[float]:
-            found = [own.values(bench.name, model_at(name, column), column, measure) for column in columns]  # noqa: B023
-            return [statistics.fmean(values) if values else math.nan for values in found]
+        def add(series: str, name: str, columns: Sequence[str], bits: Any, measure: str = "perplexity") -> None:
+            for column in columns:
+                found = own.values(bench.name, model_at(name, column), column, measure)  # noqa: B023
+                if found:
+                    at = {"series": series, "bits": bits(column), "value": statistics.fmean(found)}
+                    rows.append({**at, "label": column if measure == "others" else ""})  # noqa: B023
 
-        axes.plot(
-            bits, means("best", NAMES), marker="o", markersize=4, color=COLOURS["best"], label="one model for all: `best`"
-        )
-        axes.plot(bits, means("fixed", NAMES), "_", markersize=10, color=COLOURS["fixed"], label="a model of its own for each")
-        four = means("int4 QAT", ["E5M3"])
-        axes.plot([OTHERS["int4"][0]], four, "D", markersize=5, color=COLOURS["int4"], label="int4 QAT, a model of its own")
-        theirs = [name for name in OTHERS if name.startswith("Q")]
-        values = means("fp", theirs, "others")
-        axes.plot([OTHERS[name][0] for name in theirs], values, "x", color=COLOURS["fp"], label="tuned as usual, rounded")
-        for name, value in zip(theirs, values, strict=True):
-            if math.isfinite(value):
-                axes.annotate(name, (OTHERS[name][0], value), xytext=(4, 3), textcoords="offset points", fontsize=7)
-        full = means("fp", [FULL])[0]
-        if math.isfinite(full):
-            axes.axhline(full, color="0.5", linewidth=0.8, linestyle=":", label="tuned as usual, 16 bits")
+        for series, name in ((ONE, "best"), (OWN, "fixed")):
+            add(series, name, NAMES, lambda column: Precision(column).bits_per_weight() - less)  # noqa: B023
+        add(INT4, "int4 QAT", ["E5M3"], lambda _: OTHERS["int4"][0])
+        add(ROUNDED, "fp", [name for name in OTHERS if name.startswith("Q")], lambda column: OTHERS[column][0], "others")
+        add(WHOLE, "fp", [FULL], lambda _: 16)
         title = bench.name if own.version == results.version else f"{bench.name} (format {own.version}: powers of two)"
-        axes.set(title=title, xlabel="bits a weight", ylabel="perplexity on WikiText-2", yscale="log")
-        _plain(axes)
-        axes.legend(fontsize=7)
+        present = [name for name in SERIES if any(row["series"] == name for row in rows)]
+        scale = alt.Scale(domain=present, range=[SERIES[name] for name in present])
+        shapes = {ONE: "circle", OWN: "stroke", INT4: "diamond", ROUNDED: "cross", WHOLE: "stroke"}
+        legend = alt.Legend(title=None, orient="top", columns=1, labelLimit=0)
+        base = _chart([row for row in rows if row["series"] != WHOLE], title).encode(
+            x=alt.X("bits:Q", title="bits a weight", scale=alt.Scale(zero=False)),
+            y=alt.Y("value:Q", title="perplexity on WikiText-2", scale=alt.Scale(type="log", nice=False, padding=10)),
+            color=alt.Color("series:N", scale=scale, legend=legend),
+        )
+        shape = alt.Shape("series:N", scale=alt.Scale(domain=present, range=[shapes[name] for name in present]), legend=legend)
+        layers = [
+            base.transform_filter({"field": "series", "equal": ONE}).mark_line(),
+            base.mark_point(size=70, filled=False, strokeWidth=2, opacity=1).encode(shape=shape),
+            base.mark_text(align="left", dx=6, dy=-6, fontSize=10).encode(text="label:N"),
+        ]
+        rule = _chart([row for row in rows if row["series"] == WHOLE]).mark_rule(strokeDash=[2, 3])
+        layers.append(rule.encode(y="value:Q", color=alt.Color("series:N", scale=scale)))
+        panels.append(alt.layer(*layers).properties(width=340, height=280, title=title))
+    return alt.hconcat(*panels).resolve_scale(color="independent", shape="independent")
 
 
 def newest(results: Results, bench: str) -> Results:
@@ -127,51 +133,71 @@ def newest(results: Results, bench: str) -> Results:
     return results if results.has(bench, "best") or not results.former().has(bench, "best") else results.former()
 
 
-def observation_figure(results: Results, models: Sequence[str], figure: Any) -> None:
+def observation_figure(results: Results, models: Sequence[str]) -> Any:
     """Fig. 4, the same by layer, and eq. 17."""
-    figure.set_size_inches(12, 3.3 * len(models))
-    shades = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#d8b800"]
-    for (heat, layers, sums), model in zip(figure.subplots(len(models), 3, squeeze=False), models, strict=True):
+    alt = altair()
+    colour, lines = precision_colour(alt, set(NAMES)), []
+    for model in models:
         line = results.observation(model, "midpoint")
         if line is None:
             continue
-        heat.imshow(line["overall"], vmin=0.5, vmax=1.0)
-        for row, values in enumerate(line["overall"]):
-            for column, value in enumerate(values):
-                heat.text(column, row, f"{value:.2f}", ha="center", va="center", color="w" if value < 0.8 else "k", fontsize=7)
-        heat.set_xticks(range(6), NAMES, fontsize=7)
-        heat.set_yticks(range(6), NAMES, fontsize=7)
-        heat.set_title(f"{model}: cosine of gradients")
+        rows = [
+            {"one": NAMES[i], "other": NAMES[j], "value": value}
+            for j, values in enumerate(line["overall"])
+            for i, value in enumerate(values)
+        ]
+        base = _chart(rows, f"{model}: cosine of gradients").encode(
+            x=alt.X("one:N", sort=NAMES, title=None), y=alt.Y("other:N", sort=NAMES, title=None)
+        )
+        ink = alt.condition("datum.value < 0.75", alt.value("#fff"), alt.value("#111"))
+        numbers = base.mark_text(fontSize=10).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
+        heat = alt.layer(base.mark_rect().encode(color=similarity_colour(alt, 0.5, "value", legend=False)), numbers)
         count = 1 + max(module["layer"] or 0 for module in line["modules"])
-        for index, name in enumerate(NAMES):
-            means = [
-                statistics.fmean(m["to_fp"][index] for m in line["modules"] if m["layer"] == layer) for layer in range(count)
-            ]
-            layers.plot(range(count), means, color=shades[index], label=name)
-            noise = line["noise"][name]
-            sums.plot(noise["n"], noise["ratio"], color=shades[index], marker="o", markersize=3)
-            sums.plot(noise["n"], [noise["ratio"][0] / n**0.5 for n in noise["n"]], ":", color=shades[index], linewidth=0.8)
-        layers.set(title="with full precision, by layer", xlabel="layer")
-        layers.legend(fontsize=7)
-        sums.set(title="|ΣY| / |Σ∇| over N batches (dotted: noise)", xlabel="N", xscale="log", yscale="log")
+        means = [
+            {"precision": name, "layer": layer, "value": statistics.fmean(of_layer)}
+            for index, name in enumerate(NAMES)
+            for layer in range(count)
+            if (of_layer := [module["to_fp"][index] for module in line["modules"] if module["layer"] == layer])
+        ]
+        layers = _chart(means, "with full precision, by layer").mark_line().encode(
+            x=alt.X("layer:Q"), y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)), color=colour
+        )  # fmt: skip
+        sums = [
+            {"precision": name, "n": n, "ratio": ratio, "noise": noise["ratio"][0] / n**0.5}
+            for name, noise in line["noise"].items()
+            for n, ratio in zip(noise["n"], noise["ratio"], strict=True)
+            if ratio > 0
+        ]
+        summed = _chart(sums, "|ΣY| / |Σ∇| over N batches (dashed: noise)").encode(
+            x=alt.X("n:Q", title="N", scale=alt.Scale(type="log", base=2)), color=colour
+        )
+        log = alt.Scale(type="log")
+        both = alt.layer(
+            summed.mark_line(point=True).encode(y=alt.Y("ratio:Q", title=None, scale=log)),
+            summed.mark_line(strokeDash=[3, 3], opacity=0.6).encode(y=alt.Y("noise:Q", title=None, scale=log)),
+        )
+        lines.append(alt.hconcat(heat, layers, both).resolve_scale(color="independent"))
+    return alt.vconcat(*lines)
 
 
-def draw(draw_on: Callable[[Any], None], *, dark: bool = False) -> str:
-    """As SVG, the same for the same numbers; dark: for a page with light letters."""
-    import io
+def _by_precision(rows: Sequence[Row], title: str, y: str, scale: Any, columns: Sequence[str]) -> Any:
+    alt = altair()
+    return _chart(rows, title).mark_line(point=True).encode(
+        x=alt.X("precision:N", sort=list(columns), title=None, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("value:Q", title=y, scale=scale),
+        color=_method_colour(alt, rows),
+    )  # fmt: skip
 
-    import matplotlib
-    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE | (DARK if dark else {})):
-        figure = Figure(layout="constrained")
-        figure.patch.set_alpha(0.0 if dark else 1.0)
-        draw_on(figure)
-        buffer = io.StringIO()
-        for axes in figure.axes if dark else ():
-            axes.patch.set_alpha(0.0)
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+def _method_colour(alt: Any, rows: Sequence[Row]) -> Any:
+    scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    present = [name for name in COLOURS if any(row["method"] == name for row in rows)]
+    return alt.Color("method:N", scale=scale, legend=alt.Legend(title=None, orient="top", values=present))
+
+
+def _chart(rows: Iterable[Row], title: str = "") -> Any:
+    chart = altair().Chart(altair().Data(values=list(rows)))
+    return chart.properties(width=340, height=240, **({"title": title} if title else {}))
 
 
 def figures(results: Results, *, small: bool) -> dict[str, str]:
@@ -181,13 +207,14 @@ def figures(results: Results, *, small: bool) -> dict[str, str]:
     whole = [bench for bench in benches if newest(results, bench.name).has(bench.name, "best")]
     tuned = [bench for bench in benches if results.has(bench.name, "uniform")]
     seen = [bench.model for bench in benches if results.observation(bench.model, "midpoint")]
-    drawn: dict[str, Callable[[Any], None] | None] = {
+    drawn: dict[str, Callable[[], Any] | None] = {
         "task.svg": partial(task_figure, results, tuned) if tuned else None,
         "zero-shot.svg": partial(zero_shot_figure, results, asked) if results.seeds_with(asked, "zeroshot") else None,
         "ablations.svg": partial(ablation_figure, results, searched) if results.has(searched, "otaro, N 1") else None,
         "observations.svg": partial(observation_figure, results, seen) if seen else None,
     }
-    made = {name: draw(how) for name, how in drawn.items() if how}
+    made = {name: svg(how().to_dict()) for name, how in drawn.items() if how}
     if whole:
-        made |= {f"bits{'-dark' * dark}.svg": draw(partial(bits_figure, results, whole), dark=dark) for dark in (False, True)}
+        spec = bits_figure(results, whole).to_dict()
+        made |= {"bits.svg": svg(spec, "light"), "bits-dark.svg": svg(spec, "dark")}
     return made

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from otaro.sefp.codec import SefpTensor, encode
     from otaro.sefp.precision import PRECISIONS, Precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Precision": "otaro.sefp.precision",

@@ -188,7 +188,8 @@ def test_a_place_that_cannot_be_written_is_refused(tuned):
     assert "is a file, not a directory" in refusal("path", tuned, "--out", tuned / "log.jsonl")
 
 
-def test_without_matplotlib_the_extra_is_named_before_any_work(tuned, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_without_what_draws_the_extra_is_named_before_any_work(tuned, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     assert "pip install 'otaro-llm[report]'" in refusal("path", tuned)
     assert not (tuned / "analysis").exists()

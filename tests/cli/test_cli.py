@@ -209,7 +209,9 @@ def test_generate_says_the_same_with_a_draft_and_tells_what_was_right(packed):
     assert drafted["text"] == alone["text"]
     assert alone["drafted"] == []
     assert sum(drafted["drafted"]) >= sum(drafted["accepted"]) > 0
+    assert (alone["draft"], drafted["draft"]) == (None, "prompt+E5M3")
     assert "drafted tokens were right" in run(*words, "--draft", "E5M3").stderr
+    assert "nothing was drafted" in run(*words[:-1], 1, "--draft", "E5M3").stderr
 
 
 def test_generate_samples_by_seed(packed):

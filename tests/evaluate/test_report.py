@@ -25,6 +25,7 @@ from otaro.evaluate.report import write_report
 from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.evaluate.samples import Samples, sample
 from otaro.file.io import NestedDirectory
+from otaro.file.summary import summarize
 
 PRECISIONS = NAMES[1:]
 BEFORE_TUNING = dict(zip(NAMES, (7.94, 7.95, 7.96, 7.99, 8.06, 8.35, 9.87), strict=True))
@@ -96,6 +97,17 @@ def weights() -> dict:
     return {"overall": {"32": figures, "64": figures}, "command": "otaro analyze weights run/model"}
 
 
+def timed() -> dict:
+    """What `otaro bench --json` prints, of what a report reads."""
+    rows = [
+        {"precision": name, "decode": 100.0 + i, "prefill": 500.0, "weight_bytes": 512_000, "switch": 13e-6}
+        for i, name in enumerate(PRECISIONS)
+    ]
+    settings = {"prompt_tokens": 64, "tokens": 32, "context": 16, "rounds": 3, "threads": None, "kv": None}
+    place = {"machine": "a Xeon", "kernels": "cpu:avx2", "threads": 2, "device": "cpu"}
+    return {**place, "settings": settings, "precisions": [*rows, {**rows[0], "precision": "fit:90MB"}]}
+
+
 def make_run(directory: Path, tuned: dict, nested: Path | None = None, data: str = "builtin", method: str = "bps") -> Path:
     """A run folder as `otaro tune` leaves it, written by hand."""
     directory.mkdir(parents=True)
@@ -140,6 +152,7 @@ def full_report(builtin_nested, tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("full")
     best = make_run(home / "best", TUNED, builtin_nested)
     measure(best, 1.0)
+    (best / "bench.json").write_text(json.dumps(timed()))
     plain = make_run(home / "plain", {**BEFORE_TUNING, "E5M3": 9.6}, builtin_nested, method="fp")
     measure(plain, 1.1)
     runs = read_runs([best, plain])
@@ -180,7 +193,7 @@ def page_of(*runs: Path, samples: dict | None = None) -> str:
 def charts_of(page: str) -> dict[str, dict]:
     """Specifications by description."""
     stored = json.loads(re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)[1])
-    return {spec["description"]: spec for spec in stored.values()}
+    return {spec["description"]: spec for spec in stored["figures"].values()}
 
 
 # What the page says.
@@ -192,7 +205,34 @@ def test_the_opening_tells_the_result(full_report):
     assert "best takes 1.6 MB at E5M8, and the first 739.3 kB of it are the model at E5M3." in text
     assert "perplexity changes by +237.5% (plain: +237.5%)" in text
     assert "67.50739.3 kB4.139 bits" in text
-    assert "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)" in text
+    assert "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256), lower is better" in text
+
+
+def test_the_first_figure_is_relative_to_the_best_at_each_precision(tmp_path, builtin_nested):
+    runs = [make_run(tmp_path / name, values, builtin_nested) for name, values in (("one", TUNED), ("two", BEFORE_TUNING))]
+    first, second = list(charts_of(page_of(*runs)).values())[:2]
+    percent = {(row["run"], row["precision"]): row["value"] for row in first["data"]["values"]}
+    assert percent == {
+        **{("one", name): pytest.approx(0) for name in NAMES},
+        **{("two", name): pytest.approx(100 * (BEFORE_TUNING[name] / TUNED[name] - 1)) for name in NAMES},
+    }
+    assert second["description"].startswith("Perplexity by size")
+    sizes = {row.precision: row.bytes / 1e6 for row in summarize(NestedDirectory(builtin_nested)).precisions}
+    curve = {row["precision"]: (row["megabytes"], row["value"]) for row in second["data"]["values"] if row["run"] == "one"}
+    assert curve == {name: (sizes[name], TUNED[name]) for name in PRECISIONS}
+
+
+def test_one_model_alone_is_relative_to_its_finest(tmp_path):
+    first = next(iter(charts_of(page_of(make_run(tmp_path / "run", TUNED))).values()))
+    percent = {(row["run"], row["precision"]): row["value"] for row in first["data"]["values"]}
+    assert percent["run", "E5M3"] == pytest.approx(100 * (TUNED["E5M3"] / TUNED["fp"] - 1))
+    assert percent[BEFORE, "E5M3"] == pytest.approx(100 * (BEFORE_TUNING["E5M3"] / BEFORE_TUNING["fp"] - 1))
+
+
+def test_hashes_are_under_a_fold(full_report):
+    page = full_report.read_text()
+    assert re.search(r"<details><summary>exactly</summary><code>sha256 (ab){32}</code></details>", page)
+    assert "abababab" not in re.sub(r"<details>.*?</details>", "", page)
 
 
 def test_the_opening_tells_of_held_out_data_where_nothing_else_was_measured(tmp_path, builtin_nested):
@@ -200,6 +240,21 @@ def test_the_opening_tells_of_held_out_data_where_nothing_else_was_measured(tmp_
     text = Reader(page_of(best, make_run(tmp_path / "plain", {**BEFORE_TUNING, "E5M3": 9.6}))).text
     assert "perplexity changes by +7.7% (before tuning: +24.2%; plain: +20.8%)" in text
     assert "8.52739.3 kB4.139 bits9.87 before tuning" in text
+
+
+def test_cross_entropy_is_drawn_and_not_what_was_trained_on(tmp_path):
+    run = make_run(tmp_path / "run", TUNED)
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    mixed = [{**line, "cross_entropy": 2 * line["loss"]} if "loss" in line else line for line in lines]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in mixed))
+    drawn = charts_of(page_of(run))["Cross-entropy by step, run"]["layer"][1]["data"]["values"]
+    assert [row["loss"] for row in drawn] == [2 * line["loss"] for line in lines if "loss" in line]
+    stated = json.loads((run / "config.json").read_text())
+    stated["options"]["distill"] = 0.5
+    (run / "config.json").write_text(json.dumps(stated))
+    assert "Do not compare" not in page_of(run)
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "This log has no cross-entropy" in page_of(run)
 
 
 def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(tmp_path, builtin_nested):
@@ -234,9 +289,9 @@ def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
         entries = [{**entry, "tokens": tokens} if "tokens" in entry else entry for entry in quality_entries(1.0)]
         write_entries(run / "nested", entries)
         (run / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": TUNED, "tokens": tokens}))
-    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
-        "wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)": ["one"],
-        "wiki.txt (7,000 tokens, windows of 512, stride 256, sha256 abababab)": ["two"],
+    assert {str(text): [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+        "wiki.txt (9,000 tokens, windows of 512, stride 256)": ["one"],
+        "wiki.txt (7,000 tokens, windows of 512, stride 256)": ["two"],
         "data held out of builtin (sequences of 128, seed 0, 9,000 tokens)": [BEFORE, "one"],
         "data held out of builtin (sequences of 128, seed 0, 7,000 tokens)": [BEFORE, "two"],
     }
@@ -247,26 +302,30 @@ def test_runs_whose_sequences_begin_otherwise_are_not_compared(tmp_path, builtin
     for run, bos in zip(runs[1:], (False, True), strict=True):  # the first was tuned before it was recorded
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "bos": bos}))
-    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+    assert {str(text): [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
         "data held out of builtin (sequences of 128, seed 0)": [BEFORE, "older", "without"],
         "data held out of builtin (sequences of 128, each with a beginning-of-text token, seed 0)": [BEFORE, "with"],
     }
 
 
-def test_speeds_are_of_one_device_and_one_text(tmp_path):
-    (tmp_path / "model").mkdir()
-    speeds = {("cpu", 512): 10.0, ("a GPU", 512): 900.0, ("cpu", 64): 30.0}
-    (entry,) = [one for one in quality_entries(1.0) if one["kind"] == "perplexity" and one["precision"] == "E5M3"]
-    entries = [
-        {**entry, "device": device, "window": window, "stride": window, "tokens_per_second": speed}
-        for (device, window), speed in speeds.items()
-    ]
-    write_entries(tmp_path / "model", entries)
-    found = {title: spec for title, spec in charts_of(page_of(tmp_path / "model")).items() if title.startswith("Speed")}
-    assert {title: [row["value"] for row in spec["data"]["values"]] for title, spec in found.items()} == {
-        f"Speed on {device}, reading wiki.txt (9,000 tokens, windows of {window}, stride {window}, sha256 abababab)": [speed]
-        for (device, window), speed in speeds.items()
+def test_speed_is_what_bench_timed_and_nothing_else(tmp_path, builtin_nested):
+    runs = [make_run(tmp_path / name, TUNED, builtin_nested) for name in ("one", "two", "other", "none")]
+    for run in runs:
+        write_entries(run / "nested", quality_entries(1.0))  # which have tokens per second of their own
+    for run, machine in zip(runs[:3], ("a Xeon", "a Xeon", "a Core"), strict=True):
+        (run / "bench.json").write_text(json.dumps({**timed(), "machine": machine}))
+    page = page_of(*runs)
+    found = {title: spec for title, spec in charts_of(page).items() if "speed" in title.lower()}
+    assert {title: {row["run"] for row in spec["data"]["values"]} for title, spec in found.items()} == {
+        "Decode speed on a Xeon, kernels cpu:avx2, 2 threads": {"one", "two"},
+        "Decode speed on a Core, kernels cpu:avx2, 2 threads": {"other"},
     }
+    rows = next(iter(found.values()))["data"]["values"]
+    assert {row["precision"]: row["value"] for row in rows} == {name: 100.0 + i for i, name in enumerate(PRECISIONS)}
+    assert "E5M8one10090 kB" not in Reader(page).text
+    assert "E5M8one100500512.0 kB13 µs" in Reader(page).text
+    settings = "--prompt-tokens 64 --tokens 32 --context 16 --rounds 3"
+    assert f"otaro bench {runs[0] / 'nested'} {settings} --json" in page
 
 
 def test_averages_are_of_shares_at_one_limit(tmp_path):
@@ -305,7 +364,7 @@ def test_every_figure_and_table_refers_to_a_command_and_every_command_is_listed(
     blocks = re.findall(r'<figcaption>.*?</figcaption>|<table class="sortable.*?</caption>', page, re.DOTALL)
     (samples,) = re.findall(r"<table class=samples>(.*?)</table>", page, re.DOTALL)
     blocks += re.findall(r"<td>.*?</td>", samples, re.DOTALL)
-    assert len(blocks) == 20 + 13 + 2 * 6
+    assert len(blocks) == 22 + 13 + 2 * 6
     assert all('href="#command-' in block for block in blocks)
     commands = [html.unescape(one) for one in re.findall(r'<li id="command-\d+"><code>(.*?)</code>', page)]
     assert f"{EVAL} --text wiki.txt" in commands
@@ -359,13 +418,14 @@ def test_a_model_stands_for_itself(tmp_path, builtin_nested):
     write_entries(nested, quality_entries(1.0))
     page = page_of(nested)
     assert "nested takes 1.6 MB at E5M8" in Reader(page).text
-    assert "Loss by step" not in page
+    assert "Cross-entropy by step" not in page
 
 
-def test_a_wide_range_of_perplexities_is_logarithmic(tmp_path):
-    narrow = charts_of(page_of(make_run(tmp_path / "narrow", TUNED)))
-    wide = charts_of(page_of(make_run(tmp_path / "wide", {**TUNED, "E5M3": 605.0})))
-    kinds = [next(iter(spec.values()))["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for spec in (narrow, wide)]
+def test_a_wide_range_of_perplexities_is_logarithmic(tmp_path, builtin_nested):
+    narrow = charts_of(page_of(make_run(tmp_path / "narrow", TUNED, builtin_nested)))
+    wide = charts_of(page_of(make_run(tmp_path / "wide", {**TUNED, "E5M3": 605.0}, builtin_nested)))
+    curves = [next(spec for title, spec in drawn.items() if title.startswith("Perplexity by size")) for drawn in (narrow, wide)]
+    kinds = [curve["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for curve in curves]
     assert kinds == ["linear", "log"]
 
 
@@ -378,7 +438,7 @@ def test_what_is_absent_is_one_line_with_the_command_that_makes_it(tmp_path):
         f"otaro eval {run / 'model'} --precision all --tasks zeroshot8",
         f"otaro eval {run / 'model'} --precision all --text FILE --divergence",
         f"otaro pack {run / 'model'} OUT",
-        f"otaro eval {run / 'model'} --precision all --text FILE",
+        f"otaro bench {run / 'model'} --json > {run}/bench.json",
         "otaro tune MODEL --data FILE --out RUN",
         f"otaro analyze gradients {run / 'model'} --text FILE",
         f"otaro analyze weights {run / 'model'}",
@@ -470,6 +530,12 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "modules": [{}]}', '"modules" lacks'),
         ("analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]], "fit": {"E5M8": {"x": 1}}}', '"fit" at E5M8'),
         ("model/analysis/weights.json", '{"overall": {"64": {}}}', "group size '64'"),
+        ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1, "cross_entropy": "low"}', "line 1"),
+        ("bench.json", "[]", "not a JSON object"),
+        ("bench.json", json.dumps({**timed(), "machine": 3}), 'no proper "machine"'),
+        ("nested/bench.json", json.dumps({**timed(), "settings": {"tokens": 1}}), '"settings" lack a number'),
+        ("bench.json", json.dumps({**timed(), "precisions": []}), 'no proper "precisions"'),
+        ("bench.json", json.dumps({**timed(), "precisions": [{"precision": "E5M8", "decode": -1}]}), "lacks its speeds"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, file, content, words):
@@ -591,17 +657,16 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     figures = drawn(content)
     assert f'data-drawn="{len(figures)}"' in opening
     assert set(figures) == set(charts_of(full_report.read_text()))
-    held_out = figures["Perplexity on data held out of builtin (sequences of 128, seed 0)"]
-    assert (held_out["point"], held_out["line mark"]) == (3 * 7, 3)
+    read = "wiki.txt (9,000 tokens, windows of 512, stride 256)"
+    above = figures[f"Perplexity above the best at each precision, {read}"]
+    assert (above["point"], above["line mark"]) == (2 * 7, 2)
+    assert figures[f"Perplexity by size, {read}"]["point"] == 2 * 6
     assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
-    assert (
-        figures["Divergence from full precision on wiki.txt (9,000 tokens, windows of 512, sha256 abababab)"]["point"] == 2 * 6
-    )
+    assert figures["Divergence from full precision on wiki.txt (9,000 tokens, windows of 512)"]["point"] == 2 * 6
     assert figures["Size of best, plain"]["bar"] == 7
-    read = "wiki.txt (9,000 tokens, windows of 512, stride 256, sha256 abababab)"
-    assert figures[f"Speed on cpu, reading {read}"]["point"] == 2 * 7
-    assert figures["Loss by step, best"]["circle"] == STEPS
-    assert figures["Loss by step, plain"]["line mark"] == 1
+    assert figures["Decode speed on a Xeon, kernels cpu:avx2, 2 threads"]["point"] == 6
+    assert figures["Cross-entropy by step, best"]["circle"] == STEPS
+    assert figures["Cross-entropy by step, plain"]["line mark"] == 1
     assert figures["Search path, best"]["rect mark"] == STEPS
     assert "Search path, plain" not in figures
     assert figures["Similarity of gradients, best"]["rect mark"] == 36
@@ -649,7 +714,7 @@ def test_tables_sort_the_theme_switches_and_hovering_shows_values(full_report, b
     assert told["descending"] == ["descending", values[::-1]]
     assert told["words"] == ["none", [*sorted(NAMES[1:]), "full"]]
     assert told["theme"] == ["dark", True]
-    assert "perplexity" in told["tooltip"]
+    assert "% above the best" in told["tooltip"]
     assert "best" in told["tooltip"]
 
 

@@ -341,14 +341,11 @@ class SmallDecoder {
 
   std::vector<float> logits() {
     const float* last = norm();
-    Decoder decoder(shape_, layers_, embedding_, embedding_, last, {shape_.head / 2});
-    std::vector<float> cosines, sines;
-    for (int64_t position = 0; position < 100; ++position)
-      for (int64_t i = 0; i < shape_.head / 2; ++i) {  // no angles: libm's are not the same everywhere
-        const float t = static_cast<float>(position * (i + 1) % 64) / 64.0f;
-        cosines.push_back((1 - t * t) / (1 + t * t)), sines.push_back(2 * t / (1 + t * t));
-      }
-    decoder.extend_positions(0, 100, {cosines.data()}, {sines.data()});
+    Rope rope;
+    for (int64_t i = 0; i < shape_.head / 2; ++i)
+      rope.frequencies.push_back(1.0f / static_cast<float>(1 + 3 * i));
+    Decoder decoder(shape_, layers_, embedding_, embedding_, last, {rope});
+    decoder.extend_positions(100);
     Cache plain(2, shape_, 0), packed(2, shape_, 6);
     std::vector<float> results;
     std::vector<uint8_t> bits(static_cast<size_t>(number_)), others(bits.size());

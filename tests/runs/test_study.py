@@ -614,6 +614,7 @@ def test_workers_start_once_and_as_soon_as_their_model_has_come(tmp_path):
     join += 'touch "$6/$model/model.safetensors"; break; }; done'
     stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
     stub.chmod(0o755)
+    (tmp_path / "parts").mkdir()
     counts = []
     for expected in (6, 14, 14):
         command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]

@@ -423,7 +423,7 @@ def test_what_is_no_draft_is_refused(model, tmp_path):
     for draft in ("E5M3+E5M4", "prompt+prompt", "prompt+E5M3+E5M3"):
         with pytest.raises(OtaroError, match="give a precision, prompt, or both"):
             Scheduler(model).submit(PROMPT, draft=draft, **TOKENS)
-    for options in ({"precision": "E5M4"}, {"schedule": {0: "E5M3", 5: "E5M4"}}):
+    for options in ({"precision": "E5M4"}, {"schedule": {0: "E5M3", 5: "E5M4"}}, {"prefill": "E5M8", "decode": "E5M4"}):
         with pytest.raises(OtaroError, match="draft=E5M4: a draft is coarser than what it serves"):
             said(model, draft="E5M4", **options)
     with pytest.raises(OtaroError, match="a draft is coarser than what it serves"):

@@ -32,7 +32,8 @@ from otaro.tune.trainer import (
 )
 
 ULTRA_LOW = ("E5M4", "E5M3")
-FIELDS = ("step", "precision", "loss", "scores", "gradient_norm", "lr", "tokens_per_second", "memory", "applied", "accumulated")
+FIELDS = ("step", "precision", "loss", "cross_entropy", "scores", "gradient_norm", "lr", "tokens_per_second", "memory")
+FIELDS += ("applied", "accumulated")
 
 
 @pytest.fixture
@@ -227,10 +228,12 @@ def by_hand(model, batch, share, precision="E5M4"):
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_distillation_mixes_cross_entropy_and_divergence_from_the_full_weights(train, fresh, share):
     loss, gradients = by_hand(fresh(), examples()[:4], share)
+    plain, _ = by_hand(fresh(), examples()[:4], 0.0)
     for per_device, micro_batches in ((4, 1), (1, 4)):
         settings = {"max_steps": 1, "per_device_train_batch_size": per_device, "gradient_accumulation_steps": micro_batches}
         trainer, log = train(options(method="fixed:E5M4", distill=share), **settings)
         assert log[0]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert log[0]["cross_entropy"] == pytest.approx(plain, rel=1e-5)
         expected = {name: weight - 2.0**-7 * gradients[name] for name, weight in weights_of(fresh()).items()}
         assert_close(weights_of(trainer.model), expected)  # had the teacher passed any gradient on, these would differ
 
@@ -248,6 +251,7 @@ def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_o
         monkeypatch.setattr(sliced, "SLICE_BYTES", 5 * 4 * 120)
     full_loss, of_full = by_hand(fresh(torch.float64), examples()[:4], 0.0, None)
     loss, of_low = by_hand(fresh(torch.float64), examples()[:4], distill)
+    plain, _ = by_hand(fresh(torch.float64), examples()[:4], 0.0)
     for per_device, micro_batches in ((4, 1), (1, 4)):
         returned, passes = [], []
 
@@ -263,6 +267,7 @@ def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_o
         trainer, log = train(chosen, model=model, kind=Spy, **settings)
         assert len(passes) == 2 * micro_batches
         assert log[0]["loss"] == pytest.approx(loss, rel=16 * 2.0**-24)
+        assert log[0]["cross_entropy"] == pytest.approx(plain, rel=16 * 2.0**-24)
         assert sum(returned) == pytest.approx(full_loss / 3 + loss * 2 / 3, rel=16 * 2.0**-24)
         after = weights_of(trainer.model)
         for name, weight in weights_of(fresh(torch.float64)).items():

@@ -12,6 +12,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption
+from otaro.cli.help import App, page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
     from otaro.file.checkpoint import Checkpoint
     from otaro.file.hub import Hub
 
-app = console.App(
+app = App(
     help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
 )
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.", show_default=False)
-]
+OutOption = Annotated[Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.")]
 
 NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
 
@@ -35,6 +34,10 @@ DETAILS = ("modules", "y_values", "sequence", "applied")
 
 
 @app.command()
+@page(
+    {"Batches": "batches batch_size sequence_length no_bos", "Numbers": "modules reconstruction group_size device"},
+    examples="otaro analyze gradients MODEL --text builtin --batches 4",
+)
 def gradients(
     model: ModelArgument,
     text: Annotated[str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")],
@@ -56,12 +59,13 @@ def gradients(
 
     A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
     """
+    from otaro.evaluate.charts import altair
     from otaro.evaluate.gradients import analyze_gradients
-    from otaro.evaluate.plots import gradient_figures, require_matplotlib
+    from otaro.evaluate.plots import gradient_figures
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = _out(model, out)
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
@@ -88,6 +92,7 @@ def gradients(
 
 
 @app.command()
+@page(examples="otaro analyze weights MODEL")
 def weights(
     model: ModelArgument,
     out: OutOption = None,
@@ -101,12 +106,13 @@ def weights(
 
     Reads the checkpoint a few thousand rows at a time.
     """
-    from otaro.evaluate.plots import require_matplotlib, weight_figures
+    from otaro.evaluate.charts import altair
+    from otaro.evaluate.plots import weight_figures
     from otaro.evaluate.weights import analyze_weights
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = _out(model, out)
     checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
     kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
@@ -118,16 +124,18 @@ def weights(
 
 
 @app.command()
+@page(examples="otaro analyze path run")
 def path(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `otaro tune --out` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.")] = None,
     json: console.JsonOption = False,
 ) -> None:
     """Show which precisions a tuning run took, how often over time, and the scores it went by."""
+    from otaro.evaluate.charts import altair
     from otaro.evaluate.path import analyze_path
-    from otaro.evaluate.plots import path_figures, require_matplotlib
+    from otaro.evaluate.plots import path_figures
 
-    require_matplotlib()
+    altair()  # is refused now if it is missing, not after the work
     out = out or run / "analysis"
     result = {**_provenance("path", str(run), {"out": out}), **analyze_path(run)}
     _finish(out, "path", result, path_figures(result), json, _show_path)

@@ -10,6 +10,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption, DirectoryArgument
+from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,69 +22,68 @@ if TYPE_CHECKING:
 LLAMA = "llama.cpp"
 
 
+@page(
+    {
+        "What is timed": "prompt_tokens tokens context rounds threads kv",
+        "Something else instead": "parallel draft text",
+        "Beside others": "transformers against gguf_dir",
+    },
+    examples="""
+    otaro bench DIR
+    otaro bench DIR --transformers --against llama.cpp
+    otaro bench DIR --parallel 1,4,16 -p E5M4   # several sequences at once
+    """,
+)
 def bench(
     directory: DirectoryArgument,
     device: DeviceOption = "cpu",
     precision: Annotated[
         str | None,
-        typer.Option(
-            "--precision",
-            "-p",
-            help="Some of E5M8,...,E5M3, or fits (fit:90MB); by default all that are there.",
-            show_default=False,
+        console.precision_option(
+            "Some of E5M8,...,E5M3, or fits (fit:90MB); by default all that are there.", "--precision", "-p"
         ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens read together: prefill.", min=1)] = 500,
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens read one by one: decode; by default 64, with --parallel 32.", min=1, show_default=False),
+        typer.Option(help="Tokens read one by one: decode; by default 64, with --parallel 32.", min=1),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens in the cache when decoding starts; by default 256, with --parallel 64.", min=0, show_default=False
-        ),
+        typer.Option(help="Tokens in the cache when decoding starts; by default 256, with --parallel 64.", min=0),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(
-            help="Rounds that count, after one that warms up; by default 5, with --parallel 3.", min=1, show_default=False
-        ),
+        typer.Option(help="Rounds that count, after one that warms up; by default 5, with --parallel 3.", min=1),
     ] = None,
     parallel: Annotated[
         str | None,
-        typer.Option(
-            help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,...", show_default=False
-        ),
+        typer.Option(help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,..."),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
             help="Time texts with drafts instead, and say whether they pay: E5M3,prompt,prompt+E5M3",
             metavar="DRAFT,...",
-            show_default=False,
         ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            help="Texts for --draft, as --text of `otaro eval`; by default Python's documentation.", show_default=False
-        ),
+        typer.Option(help="Texts for --draft, as --text of `otaro eval`; by default Python's documentation."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1, show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1)] = None,
     kv: Annotated[
-        str | None, typer.Option(help="Keep keys and values at E5M8 to E5M3 instead of float16.", show_default=False)
+        str | None,
+        console.precision_option("Keep keys and values at E5M8 to E5M3 instead of float16."),
     ] = None,
     transformers: Annotated[
         bool,
         typer.Option("--transformers", help="Also time transformers on the decoded weights: in float32, on a GPU in float16."),
     ] = False,
-    against: Annotated[
-        str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.", show_default=False)
-    ] = None,
+    against: Annotated[str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.")] = None,
     gguf_dir: Annotated[
         Path | None,
-        typer.Option(help="Keep the GGUF files in this folder, and use those that are there.", show_default=False),
+        typer.Option(help="Keep the GGUF files in this folder, and use those that are there."),
     ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,

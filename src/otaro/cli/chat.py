@@ -29,6 +29,7 @@ from otaro.cli.generate import (
     sampling,
     stopping,
 )
+from otaro.cli.help import page
 
 HELP = """\
 /precision E5M3   go on at another precision; the KV cache is kept
@@ -38,6 +39,13 @@ HELP = """\
 /exit             leave (so does the end of input)"""
 
 
+@page(
+    {
+        "Precisions by phase": "prefill decode schedule kv draft",
+        "Sampling": "temperature top_p top_k repetition_penalty seed stop",
+    },
+    examples="otaro chat DIR --precision E5M4   # then /precision E5M8",
+)
 def chat(
     directory: DirectoryArgument,
     precision: console.PrecisionOption = None,

@@ -17,77 +17,48 @@ import typer
 from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from typer.core import TyperCommand, TyperGroup
 
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
+from otaro.sefp.precision import PRECISIONS
 
 out = Console(emoji=False)  # fit:abc: is no emoji
 err = Console(stderr=True, emoji=False)
 
 
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _bare_flags(super().get_params(ctx))
+def complete_precisions(incomplete: str) -> list[str]:
+    """For the shell: names of precisions, the last of a list with commas."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in map(str, PRECISIONS) if name.startswith(last)]
 
 
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _bare_flags(super().get_params(ctx))
-
-
-def _bare_flags(parameters: list[Any]) -> list[Any]:
-    """A flag takes no value, but typer's help shows the type of every option behind it."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
-
-
-class App(typer.Typer):
-    """Commands whose help says of flags no more than is to be typed."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, **options)
-
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """As typer's."""
-        return super().command(name, cls=_Command, **options)
+def precision_option(help_text: str, *names: str) -> Any:
+    """An option for precisions, which the shell completes."""
+    return typer.Option(*names, help=help_text, metavar="PRECISION", autocompletion=complete_precisions)
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option(
-        "--precision",
-        "-p",
-        help="E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4",
-        show_default=False,
+    precision_option(
+        "E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4", "--precision", "-p"
     ),
 ]
 # How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
-RevisionOption = Annotated[
-    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.", show_default=False)
-]
-TokenOption = Annotated[
-    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.", show_default=False)
-]
-CacheDirOption = Annotated[
-    Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.", show_default=False)
-]
+RevisionOption = Annotated[str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")]
+TokenOption = Annotated[str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.")]
+CacheDirOption = Annotated[Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.")]
 ReconstructionOption = Annotated[
     Literal["midpoint", "truncate"] | None,
     typer.Option(
         help="What a code stands for: the middle of its interval (midpoint), or its end toward zero (truncate, the paper's). "
         "By default as the model was tuned, else midpoint.",
-        show_default=False,
     ),
 ]
 GroupSizeOption = Annotated[
     int | None,
     typer.Option(
         help="Weights that share a scale, a multiple of 32. By default as the model was tuned, else 64.",
-        show_default=False,
     ),
 ]
 

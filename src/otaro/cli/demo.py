@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from otaro.evaluate.subject import Subject
@@ -34,6 +35,13 @@ Measured = dict[str, float]
 """Perplexity by precision."""
 
 
+@page(
+    {"Both tuning runs": "steps batch_size sequence_length lr"},
+    examples="""
+    otaro demo
+    otaro demo --model MODEL --data chats.jsonl --text unseen.txt --out story
+    """,
+)
 def demo(
     model: Annotated[str, typer.Option(help="A Hugging Face model: a directory, a Hub id, or `builtin`.")] = "builtin",
     data: Annotated[str, typer.Option(help="What to tune on, as `otaro tune --data` takes it.")] = "builtin",
@@ -44,7 +52,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of each of the two tuning runs.", min=1)] = 150,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=2)] = 128,
-    lr: Annotated[float | None, typer.Option(help=LR_HELP, show_default=False)] = None,
+    lr: Annotated[float | None, typer.Option(help=LR_HELP)] = None,
     prompt: Annotated[str, typer.Option(help="What to continue at each precision.")] = PROMPT,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
@@ -134,10 +142,11 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
 
 def _tune(model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub) -> None:
     from otaro.cli.tune_run import TuningRun
+    from otaro.tune.config import Around
 
     # The tuned model is measured from its file afterwards; of held-out data a glance will do.
-    every = training.steps or 1
-    TuningRun(model, data, folder, options, training, 4096, save_every=every, allowed={MARK}, hub=hub).go()
+    around = Around(eval_tokens=4096, save_every=training.steps or 1)
+    TuningRun(model, data, folder, options, training, around, allowed={MARK}, hub=hub).go()
 
 
 def _measure(subject: Subject, text: Text, keep: Path) -> Measured:

@@ -10,6 +10,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption
+from otaro.cli.help import page
 from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
@@ -29,15 +30,28 @@ KV_HELP = (
 TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
 
 
+@page(
+    {
+        "Perplexity": "window stride divergence no_bos kv",
+        "Tasks": "data_dir limit batch_size",
+        "Model": "reference group_size reconstruction device",
+        "Output": "out again",
+    },
+    examples="""
+    otaro eval DIR --text notes.txt
+    otaro eval DIR --tasks zeroshot8 --precision E5M8,E5M3
+    otaro eval DIR --text builtin --divergence
+    """,
+)
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     precision: Annotated[
         str,
-        typer.Option(
-            "--precision", "-p", help="all, or some of fp,E5M8,...,E5M3 and fits (fit:90MB); fp is a checkpoint unquantized."
+        console.precision_option(
+            "all, or some of fp,E5M8,...,E5M3 and fits (fit:90MB); fp is a checkpoint unquantized.", "--precision", "-p"
         ),
     ] = "all",
-    text: Annotated[str | None, typer.Option(help=TEXT_HELP, show_default=False)] = None,
+    text: Annotated[str | None, typer.Option(help=TEXT_HELP)] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens in a window; by default the model's positions, 2048 at most.", min=2)
     ] = None,
@@ -49,20 +63,16 @@ def evaluate(
     no_bos: Annotated[
         bool, typer.Option("--no-bos", help="Begin windows without the tokenizer's beginning-of-text token.")
     ] = False,
-    kv: Annotated[str | None, typer.Option(help=KV_HELP, show_default=False)] = None,
-    reference: Annotated[str | None, typer.Option(help=REFERENCE_HELP, show_default=False)] = None,
+    kv: Annotated[str | None, typer.Option(help=KV_HELP)] = None,
+    reference: Annotated[str | None, typer.Option(help=REFERENCE_HELP)] = None,
     group_size: console.GroupSizeOption = None,
     reconstruction: console.ReconstructionOption = None,
-    tasks: Annotated[str | None, typer.Option(help=TASKS_HELP, show_default=False)] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.", show_default=False)
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help=TASKS_HELP)] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many samples of each task.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a task that run together.", min=1)] = 8,
     device: DeviceOption = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what quality.json already holds.")] = False,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,

@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from otaro.export.report import Report, TypeReport
 
 
+@page(
+    examples="""
+    otaro export DIR model.gguf --precision E5M3 --to gguf   # llama.cpp, Ollama
+    otaro export DIR out --precision E5M4 --to hf            # an ordinary checkpoint
+    """
+)
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a file for gguf, else a directory.")],
-    precision: Annotated[str, typer.Option("--precision", "-p", help="E5M8 to E5M3; for gguf and hf also a fit: fit:90MB.")],
+    precision: Annotated[
+        str,
+        console.precision_option("E5M8 to E5M3; for gguf and hf also a fit: fit:90MB.", "--precision", "-p"),
+    ],
     to: Annotated[
         Literal["gguf", "compressed-tensors", "mlx", "hf"],
         typer.Option(
@@ -32,7 +42,6 @@ def export(
             help="Store weights in this type, rounded where it cannot hold them: Q4_0, Q5_0, Q5_1, Q8_0, F16, BF16 or F32 for "
             "gguf, float16, bfloat16 or float32 for the others (of scales, where weights are integers). "
             "By default the smallest that is exact, for gguf up to F16.",
-            show_default=False,
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an earlier export.")] = False,

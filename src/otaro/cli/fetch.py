@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 from otaro.sefp.precision import Precision, of_mantissa_bits
 
 if TYPE_CHECKING:
     from otaro.file.fetch import Fetched
 
 
+@page(
+    examples="""
+    otaro fetch owner/name small --precision E5M4   # what E5M4 needs
+    otaro fetch owner/name small                    # later: the other shards, and nothing twice
+    """
+)
 def fetch(
     model: Annotated[
         str,
@@ -28,11 +35,10 @@ def fetch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to put it into, or one that has a part of it.")],
     precision: Annotated[
         str | None,
-        typer.Option(
+        console.precision_option(
+            "Fetch what this precision needs, E5M8 to E5M3; by default all that there is. Call again for a finer one.",
             "--precision",
             "-p",
-            help="Fetch what this precision needs, E5M8 to E5M3; by default all that there is. Call again for a finer one.",
-            show_default=False,
         ),
     ] = None,
     revision: console.RevisionOption = None,

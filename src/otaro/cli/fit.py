@@ -11,6 +11,7 @@ import typer
 from otaro.cli import console
 from otaro.cli.eval import open_text
 from otaro.cli.generate import DeviceOption
+from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from otaro.evaluate.fit import Fitting, Outcome
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
 TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data set, or `builtin`."
 
 
+@page(
+    {"Measuring": "tokens device"},
+    examples="""
+    otaro fit DIR --text builtin --budget 90MB
+    otaro generate DIR --prompt Hello --precision fit:90MB
+    """,
+)
 def fit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     text: Annotated[str, typer.Option(help=TEXT_HELP)],
-    budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.", show_default=False)] = None,
-    bits: Annotated[
-        float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.", show_default=False)
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.")] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Of one answer, by a short measurement of this machine.", show_default=False)
+        float | None, typer.Option(help="Of one answer, by a short measurement of this machine.")
     ] = None,
     tokens: Annotated[
         int, typer.Option(help="Tokens of the text to measure on; four times as many are checked on.", min=16)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from otaro.file.hub import Hub
@@ -20,31 +21,37 @@ TopKOption = Annotated[int, typer.Option(help="Sample from so many of the likeli
 RepetitionPenaltyOption = Annotated[
     float, typer.Option(help="Above 1 makes tokens that were there before less likely.", min=0.01, max=100.0)
 ]
-SystemOption = Annotated[
-    str | None, typer.Option(help="A system message, through the model's chat template.", show_default=False)
-]
+SystemOption = Annotated[str | None, typer.Option(help="A system message, through the model's chat template.")]
 SeedOption = Annotated[int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)]
-PrefillOption = Annotated[str | None, typer.Option(help="Read the prompt at this precision.", show_default=False)]
-DecodeOption = Annotated[str | None, typer.Option(help="Write new tokens at this precision.", show_default=False)]
+PrefillOption = Annotated[str | None, console.precision_option("Read the prompt at this precision.")]
+DecodeOption = Annotated[str | None, console.precision_option("Write new tokens at this precision.")]
 ScheduleOption = Annotated[
     str | None,
-    typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,...", show_default=False),
+    typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,..."),
 ]
-KvOption = Annotated[
-    str | None, typer.Option(help="Keep keys and values at this precision; in float16 by default.", show_default=False)
-]
+KvOption = Annotated[str | None, console.precision_option("Keep keys and values at this precision; in float16 by default.")]
 DraftOption = Annotated[
     str | None,
     typer.Option(
         help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or prompt+E5M3. "
         "Changes the speed, and at a temperature which tokens a seed draws.",
-        show_default=False,
     ),
 ]
-StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.", show_default=False)]
+StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
+@page(
+    {
+        "Precisions by phase": "prefill decode schedule kv draft",
+        "Sampling": "temperature top_p top_k repetition_penalty seed stop",
+    },
+    examples="""
+    otaro generate DIR --prompt "Once upon a time" --precision E5M4
+    otaro generate DIR --prompt - --prefill E5M8 --decode E5M4 < question.txt
+    otaro generate DIR --prompt Hello --schedule 0:E5M8,100:E5M4   # change between tokens
+    """,
+)
 def generate(
     directory: DirectoryArgument,
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
@@ -192,6 +199,7 @@ def told(how: Any) -> dict[str, Any]:
         "prefill_tokens_per_second": how.prefill_rate,
         "decode_tokens_per_second": how.decode_rate,
         "cache_bytes": how.cache_bytes,
+        "draft": how.draft or None,
         "drafted": how.drafted,
         "accepted": how.accepted,
         "served_by": how.served_by,
@@ -205,8 +213,9 @@ def remark(how: Any) -> None:
     parts.append(f"prompt of {how.prompt_tokens - how.reused_tokens} at {how.prefill_rate:.1f} per second")
     if how.reused_tokens:
         parts.append(f"{how.reused_tokens} tokens reused")
-    if how.drafted:
-        parts.append(f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right")
+    if how.draft:
+        said = f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right" if how.drafted else "nothing was drafted"
+        parts.append(said)
     if how.cache_bytes is not None:
         parts.append(f"cache {console.size(how.cache_bytes)}")
     if how.reason:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 from otaro.cli.quality import show_quality
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     _Found = tuple[Summary, CalibratedOn | None, Quality | None, dict[str, Fit]]
 
 
+@page(examples="otaro inspect DIR")
 def inspect(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id or http(s)://HOST/PATH of one.")

@@ -16,6 +16,8 @@ from otaro.cli import (
     chat,
     console,
     demo,
+    describe,
+    doctor,
     export,
     fetch,
     fit,
@@ -28,30 +30,33 @@ from otaro.cli import (
     verify,
 )
 from otaro.cli import eval as eval_command
+from otaro.cli.help import App, page
 from otaro.tune import processes
 
-app = console.App(
+app = App(
     help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("pack")(pack.pack)
-app.command("fetch")(fetch.fetch)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("fit")(fit.fit)
-app.command("export")(export.export)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
-app.command("eval")(eval_command.evaluate)
-app.add_typer(analyze.app, name="analyze")
-app.command("report")(report.report)
-app.command("demo")(demo.demo)
+MAKE, RUN, MEASURE, START = "Commands to make a model", "To run one", "To measure one", "To begin with"
+app.command("pack", rich_help_panel=MAKE)(pack.pack)
+app.command("tune", rich_help_panel=MAKE)(tune.tune)
+app.command("fit", rich_help_panel=MAKE)(fit.fit)
+app.command("fetch", rich_help_panel=MAKE)(fetch.fetch)
+app.command("describe", rich_help_panel=MAKE)(describe.describe)
+app.command("export", rich_help_panel=MAKE)(export.export)
+app.command("generate", rich_help_panel=RUN)(generate.generate)
+app.command("chat", rich_help_panel=RUN)(chat.chat)
+app.command("serve", rich_help_panel=RUN)(serve.serve)
+app.command("eval", rich_help_panel=MEASURE)(eval_command.evaluate)
+app.command("bench", rich_help_panel=MEASURE)(bench.bench)
+app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)
+app.command("verify", rich_help_panel=MEASURE)(verify.verify)
+app.add_typer(analyze.app, name="analyze", rich_help_panel=MEASURE)
+app.command("report", rich_help_panel=MEASURE)(report.report)
+app.command("demo", rich_help_panel=START)(demo.demo)
+app.command("doctor", rich_help_panel=START)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,6 +66,14 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
+@page(
+    {"Options": "version install_completion show_completion help"},
+    examples="""
+    otaro demo                                              # the whole story in two minutes
+    otaro pack HuggingFaceTB/SmolLM2-135M smol              # every precision in one directory
+    otaro generate smol --prompt "Hello" --precision E5M4
+    """,
+)
 def options(
     context: typer.Context,
     version: Annotated[

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 from otaro.errors import OtaroError
 from otaro.sefp.precision import PRECISIONS
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 _NAMED = 3  # groups of tensors
 
 
+@page(
+    {"Numbers": "reconstruction group_size keep_float32", "Calibration": "calibrate samples device"},
+    examples="""
+    otaro pack HuggingFaceTB/SmolLM2-135M smol
+    otaro pack MODEL out --calibrate notes.txt   # better at low precisions, without tuning
+    """,
+)
 def pack(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`; or a GGUF file.")
@@ -42,16 +50,13 @@ def pack(
             metavar="TEXT",
             help="Choose codes that make up for each other's error on this text: a file, a Hub data set, or `builtin`. "
             "Takes minutes to hours, and goes on where it was after a stop.",
-            show_default=False,
         ),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default.", show_default=False),
+        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.", show_default=False)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.")] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -98,6 +103,7 @@ def pack(
         console.remark(f"interrupted: {now}{kept}")
         raise typer.Exit(130) from None
     seconds = time.perf_counter() - started
+    undescribed = _describe(out)
     for note in notes:
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
     from otaro.file.summary import precision_summary, unpacked
@@ -110,6 +116,7 @@ def pack(
         bits = {row.precision: row.bits_per_weight for row in sizes}
         more = {} if calibrated is None else {"calibrated": {"tokens": calibrated.tokens, "plain": calibrated.plain}}
         about = {**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]}
+        about["decoder"] = not undescribed
         console.print_json({**about, **more})
     else:
         console.out.print(
@@ -129,7 +136,20 @@ def pack(
                 console.out.print(f"packed plainly: {console.escape(name)}", highlight=False, soft_wrap=True)
         if left:
             console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False, soft_wrap=True)
+        if undescribed:
+            console.out.print(f"no decoder.json: {console.escape(undescribed)}", highlight=False, soft_wrap=True)
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)
+
+
+def _describe(out: Path) -> str:
+    """Write decoder.json, where a decoder serves the model; or why there is none."""
+    from otaro.runtime.decoder_file import write_decoder_file
+
+    try:
+        write_decoder_file(out)
+    except OtaroError as error:
+        return str(error)
+    return ""
 
 
 def _text(source: str) -> Text:

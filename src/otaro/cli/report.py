@@ -8,10 +8,18 @@ from typing import Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 PROMPT = "The main difference between"
 
 
+@page(
+    {"Samples": "prompt max_new_tokens no_samples"},
+    examples="""
+    otaro report run
+    otaro report run usual --out page.html   # two runs side by side
+    """,
+)
 def report(
     runs: Annotated[
         list[Path],
@@ -20,12 +28,10 @@ def report(
             help="Run folders of `otaro tune`; as baselines also directories of models, or of a quality.json alone.",
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.")] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help=f"Text to continue at each precision, may be repeated ({PROMPT!r}).", show_default=False),
+        typer.Option(help=f"Text to continue at each precision, may be repeated ({PROMPT!r})."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the continuations.", min=1)] = 40,
     no_samples: Annotated[bool, typer.Option("--no-samples", help="Leave continuations out.")] = False,

@@ -9,9 +9,24 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption, DirectoryArgument, KvOption
+from otaro.cli.help import page
 from otaro.errors import OtaroError, install
 
 
+@page(
+    {
+        "Access": "host api_key api_key_file cors",
+        "Limits": "max_sequences cache_bytes max_queue max_connections max_body_bytes max_prompt_tokens "
+        "max_tokens timeout read_timeout write_timeout shutdown_timeout",
+        "Precision auto": "auto_finest auto_coarsest auto_interval auto_margin",
+        "Memory": "kv release_after",
+        "Output": "log_prompts",
+    },
+    examples="""
+    otaro serve DIR
+    otaro serve DIR --precision auto --host 0.0.0.0 --api-key-file keys.txt
+    """,
+)
 def serve(
     directory: DirectoryArgument,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
@@ -19,7 +34,9 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Of the model, for clients; by default the directory's.")] = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", "-p", help="Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto."),
+        console.precision_option(
+            "Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto.", "--precision", "-p"
+        ),
     ] = None,
     api_key: Annotated[
         str | None,

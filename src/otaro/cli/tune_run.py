@@ -28,11 +28,9 @@ from otaro.tune import processes
 if TYPE_CHECKING:
     from otaro.file.hub import Hub
     from otaro.sefp.precision import Precision
-    from otaro.tune.config import Options, Training
+    from otaro.tune.config import Around, Options, Training
     from otaro.tune.data import TokenDataset
 
-EVALUATED_TOKENS, SAVE_EVERY, HELD_OUT = 16_384, 100, 0.05
-AROUND = ("hold_out", "eval_data", "eval_tokens", "skip_bad_rows", "save_every")  # what config.json states beside `Training`
 BATCH_TOKENS = 4_096  # in a batch of an evaluation
 LESS_MEMORY = (
     "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
@@ -50,11 +48,7 @@ class TuningRun:
         out: Path,
         options: Options,
         training: Training,
-        eval_tokens: int = EVALUATED_TOKENS,
-        save_every: int = SAVE_EVERY,
-        skip_bad_rows: bool = False,
-        hold_out: float = HELD_OUT,
-        eval_data: str | None = None,
+        around: Around | None = None,
         recipe: str = "best",
         resume: bool = False,
         allowed: Collection[str] = (),
@@ -63,22 +57,19 @@ class TuningRun:
         """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
         from otaro.cli.tune_folder import RunFolder, refuse_changes
         from otaro.file.checkpoint import HUB
-        from otaro.tune.config import ConfigError
+        from otaro.tune.config import Around, ConfigError
 
         options.check_rate(training.lr)
-        if not 0 <= hold_out < 1:
-            raise ConfigError(f"--hold-out {hold_out}: must be 0 or more, and less than 1")
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             training = replace(training, fsdp=True)
         if training.fsdp and processes.size() == 1:
             raise ConfigError("--fsdp shares weights out over several processes; start them with torchrun --nproc_per_node N")
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
-        self.eval_tokens, self.save_every, self.skip_bad_rows, self.resume = eval_tokens, save_every, skip_bad_rows, resume
-        self.hold_out, self.eval_data, self.hub = hold_out, eval_data, hub or HUB
+        self.around, self.resume, self.hub = around or Around(), resume, hub or HUB
         self.folder = RunFolder(out, allowed)
         stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
-        stated |= {"options": options.to_dict(), "training": asdict(training), "processes": processes.size()}
-        stated["training"] |= {name: getattr(self, name) for name in AROUND}
+        stated |= {"options": options.to_dict(), "training": asdict(training) | asdict(self.around)}
+        stated["processes"] = processes.size()
         stated["launcher"] = processes.launcher()
         self.stated: dict[str, Any] = json_module.loads(json_module.dumps(stated))
         self.before: dict[str, Any] | None = self.folder.stated() if resume else None
@@ -216,19 +207,19 @@ class TuningRun:
             tokenizer=tokenizer,
             sequence_length=length,
             max_positions=_positions(model),
-            skip_bad_rows=self.skip_bad_rows,
+            skip_bad_rows=self.around.skip_bad_rows,
             bos=bos,
         )
         dataset = read(self.data)
         console.remark(*dataset.remarks)
-        if self.eval_data is not None:
+        if self.around.eval_data is not None:
             try:
-                return dataset, read(self.eval_data)
+                return dataset, read(self.around.eval_data)
             except DataError as error:
                 raise DataError(str(error).replace("--data takes", "--eval-data takes")) from error
-        if self.hold_out == 0:
+        if self.around.hold_out == 0:
             return dataset, None
-        return split(dataset, self.hold_out, self.training.seed)
+        return split(dataset, self.around.hold_out, self.training.seed)
 
     def _tell_memory(self, model: Any) -> None:
         """Before the weights go to their device: what the run will take there, or that it cannot work."""
@@ -278,7 +269,7 @@ class TuningRun:
                 bf16=t.bf16,
                 gradient_checkpointing=t.gradient_checkpointing,
                 seed=t.seed,
-                save_steps=self.save_every,
+                save_steps=self.around.save_every,
                 save_total_limit=2,
                 logging_strategy="no",
                 logging_nan_inf_filter=False,  # our trainer stops at the first such loss
@@ -396,7 +387,7 @@ class TuningRun:
         tokens = 0
         for example in (held_out[i] for i in range(len(held_out))):
             tokens += len(example["input_ids"])
-            if examples and tokens > self.eval_tokens:
+            if examples and tokens > self.around.eval_tokens:
                 break
             examples.append(example)
         return examples
@@ -408,7 +399,7 @@ class TuningRun:
 
         if last := last_good_checkpoint(self.folder.checkpoints):
             return f"kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
-        return f"nothing is kept, as the first checkpoint comes after {self.save_every} steps (--save-every)"
+        return f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps (--save-every)"
 
 
 class _Terminated(KeyboardInterrupt):

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from otaro.cli import console
+from otaro.cli.help import page
 
 
+@page(examples="otaro verify DIR")
 def verify(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
     revision: console.RevisionOption = None,

@@ -23,7 +23,8 @@ def perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
         return Cell("–")
     finest = next(one for one in NAMES if one in values)
     change = values[name] / values[finest] - 1
-    return Cell(number(values[name]), values[name], f"{change:+,.1%}" if name != finest and math.isfinite(change) else "")
+    note = f"{change:+,.1%}".replace("-0.0%", "+0.0%") if name != finest and math.isfinite(change) else ""
+    return Cell(number(values[name]), values[name], note)
 
 
 def score_cell(entry: Entry | None) -> Cell:

@@ -1,15 +1,17 @@
-"""The figures of the report, as Vega-Lite specifications made with altair.
+"""Figures as Vega-Lite specifications made with altair: those of the report, and what figures in files share with them.
 
 Colours are names of CSS variables, such as var(--run-1): the page's style sheet says what they are in the light, in the dark
 and on paper, and a figure follows without being drawn again. A run has the same colour in every figure, and so has a precision.
-Only values in data come from files: field names, expressions and titles of axes are fixed here.
+Only values in data come from files: field names, expressions and titles of axes are fixed here. `svg` makes a file of a figure.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from importlib import resources
+from typing import Any, Literal
 
 from otaro.errors import OtaroError, install
 from otaro.evaluate.quality import FULL
@@ -22,17 +24,49 @@ _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a lo
 _BINS = 120  # of steps, along the path
 _MEANS, _STRETCH = 40, 10  # means of losses along the training, each over this many steps at least
 
+_TEXT = {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFontSize": 12, "titleFontSize": 12}
+_TEXT |= {"titleFontWeight": 400}
+_LINES = {"domainColor": "var(--line)", "tickColor": "var(--line)", "gridColor": "var(--line)", "gridOpacity": 0.7}
+CONFIG: dict[str, Any] = {
+    "background": "transparent",
+    "view": {"stroke": None},
+    "axis": {**_TEXT, **_LINES, "titlePadding": 12},
+    "axisX": {"grid": False},
+    "axisQuantitative": {"tickCount": 6},
+    "axisY": {"domain": False, "ticks": False, "labelPadding": 8},
+    "legend": {**_TEXT, "labelColor": "var(--ink)", "labelFontSize": 13, "symbolSize": 90, "columnPadding": 14, "offset": 14},
+    "title": {"color": "var(--ink)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
+    "header": {"labelColor": "var(--ink)", "labelFontSize": 13, "labelFontWeight": 600},
+    "text": {"fill": "var(--ink)", "fontSize": 12},
+}
+"""What all figures look like; on a page its script adds the font."""
+
 Spec = dict[str, Any]
 Row = dict[str, Any]
 
 
 def altair() -> Any:
-    """The package altair; refused with what to install where it is missing."""
+    """The package altair; refused with what to install where it, or vl-convert that draws, is missing."""
     try:
         import altair
-    except ImportError:
-        raise OtaroError(f"a report needs the package altair; install it with: {install('report')}") from None
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        package = "altair" if error.name == "altair" else "vl-convert-python"
+        raise OtaroError(f"figures need the package {package}; install it with: {install('report')}") from None
     return altair
+
+
+def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
+    """A figure as a file of its own; without a theme it follows the light or dark of whoever looks at it."""
+    import vl_convert
+
+    style = resources.files("otaro.evaluate").joinpath("assets", "report.css").read_text(encoding="utf-8")
+    colours = re.findall(r"(--[\w-]+): light-dark\((.*?), (.*?)\);", style)
+    light, dark = (";".join(f"{name}:{values[i]}" for name, *values in colours) for i in (0, 1))
+    rules = {"light": f":root{{{light}}}", "dark": f":root{{{dark}}}"}
+    both = f"{rules['light']}@media(prefers-color-scheme:dark){{{rules['dark']}}}"
+    drawn = str(vl_convert.vegalite_to_svg({"padding": 16, **spec, "config": CONFIG}))
+    return drawn.replace(">", f"><style>{rules[theme] if theme else both}</style>", 1) + "\n"
 
 
 def shown(precision: str) -> str:
@@ -67,11 +101,9 @@ def by_precision(
     scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     names = [BEFORE, *(run for run in runs if run != BEFORE)]
-    present = [name for name in names if any(row["run"] == name for row in data)]
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
-    legend = alt.Legend(title=None, orient="top", values=present, labelLimit=400, symbolOpacity=1)
-    colour = alt.Color("run:N", scale=alt.Scale(domain=names, range=_run_colours(len(names) - 1)), legend=legend)
-    shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=legend)
+    colour = _run_colour(alt, runs, {row["run"] for row in data})
+    shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=colour["legend"])
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
     dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)
     tooltip = [
@@ -111,6 +143,31 @@ def sizes(rows: Sequence[Row]) -> Spec:
     return _finish(alt.layer(bars, labels), 32 * len(order))
 
 
+def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
+    """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run, megabytes, value."""
+    alt = altair()
+    data = [row for row in rows if math.isfinite(row["value"])]
+    values = [row["value"] for row in data]
+    wide = bool(values) and max(values) / min(values) > _LOG_FROM
+    scale = alt.Scale(type="log", nice=False, padding=16) if wide else alt.Scale(zero=False, padding=16)
+    first = next((row["run"] for row in data), None)
+    labelled = [{**row, "label": row["precision"] if row["run"] == first else ""} for row in data]
+    base = alt.Chart(alt.Data(values=labelled)).encode(
+        x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
+        y=alt.Y("value:Q", title="perplexity", scale=scale),
+        color=_run_colour(alt, runs, {row["run"] for row in data}),
+        tooltip=[
+            alt.Tooltip("run:N"),
+            alt.Tooltip("precision:N"),
+            alt.Tooltip("megabytes:Q", title="MB", format=",.4~g"),
+            alt.Tooltip("value:Q", title="perplexity", format=",.4~g"),
+        ],
+    )
+    lines = base.mark_line(strokeWidth=2.5).properties(name="lines")
+    points = base.mark_point(filled=True, size=70, opacity=1).properties(name="points")
+    return _finish(alt.layer(lines, points, base.mark_text(dy=-13, align="left").encode(text="label:N")), 260)
+
+
 def by_size(rows: Sequence[Row]) -> Spec:
     """What fits and single precisions lose, against bits per weight; `rows` have bits, value, kind and name."""
     alt = altair()
@@ -131,23 +188,25 @@ def by_size(rows: Sequence[Row]) -> Spec:
 
 
 def training(log: Sequence[Step]) -> Spec:
-    """Loss by step in the colour of its precision: every step (thinned where there are very many), and means of stretches."""
+    """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and means of stretches."""
     alt = altair()
-    finite = [step for step in log if math.isfinite(step.loss)]
+    finite = [step for step in log if math.isfinite(step.cross_entropy)]
     thinned = finite[:: max(1, len(finite) // 1500)]
-    points: list[Row] = [{"step": step.step, "precision": shown(step.precision), "loss": step.loss} for step in thinned]
+    points: list[Row] = [
+        {"step": step.step, "precision": shown(step.precision), "loss": step.cross_entropy} for step in thinned
+    ]
     stretch = max(_STRETCH, math.ceil(len(log) / _MEANS))
     groups: dict[tuple[str, int], list[float]] = {}
     for step in finite:
-        groups.setdefault((shown(step.precision), (step.step - 1) // stretch), []).append(step.loss)
+        groups.setdefault((shown(step.precision), (step.step - 1) // stretch), []).append(step.cross_entropy)
     means = [
         {"step": number * stretch + (stretch + 1) / 2, "precision": name, "loss": sum(losses) / len(losses)}
         for (name, number), losses in groups.items()
     ]
     encoding = {
         "x": alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
-        "y": alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False)),
-        "color": _precision_colour(alt, {row["precision"] for row in points}),
+        "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
+        "color": precision_colour(alt, {row["precision"] for row in points}),
     }
     tooltip = [alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("loss:Q", format=".4f")]
     steps = alt.Chart(alt.Data(values=points)).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
@@ -181,7 +240,7 @@ def path(log: Sequence[Step]) -> Spec:
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis(alt)),
         x2="to:Q",
         y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
-        color=_precision_colour(alt, present, legend=False),
+        color=precision_colour(alt, present, legend=False),
         opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
         tooltip=tooltip,
     )  # fmt: skip
@@ -200,7 +259,7 @@ def scores(log: Sequence[Step]) -> Spec:
     chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
         y=alt.Y("score:Q", title="score", scale=alt.Scale(zero=False)),
-        color=_precision_colour(alt, {row["precision"] for row in rows}),
+        color=precision_colour(alt, {row["precision"] for row in rows}),
         tooltip=[alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("score:Q", format=".3f")],
     )  # fmt: skip
     return _finish(chart.properties(name="lines"), 200)
@@ -216,13 +275,13 @@ def similarity(names: Sequence[str], matrix: Sequence[Sequence[float | None]]) -
         if is_finite(matrix[i][j])
     ]
     order = [shown(name) for name in names]
-    low = _low(row["similarity"] for row in rows)
+    low = low_end(row["similarity"] for row in rows)
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("one:N", sort=order, title=None, axis=alt.Axis(orient="top", labelAngle=0, domain=False)),
         y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
         tooltip=[alt.Tooltip("one:N"), alt.Tooltip("other:N"), alt.Tooltip("similarity:Q", format=".4f")],
     )
-    cells = base.mark_rect().encode(color=_similarity_colour(alt, low, legend=False)).properties(name="cells")
+    cells = base.mark_rect().encode(color=similarity_colour(alt, low, legend=False)).properties(name="cells")
     dark_cell = f"datum.similarity < {(low + 1) / 2}"
     numbers = base.mark_text(fontSize=12).encode(
         text=alt.Text("similarity:Q", format=".2f"), color=alt.condition(dark_cell, alt.value("#fff"), alt.value("#111"))
@@ -249,7 +308,7 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     chart = alt.Chart(alt.Data(values=rows)).transform_filter("datum.pair === pair").mark_rect().encode(
         x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
         y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
-        color=_similarity_colour(alt, _low(row["similarity"] for row in rows), legend=True),
+        color=similarity_colour(alt, low_end(row["similarity"] for row in rows), legend=True),
         tooltip=[alt.Tooltip("module:N"), alt.Tooltip("pair:N"), alt.Tooltip("similarity:Q", format=".4f")],
     )  # fmt: skip
     height = 24 * len({row["projection"] for row in rows}) + 20
@@ -268,7 +327,7 @@ def norm_error(gradients: dict[str, Any]) -> Spec:
     chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
         x=alt.X("batch:Q", title="batch", axis=_step_axis(alt)),
         y=alt.Y("error:Q", title="relative error of the gradient norm"),
-        color=_precision_colour(alt, {row["precision"] for row in rows}),
+        color=precision_colour(alt, {row["precision"] for row in rows}),
         tooltip=[alt.Tooltip("precision:N"), alt.Tooltip("batch:Q"), alt.Tooltip("error:Q", format=".4f")],
     )  # fmt: skip
     return _finish(chart.properties(name="lines"), 240)
@@ -286,7 +345,7 @@ def noise(gradients: dict[str, Any]) -> Spec:
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
     )
-    colour = _precision_colour(alt, {row["precision"] for row in rows})
+    colour = precision_colour(alt, {row["precision"] for row in rows})
     tooltip = [alt.Tooltip("precision:N"), alt.Tooltip("n:Q", title="N"), alt.Tooltip("ratio:Q", format=".4f"),
                alt.Tooltip("expected:Q", title="as 1/√N", format=".4f")]  # fmt: skip
     y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
@@ -298,7 +357,7 @@ def noise(gradients: dict[str, Any]) -> Spec:
 
 def _finish(chart: Any, height: int) -> Spec:
     spec: Spec = chart.properties(width="container", height=height).to_dict()
-    del spec["config"]  # the page's script has the one that fits the style sheet
+    del spec["config"]  # `CONFIG` is that of all
     return spec
 
 
@@ -317,7 +376,7 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
-def _low(values: Any) -> float:
+def low_end(values: Any) -> float:
     """The lower end of a scale of similarities that ends at 1."""
     lowest = math.floor(10 * min(values, default=0.0)) / 10
     return lowest if lowest < 1 else 0.0
@@ -327,8 +386,12 @@ def _cycle(values: Sequence[str], count: int) -> list[str]:
     return [values[i % len(values)] for i in range(count)]
 
 
-def _run_colours(count: int) -> list[str]:
-    return ["var(--before)", *(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(count))]
+def _run_colour(alt: Any, runs: Sequence[str], present: set[str]) -> Any:
+    names = [BEFORE, *(run for run in runs if run != BEFORE)]
+    colours = ["var(--before)", *(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(len(names) - 1))]
+    values = [name for name in names if name in present]
+    legend = alt.Legend(title=None, orient="top", values=values, labelLimit=400, symbolOpacity=1)
+    return alt.Color("run:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 
 
 def _precision_scale(alt: Any, full: str = "full") -> Any:
@@ -336,16 +399,18 @@ def _precision_scale(alt: Any, full: str = "full") -> Any:
     return alt.Scale(domain=names, range=["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)])
 
 
-def _precision_colour(alt: Any, present: set[str], *, legend: bool = True) -> Any:
+def precision_colour(alt: Any, present: set[str], *, legend: bool = True, channel: str = "Color") -> Any:
+    """Every precision has its own, everywhere."""
     values = [shown(name) for name in NAMES if shown(name) in present]
     shown_legend = (
         alt.Legend(title=None, orient="top", values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1)
         if legend
         else None
     )
-    return alt.Color("precision:N", scale=_precision_scale(alt), legend=shown_legend)
+    return getattr(alt, channel)("precision:N", scale=_precision_scale(alt), legend=shown_legend)
 
 
-def _similarity_colour(alt: Any, low: float, *, legend: bool) -> Any:
+def similarity_colour(alt: Any, low: float, field: str = "similarity", *, legend: bool = True) -> Any:
+    """Of a cosine between `low` and 1."""
     bar = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f") if legend else None
-    return alt.Color("similarity:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)
+    return alt.Color(f"{field}:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)

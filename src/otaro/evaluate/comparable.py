@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from otaro.evaluate.charts import shown
 from otaro.evaluate.quality import FULL, coding_of, comparable_tasks, task_averages
 from otaro.evaluate.run_folder import BEFORE, Run
 
 Entry = Mapping[str, Any]
+
+
+class About(NamedTuple):
+    """What was measured, in words, and what a machine knows it by."""
+
+    what: str
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return self.what
+
+
 Measured = dict[tuple[str, str], Entry]
 """Entries of quality.json by run and precision."""
 
@@ -32,12 +44,12 @@ class Series:
         return f"{self.run}, before" if self.stage == "before" and self.run != BEFORE else self.run
 
 
-def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
+def perplexities(runs: Sequence[Run]) -> dict[About, list[Series]]:
     """What is comparable goes together: by text, its number of tokens, and the windows it was read in.
 
     First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data.
     """
-    measured: dict[str, list[Series]] = {}
+    measured: dict[About, list[Series]] = {}
     for text, entries in by_text(runs, "perplexity").items():
         for run in runs:
             if own := {name: entry for (there, name), entry in entries.items() if there == run.name}:
@@ -47,8 +59,8 @@ def perplexities(runs: Sequence[Run]) -> dict[str, list[Series]]:
     return {**measured, **_held_out(runs)}
 
 
-def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
-    found: dict[str, list[Series]] = {}
+def _held_out(runs: Sequence[Run]) -> dict[About, list[Series]]:
+    found: dict[About, list[Series]] = {}
     for run in runs:
         if run.tuning is not None:
             training = run.tuning["training"]
@@ -58,7 +70,7 @@ def _held_out(runs: Sequence[Run]) -> dict[str, list[Series]]:
             for stage, values in run.held_out.items():
                 series = Series(run.name, stage, values, [run.command])
                 other = training.get("eval_data")
-                text = f"{other or 'data held out of ' + run.tuning['data']} ({told})"
+                text = About(f"{other or 'data held out of ' + run.tuning['data']} ({told})")
                 found.setdefault(text, []).append(series)
     for text, several in found.items():
         baselines = [one for one in several if one.stage == "before"]
@@ -83,25 +95,23 @@ def otherwise(run: Run, entry: Entry) -> str:
     return "" if entry["precision"] == FULL or coding == run.coding else f"{coding or 'an unknown coding'}"
 
 
-def by_text(runs: Sequence[Run], kind: str, device: bool = False) -> dict[str, Measured]:
-    """Entries of one kind, by the text and the windows they were measured on, and by device, or else the first of each."""
-    found: dict[str, Measured] = {}
+def by_text(runs: Sequence[Run], kind: str) -> dict[About, Measured]:
+    """Entries of one kind, by the text and the windows they were measured on, the first of each."""
+    found: dict[About, Measured] = {}
     for run in runs:
         for entry in run.quality:
             if entry["kind"] == kind:
                 stride = f", stride {entry['stride']}" if "stride" in entry else ""
-                digest = str(entry.get("text_sha256", "unknown"))[:8]
                 begun = {None: "", True: ", each begun with BOS", False: ", none begun with BOS"}[entry.get("bos")]
                 kept = f", keys and values in {entry['kv']}" if entry.get("kv") else ""
                 windows = f"windows of {entry['window']}{stride}{begun}{kept}"
-                text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows}, sha256 {digest})"
+                text = f"{entry['text']} ({entry['tokens']:,} tokens, {windows})"
                 if kind == "divergence":
                     text = f"{shown(entry['reference'])} precision on {text}"
                 if apart := otherwise(run, entry):
                     text += f", quantized in {apart}"
-                if device:
-                    text = f"{entry.get('device', 'an unnamed device')}, reading {text}"
-                found.setdefault(text, {}).setdefault((run.name, entry["precision"]), entry)
+                about = About(text, f"sha256 {entry['text_sha256']}" if "text_sha256" in entry else "")
+                found.setdefault(about, {}).setdefault((run.name, entry["precision"]), entry)
     return found
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from otaro.errors import OtaroError
-from otaro.runtime.load import check_device
 
 COPY_BYTES = 1 << 30
 
@@ -80,6 +79,8 @@ class Gpu(Cpu):
 
 def processor(device: str) -> Cpu:
     """What runs on a device; refused where there is none."""
+    from otaro.runtime.load import check_device
+
     check_device(device)
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):

@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from otaro.errors import OtaroError, install
+from otaro.evaluate.charts import CONFIG, altair
 
 _STACKED_FROM = 7  # columns, from which on notes stand below their figures
 
@@ -73,11 +73,14 @@ class Page:
         text = f"{first}–{last}" if several else str(first)
         return f'<a href="#command-{first}" title="{escape(told)}" aria-label="{spoken}">{text}</a>'
 
-    def figure(self, title: str, note: str, commands: Iterable[str], chart: dict[str, Any]) -> str:
-        """A chart with its caption; the title also describes it to those who do not see it."""
+    def figure(
+        self, title: str, note: str, commands: Iterable[str], chart: dict[str, Any], on: str = "", details: str = ""
+    ) -> str:
+        """A chart with its caption; title and `on` also describe it to those who do not see it. `details` are under a fold."""
         key = f"chart-{len(self.charts) + 1}"
-        self.charts[key] = {**chart, "description": title}
-        caption = f"<strong>{escape(title)}</strong> {escape(note)} {self.made_by(commands)}"
+        self.charts[key] = {**chart, "description": f"{title}, {on}" if on else title}
+        told = f"On {on}. {note}" if on else note
+        caption = f"<strong>{escape(title)}</strong> {escape(told)} {self.made_by(commands)}{_fold(details)}"
         return f'<figure><figcaption>{caption}</figcaption><div class=chart id="{key}"></div></figure>'
 
     def table(
@@ -93,7 +96,7 @@ class Page:
         )
         body = "".join(f"<tr>{''.join(_cell(row[i], i == 0, noted[i]) for i in columns)}</tr>" for row in rows)
         stacked = " stacked" * (len(headings) >= _STACKED_FROM)
-        told = f"<caption><strong>{escape(caption)}</strong> {escape(note)} {self.made_by(commands)}</caption>"
+        told = f"<caption><div><strong>{escape(caption)}</strong> {escape(note)} {self.made_by(commands)}</div></caption>"
         return (
             f'<div class=scroll><table class="sortable{stacked}">{told}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -121,12 +124,17 @@ class Page:
                 f'<section id="{key}" aria-labelledby="{key}-h"><h2 id="{key}-h">{heading}</h2>{content}</section>'
                 for key, heading, content in sections
             ),
-            "charts": _embedded_json(self.charts),
+            "charts": _embedded_json({"config": CONFIG, "figures": self.charts}),
             "library": library,
             "script": script,
         }
         # In one pass: what is put in is not looked at again.
         return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report.html"))
+
+
+def _fold(details: str) -> str:
+    """What a machine compares, and people seldom read."""
+    return f" <details><summary>exactly</summary><code>{escape(details)}</code></details>" if details else ""
 
 
 def _cell(cell: Cell, is_head: bool, noted: bool) -> str:
@@ -163,9 +171,8 @@ def _asset(name: str) -> str:
 @cache
 def _library() -> str:
     """Vega, Vega-Lite and vega-embed in one script."""
-    try:
-        import vl_convert
-    except ImportError:
-        raise OtaroError(f"a report needs the package vl-convert-python; install it with: {install('report')}") from None
+    altair()  # refuses where it is missing
+    import vl_convert
+
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")  # the same in strings, and no end to the element

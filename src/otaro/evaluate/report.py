@@ -17,9 +17,9 @@ from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cell, score_cell, share_cell
 from otaro.evaluate.charts import shown
-from otaro.evaluate.comparable import Measured, Series, averages, by_text, otherwise, perplexities, stage_of
+from otaro.evaluate.comparable import About, Measured, Series, averages, by_text, otherwise, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.run_folder import BEFORE, NAMES, Run
+from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, NAMES, Run, is_finite
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
 from otaro.file.fits import Fit
@@ -63,7 +63,7 @@ class _Report:
         """The first run's result: a sentence, and a tile for each precision."""
         run = self.runs[0]
         about = ((t, s) for t, s in self.perplexities.items() if any(one.run == run.name for one in s))
-        text, series = next(about, ("", []))
+        text, series = next(about, (About(""), []))
         after = next((one for one in series if one.run == run.name and one.stage == stage_of(run.name)), None)
         baselines = [one for one in series if one.stage == "before" and one is not after]
         before = next((one for one in baselines if one.run in (BEFORE, run.name)), None)
@@ -92,15 +92,27 @@ class _Report:
             parts.append(self._missing("perplexity", "otaro eval {model} --precision all --text FILE"))
         return "".join([*parts, self._tasks(), self._divergence()])
 
-    def _perplexity(self, text: str, series: Sequence[Series]) -> str:
-        points = [
-            {"precision": name, "run": one.run, "stage": one.stage, "value": value}
-            for one in series
-            for name, value in one.values.items()
-        ]
+    def _perplexity(self, text: About, series: Sequence[Series]) -> str:
+        """How far each is from the best, what the bytes buy, and the figures themselves in a table."""
         commands = [command for one in series for command in one.commands]
-        height = 360 if not self.page.charts else 260
-        chart = charts.by_precision(points, self.names, "perplexity", group_size=self.group_size, height=height)
+        tuned = [one for one in series if one.stage == "after"] or list(series)
+        alone = len(tuned) == 1
+        points = [
+            {"precision": name, "run": one.run, "stage": one.stage, "value": 100 * (value / least - 1)}
+            for one in (series if alone else tuned)
+            for name, value in one.values.items()
+            if math.isfinite(value) and (least := _finest(one) if alone else _best(tuned, name)) is not None
+        ]
+        above = "its finest precision" if alone else "the best at each precision"
+        title, hint = f"Perplexity above {above}", "Lower is better."
+        if not alone and len(tuned) < len(series):
+            hint += " Before tuning it is far above, and in the table."
+        chart = charts.by_precision(points, self.names, f"% above {above}", group_size=self.group_size, from_zero=True)
+        figures = self.page.figure(title, hint, commands, chart, text.what, text.digest)
+        if sized := self._by_size(tuned):
+            note = "What every megabyte buys: the points of a line are one file, cut at its shards."
+            chart = charts.size_curve(sized, self.names)
+            figures += self.page.figure("Perplexity by size", note, commands, chart, text.what)
         rows = [
             [word(shown(name)), *(perplexity_cell(one.values, name) for one in series)]
             for name in NAMES
@@ -108,34 +120,40 @@ class _Report:
         ]
         headings = ["precision", *(one.label for one in series)]
         note = "The small figure is the difference from the finest measured."
-        hint = "Lower is better."
-        return self.page.figure(f"Perplexity on {text}", hint, commands, chart) + self.page.table(
-            "Perplexity by precision", headings, rows, commands, note
-        )
+        return f"<div class=pair>{figures}</div>" + self.page.table("Perplexity by precision", headings, rows, commands, note)
+
+    def _by_size(self, series: Sequence[Series]) -> list[charts.Row]:
+        sizes = {run.name: _bytes(run.summary) for run in self.runs}
+        return [
+            {"precision": name, "run": one.run, "megabytes": sizes[one.run][name] / 1e6, "value": value}
+            for one in series
+            for name, value in one.values.items()
+            if name in sizes.get(one.run, {})
+        ]
 
     def _tasks(self) -> str:
-        by_task: dict[str, Measured] = {}
+        by_task: dict[About, Measured] = {}
         for run in self.runs:
             for entry in run.quality:
                 if entry["kind"] == "task":
                     limit = f", first {entry['limit']}" if entry.get("limit") else ""
-                    data = f", data {entry['data_sha256'][:8]}" if entry.get("data_sha256") else ""
+                    data = f"data: sha256 {entry['data_sha256']}" if entry.get("data_sha256") else ""
                     apart = f", quantized in {told}" if (told := otherwise(run, entry)) else ""
-                    measured = by_task.setdefault(f"{entry['task']} ({entry['metric']}{limit}{data}{apart})", {})
+                    measured = by_task.setdefault(About(f"{entry['task']} ({entry['metric']}{limit}{apart})", data), {})
                     measured.setdefault((run.name, entry["precision"]), entry)
         if not by_task:
             return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")
-        by_task = {**averages(self.runs), **by_task}
+        by_task = {**{About(name): found for name, found in averages(self.runs).items()}, **by_task}
         figures = ""
         for task, measured in by_task.items():
             points = [
                 {**point, "error": measured[point["run"], point["precision"]]["stderr"]} for point in _points(measured, "value")
             ]
             chart = charts.by_precision(points, self.names, "score", height=170)
-            figures += self.page.figure(task, "", _commands(measured), chart)
+            figures += self.page.figure(task.what, "", _commands(measured), chart, details=task.digest)
         names = [name for name in NAMES if any(name == there for measured in by_task.values() for _, there in measured)]
         rows = [
-            [word(task), word(run), *(score_cell(measured.get((run, name))) for name in names)]
+            [word(task.what), word(run), *(score_cell(measured.get((run, name))) for name in names)]
             for task, measured in by_task.items()
             for run in self.names
             if any(there == run for there, _ in measured)
@@ -152,7 +170,7 @@ class _Report:
             chart = charts.by_precision(points, self.names, "divergence (nats)", group_size=self.group_size)
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
             commands = _commands(measured)
-            parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart))
+            parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart, details=text.digest))
             headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))
@@ -223,19 +241,37 @@ class _Report:
         return "".join(parts)
 
     def _speed(self) -> str:
+        """What `otaro bench` timed, those together that were timed alike."""
+        alike: dict[tuple[str, str], list[Run]] = {}
+        for run in self.runs:
+            if (found := run.bench) is not None:
+                timed = found["settings"]
+                place = f"{found['machine']}, kernels {found['kernels']}, {found['threads']} threads"
+                how = f"decode of {timed['tokens']} tokens after {timed['context']}, prefill of {timed['prompt_tokens']}"
+                alike.setdefault((place, how), []).append(run)
         parts = []
-        for place, measured in by_text(self.runs, "perplexity", device=True).items():
-            points = _points(measured, "tokens_per_second")
-            chart = charts.by_precision(points, self.names, "tokens per second", group_size=self.group_size, from_zero=True)
-            note = (
-                "Tokens read per second while perplexity was measured, with weights decoded beforehand: "
-                "all precisions are as fast. `otaro bench` times packed weights."
+        for (place, how), runs in alike.items():
+            entries = {(run.name, row["precision"]): row for run in runs if run.bench for row in run.bench["precisions"]}
+            chart = charts.by_precision(
+                _points(entries, "decode"), self.names, "tokens per second", group_size=self.group_size, from_zero=True
             )
-            headings, rows = self._by_run(measured, lambda e: Cell(f"{e['tokens_per_second']:,.0f}", e["tokens_per_second"]))
-            commands = _commands(measured)
-            parts.append(self.page.figure(f"Speed on {place}", note, commands, chart))
-            parts.append(self.page.table(f"Tokens per second by precision on {place}", headings, rows, commands))
-        return "".join(parts) or self._missing("speed", "otaro eval {model} --precision all --text FILE")
+            commands = [_bench_command(run) for run in runs]
+            note = f"One sequence, {how}; the median of rounds in turns. Higher is better."
+            parts.append(self.page.figure(f"Decode speed on {place}", note, commands, chart))
+            headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token", "switch to it"]
+            rows = [
+                [
+                    word(name),
+                    word(run),
+                    Cell(f"{row['decode']:,.0f}", row["decode"]),
+                    Cell(f"{row['prefill']:,.0f}", row["prefill"]),
+                    Cell(size(row["weight_bytes"]), row["weight_bytes"]),
+                    Cell("–") if row.get("switch") is None else Cell(f"{row['switch'] * 1e6:,.0f} µs", row["switch"]),
+                ]
+                for (run, name), row in entries.items()
+            ]
+            parts.append(self.page.table("Speed by precision", headings, rows, commands))
+        return "".join(parts) or self._missing("speed", "otaro bench {model} --json > {run}/bench.json")
 
     # Training, and what the analyses found.
 
@@ -254,10 +290,12 @@ class _Report:
 
     def _training_of(self, run: Run) -> str:
         made = [run.command]
-        lost = sum(not math.isfinite(step.loss) for step in run.log)
-        note = "Dots are steps, lines are means over stretches of steps."
+        lost = sum(not math.isfinite(step.cross_entropy) for step in run.log)
+        note = "Of the labels alone, so that precisions compare. Dots are steps, lines are means over stretches of steps."
+        if all(step.cross_entropy == step.loss for step in run.log) and (run.tuning or {})["options"].get("distill"):
+            note = "This log has no cross-entropy: the loss, at some precisions mixed with divergence. Do not compare."
         note += f" {lost:,} steps without a finite loss are left out." if lost else ""
-        figures = self.page.figure(f"Loss by step, {run.name}", note, made, charts.training(run.log))
+        figures = self.page.figure(f"Cross-entropy by step, {run.name}", note, made, charts.training(run.log))
         if len({step.precision for step in run.log}) > 1:
             held = sum(not step.applied for step in run.log)
             note = f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its share."
@@ -449,6 +487,22 @@ def _compared(text: str, finest: str) -> str:
     same = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(finest)))
     marked = f"<mark>{escape(text[same:])}</mark>" if text[same:] else ""
     return escape(text[:same]) + marked
+
+
+def _finest(series: Series) -> float | None:
+    return next((series.values[name] for name in NAMES if is_finite(series.values.get(name))), None)
+
+
+def _best(series: Sequence[Series], name: str) -> float | None:
+    return min((one.values[name] for one in series if is_finite(one.values.get(name))), default=None)
+
+
+def _bench_command(run: Run) -> str:
+    assert run.bench is not None
+    words = ["otaro", "bench", str(run.nested or run.path)]
+    for name in BENCH_SETTINGS:
+        words += [f"--{name.replace('_', '-')}", str(run.bench["settings"][name])]
+    return shlex.join([*words, "--json"])
 
 
 def _inspect(run: Run) -> str:

@@ -35,6 +35,7 @@ BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that very name is called by its path."""
 NAMES = PRECISION_NAMES
 
+BENCH_SETTINGS = ("prompt_tokens", "tokens", "context", "rounds")
 _LARGEST = 1 << 53  # integers beyond are not exact in a browser
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 
@@ -46,6 +47,9 @@ class Step:
     step: int
     precision: str
     loss: float
+    """What was trained on, at some precisions mixed with divergence from full precision."""
+    cross_entropy: float
+    """Of the labels alone, which compares across precisions; of logs that do not tell it, the loss."""
     applied: bool
     scores: dict[str, float]
 
@@ -77,6 +81,8 @@ class Run:
     """Sizes of the nested directory."""
     fits: list[Fit] = field(default_factory=list)
     """What `otaro fit` found for it."""
+    bench: dict[str, Any] | None = None
+    """What `otaro bench --json` printed, kept as bench.json."""
 
     @property
     def command(self) -> str:
@@ -146,6 +152,7 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
+        bench=_first(_read_bench(home / "bench.json") for home in homes),
         fits=list(read_fits(directory).values()) if directory else [],
     )
 
@@ -213,12 +220,30 @@ def _read_log(path: Path) -> Iterator[Step]:
         _need(sound, path, f'line {number} has no proper "step"')
         if "precision" not in record:  # the last line: what delayed accumulation had left over
             continue
-        sound = record["precision"] in NAMES and _is_number(record.get("loss"))
+        plain = record.get("cross_entropy", record.get("loss"))
+        sound = record["precision"] in NAMES and _is_number(record.get("loss")) and _is_number(plain)
         _need(sound, path, f'line {number} has no proper "precision" and "loss"')
         scores = record.get("scores") or {}
         _need(isinstance(scores, dict) and scores.keys() <= set(NAMES), path, f'line {number} has strange "scores"')
         finite = {name: float(score) for name, score in scores.items() if _is_number(score) and math.isfinite(score)}
-        yield Step(record["step"], record["precision"], record["loss"], record.get("applied") is not False, finite)
+        yield Step(record["step"], record["precision"], record["loss"], plain, record.get("applied") is not False, finite)
+
+
+def _read_bench(path: Path) -> dict[str, Any] | None:
+    stored = read_json(path)
+    if stored is None:
+        return None
+    for key, kind in {"machine": str, "kernels": str, "threads": int, "device": str, "settings": dict}.items():
+        _need(isinstance(stored.get(key), kind), path, f'no proper "{key}"')
+    counts = [stored["settings"].get(key) for key in BENCH_SETTINGS]
+    _need(all(type(one) is int and 0 <= one < _LARGEST for one in counts), path, '"settings" lack a number')
+    rows = stored.get("precisions")
+    _need(isinstance(rows, list) and bool(rows), path, 'no proper "precisions"')
+    for row in stored["precisions"]:
+        sound = isinstance(row, dict) and isinstance(row.get("precision"), str)
+        sound = sound and all(_is_perplexity(row.get(key)) for key in ("prefill", "decode", "weight_bytes"))
+        _need(sound and _is_number_or_null(row.get("switch")), path, "a precision lacks its speeds")
+    return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}  # no fits
 
 
 def _read_gradients(path: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from otaro.sefp.precision import FINEST
 QUALITY_FILE = "quality.json"  # what `otaro eval` measured of the model beside it
 FITS_FILE = "precisions.json"  # the fits that `otaro fit` made for it
 SENSITIVITY_FILE = "sensitivity.json"  # what it measured for that
+DECODER_FILE = "decoder.json"  # the model as decoders see it, for programs without Python
 SHARDS = [shard_name(plane) for plane in range(BASE, FINEST + 1)]
 _RECORDS = (QUALITY_FILE, FITS_FILE, SENSITIVITY_FILE)
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")

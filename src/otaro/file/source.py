@@ -27,15 +27,16 @@ from otaro.errors import CheckpointError, FetchError, brief
 from otaro.file.checkpoint import BUILTIN, HUB, SIDECARS
 from otaro.file.coding import CODING_FILE
 from otaro.file.hub import Hub
-from otaro.file.replace import FITS_FILE, QUALITY_FILE
+from otaro.file.replace import DECODER_FILE, FITS_FILE, QUALITY_FILE
 
 CONFIG = "config.json"
 _TIMEOUT = 30.0  # seconds without a byte
-_BESIDE = (CONFIG, CODING_FILE, QUALITY_FILE, FITS_FILE, *SIDECARS)
+_BESIDE = (CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, *SIDECARS)
 # A plain server has no listing that one could rely on, so these are asked for one by one. They are what `otaro pack` and
 # transformers call the files of _BESIDE.
 _USUAL = (
-    CONFIG, CODING_FILE, QUALITY_FILE, FITS_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
 )  # fmt: skip

@@ -13,9 +13,9 @@ import torch
 from otaro.kernels.packed import Packed
 
 try:
-    from otaro.kernels import _cpu  # type: ignore[attr-defined]  # built from csrc/; has no stubs
+    from otaro.kernels import _cpu as _cpu  # built from csrc/; _cpu.pyi says what is in it
 except ImportError as error:
-    _cpu = None
+    _cpu = None  # type: ignore[assignment]
     _COMPILER = next(filter(None, map(which, ("c++", "g++", "clang++"))), None)
     MISSING = f"the C++ extension is not there ({error}); " + (
         "install otaro again with `pip install --verbose` to see why it was not built"
@@ -101,6 +101,6 @@ def _aligned(tensor: torch.Tensor) -> Any:
     return (tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor).numpy()
 
 
-def _views(packed: Packed) -> tuple[Any, ...]:
-    base, scales, planes, *numbers = packed
-    return base.numpy(), scales.numpy(), [plane.numpy() for plane in planes], *numbers
+def _views(packed: Packed) -> tuple[Any, Any, list[Any], int, int, bool, int]:
+    planes = [plane.numpy() for plane in packed.planes]
+    return packed.base.numpy(), packed.scales.numpy(), planes, *packed[3:]

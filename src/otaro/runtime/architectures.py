@@ -14,7 +14,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.kernels.kv_cache import OFFSET_POSITIONS, key_offset
-from otaro.runtime.description import Angles, Description, Experts, Layer, Matrix, Taken
+from otaro.runtime.description import Description, Experts, Layer, Matrix, Rope, Taken
 from otaro.runtime.modules import SefpModule
 
 MAX_HEAD_DIM = 256
@@ -187,19 +187,26 @@ def _tensors(model: Any) -> list[torch.Tensor]:
     return [*unpacked_tensors(model), *(module.packed.base for module in packed_modules(model))]
 
 
+def norm_modules(layer: Any, entry: Architecture) -> dict[str, Any]:
+    """The norms of a layer by their names in a description; None where it has none."""
+    found = {}
+    for part, (before, after) in (("attention", entry.attention_norms), ("mlp", entry.mlp_norms)):
+        found[f"{part}_norm"] = None if before is None else getattr(layer, before)
+        found[f"{part}_output_norm"] = None if after is None else getattr(layer, after)
+    for part in ("query", "key"):
+        found[f"{part}_norm"] = getattr(layer.self_attn, f"{part[0]}_norm", None)
+    return found
+
+
 def _layer(model: Any, layer: Any, entry: Architecture, ropes: list[str]) -> Layer:
     config, attention, mlp = model.config, layer.self_attn, layer.mlp
     experts = None
     if hasattr(mlp, "experts"):
         normalize = getattr(mlp.gate, "norm_topk_prob", True)
         experts = Experts(_floats(mlp.gate.weight), mlp.gate.top_k, bool(normalize))
-    norms: dict[str, Any] = {}
-    for part, (before, after) in (("attention", entry.attention_norms), ("mlp", entry.mlp_norms)):
-        norms[f"{part}_norm"] = None if before is None else _norm(getattr(layer, before), entry)
-        norms[f"{part}_output_norm"] = None if after is None else _norm(getattr(layer, after), entry)
-    for part in ("query", "key"):
-        norm = getattr(attention, f"{part[0]}_norm", None)
-        norms[f"{part}_norm"] = None if norm is None else _norm(norm, entry)
+    norms: dict[str, Any] = {
+        part: None if norm is None else _norm(norm, entry) for part, norm in norm_modules(layer, entry).items()
+    }
     rope = ropes.index(getattr(attention, "layer_type", None) or "") if len(ropes) > 1 else 0
     return Layer(
         **_of_attention(config, attention, entry),
@@ -281,26 +288,19 @@ def rope_limit(model: Any) -> int | None:
     return int(first or config.max_position_embeddings)
 
 
-def _ropes(model: Any) -> dict[str, Angles]:
+def _ropes(model: Any) -> dict[str, Rope]:
     """By kind of layer where they have their own (Gemma 3), else one."""
     rotary = model.model.rotary_emb
     frequencies = [buffer for name, buffer in rotary.named_buffers() if name.endswith("inv_freq")]
     # `.half()` rounds frequencies, and growing ropes change theirs when somebody else reads a long text.
     if rope_limit(model) is not None or any(one.dtype != torch.float32 for one in frequencies):
         rotary = type(rotary)(config=model.config).to(frequencies[0].device)
-    device, kinds = frequencies[0].device, getattr(rotary, "rope_type", None)
-
-    def angles(kind: str | None) -> Angles:
-        def tables(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-            positions = torch.arange(start, end, device=device).unsqueeze(0)
-            with torch.no_grad():
-                both = rotary(torch.empty(0, device=device), positions, *([] if kind is None else [kind]))
-            cosines, sines = (one[0, :, : one.shape[-1] // 2].float().contiguous() for one in both)
-            return cosines, sines
-
-        return tables
-
-    return {kind: angles(kind) for kind in kinds} if isinstance(kinds, dict) else {"": angles(None)}
+    kinds = getattr(rotary, "rope_type", None)
+    prefixes = {kind: f"{kind}_" for kind in kinds} if isinstance(kinds, dict) else {"": ""}
+    return {
+        kind: Rope(getattr(rotary, f"{prefix}inv_freq").detach(), float(getattr(rotary, f"{prefix}attention_scaling")))
+        for kind, prefix in prefixes.items()
+    }
 
 
 def _key_offsets(described: Description) -> torch.Tensor | None:
@@ -310,7 +310,7 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
     """
     if described.attention_cap:
         return None
-    tables = [rope(0, OFFSET_POSITIONS) for rope in described.ropes]
+    tables = [rope.tables(OFFSET_POSITIONS) for rope in described.ropes]
     offsets = []
     for layer in described.layers:
         if layer.key is None or layer.key.bias is None or layer.key_norm is not None:

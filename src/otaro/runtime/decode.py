@@ -26,13 +26,12 @@ import torch
 from otaro.errors import OtaroError
 from otaro.file.header import BASE
 from otaro.kernels import cpu, ops
+from otaro.kernels.cpu import _cpu
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.caches import DecoderCache, cannot_hold
 from otaro.runtime.decoder import BaseDecoder
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
-
-_cpu: Any = vars(cpu)["_cpu"]  # None where it was not built
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 _POSITIONS = 1024  # whose angles are computed at a time
@@ -147,11 +146,9 @@ class Decoder(BaseDecoder):
     def _know_positions(self, count: int) -> None:
         """Compute angles up to `count` positions."""
         self.description.check_positions(count)
-        if count > (start := self._native.positions):
+        if count > self._native.positions:
             end = min(-(-count // _POSITIONS) * _POSITIONS, self.description.positions or sys.maxsize)
-            tables = [rope(start, end) for rope in self.description.ropes]
-            cosines, sines = ([pair[i].numpy() for pair in tables] for i in (0, 1))
-            self._native.extend_positions(start, cosines, sines)
+            self._native.extend_positions(end)
 
     def _build(self) -> Any:
         described, natives = self.description, {}
@@ -173,7 +170,7 @@ class Decoder(BaseDecoder):
         model = {name: getattr(described, name) for name in numbers}
         model |= {name: matrix(getattr(described, name)) for name in ("embedding", "lm_head")}
         model["norm"], model["gelu"] = floats(described.norm), described.activation == "gelu_tanh"
-        model["rope_angles"] = [rope(0, 1)[0].shape[1] for rope in described.ropes]
+        model["ropes"] = [(rope.frequencies.tolist(), rope.scale) for rope in described.ropes]
         layers = []
         for number, layer in enumerate(described.layers):
             parts: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in MATRICES}

@@ -15,7 +15,7 @@ Every norm is an RMS norm with the model's `eps`, and may be missing. Precisions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,21 @@ from otaro.sefp.precision import COARSEST, Precision
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """Of a layer, in decoder order."""
 
-Angles = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the first 2n dimensions of a head are rotated by n angles, dimension i with i + n."""
+
+    frequencies: torch.Tensor
+    """float32 [n]; an angle is a frequency times the position, in float32."""
+    scale: float = 1.0
+    """Of cosines and sines."""
+
+    def tables(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 [end, n], of the positions up to `end`."""
+        positions = torch.arange(end, device=self.frequencies.device, dtype=torch.float32)
+        angles = torch.outer(positions, self.frequencies).double()
+        return angles.cos().float() * self.scale, angles.sin().float() * self.scale
 
 
 class Matrix:
@@ -172,9 +186,7 @@ class Description:
     layers: Sequence[Layer]
     norm: torch.Tensor
     lm_head: Matrix
-    ropes: Sequence[Angles]
-    """Each gives cosines and sines, float32 [positions, at most head_dim / 2], of positions from one number up to another.
-    The first 2n dimensions of a head are rotated by n angles, dimension i with i + n."""
+    ropes: Sequence[Rope]
     device: torch.device
     dtype: torch.dtype = torch.float16
     """In which prompts are read."""

@@ -77,6 +77,7 @@ class Drafter:
         self.draft, self._report = draft, report
         if draft.precision is not None and all(self.bits(judge) == judge for judge in judges):
             raise OtaroError(f"draft={draft}: a draft is coarser than what it serves; choose a coarser one, or leave it out")
+        report.draft = str(draft)
         self._right = dict.fromkeys(MOST, _BELIEVED)
         self._seen: dict[tuple[int, ...], int] = {}
         self._known = self._position = 0

@@ -32,7 +32,7 @@ class RopeTables:
 
     def __init__(self, weights: Description, positions: int) -> None:
         self.positions = positions
-        tables = [[table.contiguous() for table in rope(0, positions)] for rope in weights.ropes]
+        tables = [[table.contiguous() for table in rope.tables(positions)] for rope in weights.ropes]
         ropes = [Rope(cosines, sines, weights.scale, weights.eps) for cosines, sines in tables]
         none = Rope(None, None, weights.scale, weights.eps)
         self.of_layer = [none if layer.rope is None else ropes[layer.rope] for layer in weights.layers]

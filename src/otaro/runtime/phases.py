@@ -36,10 +36,11 @@ class Phases:
     def __contains__(self, step: int) -> bool:
         return step in self._steps
 
-    def all_bits(self, before: bytes) -> list[bytes]:
-        """Those of every phase, and of what is `before` the first, each as far as it sets them."""
-        phases = [bytes(bits for module, bits in one.items() if module in self.modules) for one in self._steps.values()]
-        return phases if 0 in self._steps else [before, *phases]
+    def writing_bits(self, before: bytes) -> list[bytes]:
+        """Those of every phase that writes, not of one that reads the prompt alone; `before` is what the model is set to."""
+        steps = [step for step in self._steps if step or 1 not in self._steps]
+        phases = [bytes(bits for module, bits in self._steps[step].items() if module in self.modules) for step in steps]
+        return phases if min(self._steps, default=2) < 2 else [before, *phases]
 
     def switch(self, precision: PrecisionLike) -> None:
         """Run at this from the next step on, whatever was to come; refused here and now if it cannot be."""

@@ -27,6 +27,8 @@ class Generation:
     decode_seconds: float = 0.0
     precisions: list[str] = field(default_factory=list)
     """Those that steps ran at, in order; rows that differ are set apart by slashes."""
+    draft: str = ""
+    """Who drafted, if anybody was asked to."""
     drafted: list[int] = field(default_factory=list)
     """How often a draft had a first token, a second, and so on,"""
     accepted: list[int] = field(default_factory=list)

@@ -177,7 +177,7 @@ class Batch(Loop):
         if call.draft is not None:
             if len(prompts) > 1:
                 raise OtaroError("a draft serves one row; an otaro.Engine has one for each of several requests")
-            judges = self._row_bits or call.phases.all_bits(bits_of(self._modules, self._nested))
+            judges = self._row_bits or call.phases.writing_bits(bits_of(self._modules, self._nested))
             row.drafter = Drafter(call.draft, judges, call.report)
         if isinstance(decoder, GpuDecoder):
             decoder.reserve(cache, capacity)

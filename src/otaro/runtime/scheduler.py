@@ -145,7 +145,7 @@ class Scheduler(Loop):
         stream.figures.prompt_tokens = len(ids)
         sampler, wanted, drafter = (sampling or Sampling()).sampler(), Draft.of(draft), None
         if wanted is not None:
-            judges = phases.all_bits(bits_of(self._modules, self._attached.nested))
+            judges = phases.writing_bits(bits_of(self._modules, self._attached.nested))
             drafter = Drafter(wanted, judges, stream.figures)
         request = Request(
             stream=stream,

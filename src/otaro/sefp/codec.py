@@ -53,15 +53,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
 from otaro.errors import WeightError
 from otaro.sefp.precision import COARSEST, FINEST, GROUP_SIZE, SCALE_BITS, Precision
-
-Reconstruction = Literal["midpoint", "truncate"]
-RECONSTRUCTIONS: tuple[Reconstruction, ...] = get_args(Reconstruction)
+from otaro.sefp.precision import RECONSTRUCTIONS as RECONSTRUCTIONS
+from otaro.sefp.precision import Reconstruction as Reconstruction
 
 LARGEST_WEIGHT = 2.0**15  # magnitudes from here on are refused
 MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -13, 7

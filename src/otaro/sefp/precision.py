@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from otaro.errors import PrecisionError
+
+Reconstruction = Literal["midpoint", "truncate"]
+RECONSTRUCTIONS: tuple[Reconstruction, ...] = get_args(Reconstruction)
 
 EXPONENT_BITS = 5  # of the names; the paper shares a power of two of so many bits, here a scale is a byte
 SCALE_BITS = 8  # of a group

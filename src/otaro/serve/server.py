@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from ipaddress import ip_address
 
@@ -16,6 +17,7 @@ from otaro.serve.service import Service
 _SEND_BUFFER = 1 << 17  # bytes that the system keeps for a slow reader, who would get megabytes otherwise
 _KEEP_ALIVE = 30  # seconds that a connection may be idle
 _HEAD = 1 << 14  # bytes of a request's head
+_LAST = 10  # seconds that answers which were cut off may take to end
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,6 +80,10 @@ class _Server(uvicorn.Server):
         told = {"answers": self._service.open_answers, "seconds": self._service.settings.shutdown_timeout}
         log.event("ending", **told, hint="answers under way get so long; Ctrl-C again ends them at once")
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn then leaves the application running, whose cancelling would be logged as an error
+        if self.force_exit:  # uvicorn then leaves all running, whose cancelling would be logged as an error
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
             await self.lifespan.shutdown()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=_LAST)
         log.event("ended")

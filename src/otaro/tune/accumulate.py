@@ -11,13 +11,12 @@ The accumulator may live in host memory: it is touched only at ultra-low batches
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-Reduction = Literal["sum", "mean"]
-Place = Literal["device", "host"]
+from otaro.tune.config import Place, Reduction
 
 
 class GradientAccumulator:

@@ -1,23 +1,29 @@
 """What a tuning run is told: the method and its options, the training settings, and the two recipes.
 
-Everything the paper leaves open is an option here with a default. Contradictions are refused in the spelling of the command
-line's flags.
+Everything the paper leaves open is an option here with a default. A field is also a flag of `otaro tune`, which takes name,
+default and help from here. Contradictions are refused in the spelling of these flags. No torch: `--help` reads this.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from otaro.errors import OtaroError, PrecisionError
-from otaro.sefp.codec import RECONSTRUCTIONS, Reconstruction
-from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
-from otaro.tune.accumulate import GradientAccumulator, Place, Reduction
+from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, RECONSTRUCTIONS, Precision, Reconstruction
 from otaro.tune.path_search import BitWidthPathSearch, FixedSearch, PathSearch, UniformSearch
 
+if TYPE_CHECKING:
+    from otaro.tune.accumulate import GradientAccumulator
+
+_T = TypeVar("_T")
+Reduction = Literal["sum", "mean"]
+Place = Literal["device", "host"]
 Leftover = Literal["apply", "drop"]
+Optimizer = Literal["adamw", "adamw8bit", "sgd"]
+Schedule = Literal["cosine", "linear", "constant"]
 METHODS = ("otaro", "bps", "uniform", "fixed:E5M4", "fp")  # fixed: takes any precision
 
 
@@ -25,36 +31,59 @@ class ConfigError(OtaroError, ValueError):
     """Options that make no sense, alone or together."""
 
 
+# Panels of `otaro tune --help`.
+METHOD, SEARCH, TRAINING, MEMORY = "Method", "Path search (of otaro and bps)", "Training", "Memory and speed"
+DATA, OUTPUT = "Data", "Output"
+
+
+def flag(default: _T, panel: str, help_text: str, name: str = "") -> _T:
+    """A field that is also a flag; `name` only where it is not the field's."""
+    return field(default=default, metadata={"panel": panel, "help": help_text, "name": name})
+
+
 @dataclass(frozen=True)
 class Options:
     """How precisions are chosen and gradients applied. The defaults are the bare method; what we add to it is `recipe`."""
 
-    method: str = "uniform"
-    """otaro (path search and delayed low-precision updates: the paper's Algorithm 1), bps, uniform, fixed:E5M4, fp."""
-    precisions: tuple[Precision, ...] = PRECISIONS
-    exploration: float = 5.0
-    """The paper's lambda."""
-    delay: int = 10
-    """The paper's N: ultra-low batches to one update."""
-    ultra_low: tuple[Precision, ...] = (Precision("E5M4"), Precision("E5M3"))
-    accumulate: Reduction = "sum"
-    accumulator: Place = "device"
-    leftover: Leftover = "apply"
-    """What becomes of fewer than `delay` gradients that still wait at the end."""
-    weights: tuple[float, ...] | None = None
-    """How often `uniform` draws each precision, in their order; None draws all alike."""
-    distill: float = 0.0
-    """Share of the loss at a precision that pulls toward the same weights unquantized."""
-    distill_at: tuple[Precision, ...] = (Precision("E5M5"), Precision("E5M4"), Precision("E5M3"))
-    """The precisions that this is done at; the finer ones are too close to their teacher to learn from it."""
-    full: float = 0.0
-    """Share of the loss that is taken in full precision, in a pass of its own in the same step."""
-    l2_sp: float = 0.0
-    """L2-SP: after each step weights go back toward their start, by rate * l2_sp of the way."""
-    average: float = 0.0
-    """Of the steps, the last ones: the mean of the weights after them is kept if it is better on held-out data."""
-    reconstruction: Reconstruction = "midpoint"
-    group_size: int = GROUP_SIZE
+    method: str = flag(
+        "uniform",
+        METHOD,
+        "How precisions are chosen: uniform (by --weights), otaro (the paper's Algorithm 1), bps, fixed:E5M4, fp. "
+        "All but `uniform` come plain: what --recipe best adds is off, unless a flag asks for it.",
+    )
+    precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "Those to tune for.")
+    weights: tuple[float, ...] | None = flag(None, METHOD, "How often `uniform` draws each precision, finest first.")
+    full: float = flag(0.0, METHOD, "Share of the loss that a pass in full precision takes in every step.")
+    distill: float = flag(0.0, METHOD, "Share of the loss at a precision that pulls toward the same weights unquantized.")
+    # The finer ones are too close to their teacher to learn from it.
+    distill_at: tuple[Precision, ...] = flag(
+        (Precision("E5M5"), Precision("E5M4"), Precision("E5M3")), METHOD, "The precisions to distil at."
+    )
+    average: float = flag(
+        0.0,
+        METHOD,
+        "End with the mean weights of this share of the steps, the last ones, if they are better on held-out data. "
+        "Keeps a copy of all weights.",
+    )
+    l2_sp: float = flag(
+        0.0,
+        METHOD,
+        "L2-SP: after each step weights go back toward their start, by lr times this of the way. Keeps a copy of all weights.",
+    )
+    reconstruction: Reconstruction = flag(
+        "midpoint", METHOD, "What a code stands for: the middle of its interval, or its end toward zero as in the paper."
+    )
+    group_size: int = flag(GROUP_SIZE, METHOD, "Weights that share a scale, a multiple of 32.")
+    exploration: float = flag(5.0, SEARCH, "Exploration of the path search.", "--lambda")
+    delay: int = flag(10, SEARCH, "Ultra-low batches to one update: the paper's N.")
+    ultra_low: tuple[Precision, ...] = flag(
+        (Precision("E5M4"), Precision("E5M3")), SEARCH, "Precisions whose updates are delayed."
+    )
+    accumulate: Reduction = flag("sum", SEARCH, "Apply this of delayed gradients.")
+    accumulator: Place = flag("device", SEARCH, "Where delayed gradients are kept.")
+    leftover: Leftover = flag(
+        "apply", SEARCH, "What becomes of gradients that still wait at the end; the paper's listing drops them."
+    )
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
@@ -116,6 +145,8 @@ class Options:
 
     def gradient_accumulator(self) -> GradientAccumulator | None:
         """The accumulator of the method `otaro`; other methods apply every gradient at once."""
+        from otaro.tune.accumulate import GradientAccumulator
+
         return GradientAccumulator(self.delay, self.accumulate, self.accumulator) if self.method == "otaro" else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,37 +178,36 @@ class Options:
 class Training:
     """The ordinary settings of a fine-tuning run."""
 
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    lr: float = 5e-5
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    clip: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them alone."""
-    epochs: float = 1.0
-    steps: int | None = None
-    """Instead of epochs."""
-    batch_size: int = 8
-    grad_accum: int = 1
-    sequence_length: int = 512
-    no_bos: bool = False
-    """Blocks of text do not begin with the beginning-of-text token, though the tokenizer writes one before a text."""
-    chat_template: str | None = None
-    """A built-in template by name, or a Jinja file; None keeps the tokenizer's own."""
-    lora: int | None = None
-    """Rank; None tunes all weights."""
-    bf16: bool = False
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    """Compile the steps: faster on a GPU after a minute of compiling."""
-    fsdp: bool = False
-    """Share weights, gradients and the optimizer's state out over the processes, instead of a copy for each."""
-    seed: int = 0
+    steps: int | None = flag(None, TRAINING, "Optimizer steps, instead of --epochs.")
+    epochs: float = flag(1.0, TRAINING, "Passes over the data.")
+    lr: float = flag(5e-5, TRAINING, "Peak learning rate.")
+    batch_size: int = flag(8, TRAINING, "Sequences in a batch, of each process.")
+    grad_accum: int = flag(1, TRAINING, "Batches to one optimizer step.")
+    sequence_length: int = flag(512, TRAINING, "Tokens in a sequence; fewer if the model's positions are.")
+    optimizer: Optimizer = flag(
+        "adamw", TRAINING, "adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
+    )
+    schedule: Schedule = flag("cosine", TRAINING, "Of the learning rate.")
+    clip: float = flag(1.0, TRAINING, "Largest gradient norm; 0 for none.")
+    seed: int = flag(0, TRAINING, "Of data order and draws.")
+    lora: int | None = flag(None, MEMORY, "Tune adapters of this rank instead of all weights.")
+    bf16: bool = flag(False, MEMORY, "Compute in bfloat16.", "--bf16/--no-bf16")
+    gradient_checkpointing: bool = flag(False, MEMORY, "Trade time for memory.")
+    compile: bool = flag(False, MEMORY, "Compile the steps: faster on a GPU, after a minute.")
+    fsdp: bool = flag(False, MEMORY, "Share weights and optimizer out over the processes that torchrun started (FSDP2).")
+    no_bos: bool = flag(
+        False, DATA, "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
+    )
+    chat_template: str | None = flag(
+        None, DATA, "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
+    )
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if self.optimizer not in ("adamw", "adamw8bit", "sgd"):
-            raise ConfigError(f"--optimizer {self.optimizer}: choose from adamw, adamw8bit, sgd")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ConfigError(f"--schedule {self.schedule}: choose from cosine, linear, constant")
+        if self.optimizer not in get_args(Optimizer):
+            raise ConfigError(f"--optimizer {self.optimizer}: choose from {', '.join(get_args(Optimizer))}")
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(f"--schedule {self.schedule}: choose from {', '.join(get_args(Schedule))}")
         for flag, value in (("--lr", self.lr), ("--epochs", self.epochs)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{flag} {value}: must be a number above zero")
@@ -199,6 +229,31 @@ class Training:
     @classmethod
     def from_dict(cls, stated: Mapping[str, Any]) -> Training:
         """The settings that a run's config.json states; others beside them are left alone."""
+        return cls(**_known(cls, stated))
+
+
+@dataclass(frozen=True)
+class Around:
+    """What surrounds the training: data that are left out, what is measured, when it is saved."""
+
+    skip_bad_rows: bool = flag(False, DATA, "Leave out rows that cannot be used.")
+    hold_out: float = flag(0.05, DATA, "Share of the data to measure perplexity on and not to train on.")
+    eval_data: str | None = flag(None, DATA, "Data to measure perplexity on, instead of held-out data.")
+    eval_tokens: int = flag(16_384, DATA, "Tokens to measure perplexity on.")
+    save_every: int = flag(100, OUTPUT, "Optimizer steps between checkpoints.")
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if not 0 <= self.hold_out < 1:
+            raise ConfigError(f"--hold-out {self.hold_out}: must be 0 or more, and less than 1")
+        if self.eval_tokens < 2:
+            raise ConfigError(f"--eval-tokens {self.eval_tokens}: must be at least 2")
+        if self.save_every < 1:
+            raise ConfigError(f"--save-every {self.save_every}: must be at least 1")
+
+    @classmethod
+    def from_dict(cls, stated: Mapping[str, Any]) -> Around:
+        """As `Training.from_dict`, from the same place."""
         return cls(**_known(cls, stated))
 
 

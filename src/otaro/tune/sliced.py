@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,25 +34,32 @@ from otaro.tune.fake_quant import TuneLinear, computed_in, is_whole
 SLICE_BYTES = 1 << 27  # of a slice's logits in float32
 IGNORED = -100
 
-SliceLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], torch.Tensor]
+SliceLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
-def slice_loss(logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, share: float) -> torch.Tensor:
-    """Cross-entropy summed over the tokens that have a label, with a share of divergence from the teacher."""
+def slice_loss(
+    logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy summed over the tokens that have a label, with a share of divergence from the teacher; and without."""
     logits = logits.float()
     plain = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     if teacher is None:
-        return plain
+        return plain, plain.detach()
     each = kl_div(log_softmax(logits, -1), log_softmax(teacher.float(), -1), reduction="none", log_target=True).sum(-1)
-    return (1 - share) * plain + share * each.where(labels != IGNORED, 0.0).sum()
+    return (1 - share) * plain + share * each.where(labels != IGNORED, 0.0).sum(), plain.detach()
 
 
-class Distillation(NamedTuple):
+@dataclass
+class Distillation:
     """What a student learns from, beside the labels."""
 
     share: float
     hidden: torch.Tensor
     """The teacher's hidden states, before the head."""
+    plain: torch.Tensor | float = 0.0
+    """Then: the cross-entropy alone, summed over the tokens."""
+    mixed: torch.Tensor | float = 0.0
+    """And the loss, summed likewise."""
 
 
 class SlicedHead:
@@ -123,7 +131,10 @@ class SlicedHead:
         def loss_of(logits: torch.Tensor, rows: slice) -> torch.Tensor:
             with torch.no_grad():
                 theirs = teacher(rows) if teacher is not None else None
-            return of_slice(logits, theirs, labels[rows], share)
+            loss, plain = of_slice(logits, theirs, labels[rows], share)
+            if distillation is not None:
+                distillation.plain, distillation.mixed = distillation.plain + plain, distillation.mixed + loss.detach()
+            return loss
 
         inputs = hidden.flatten(0, -2), weight, bias
         if not torch.is_grad_enabled():  # which autograd does not tell the function

@@ -117,6 +117,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         self._compiled = False
         self._outputs: Any = None
         self._share = 1.0  # of the loss, that the pass under way takes
+        self._plain: torch.Tensor | float = 1.0  # cross-entropy in the loss of the last pass, relative to all of it
         self._teaches = False  # whether it is the teacher of the next one
         self._teacher: torch.Tensor | None = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
@@ -170,7 +171,13 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full` of it."""
         if self._record is None:
             precision = self.search.choose()
-            self._record = {"precision": precision, "scores": self.search.scores(), "loss": 0.0, "tokens": 0}
+            self._record = {
+                "precision": precision,
+                "scores": self.search.scores(),
+                "loss": 0.0,
+                "cross_entropy": 0.0,
+                "tokens": 0,
+            }
             self._started = time.perf_counter()
         self._record["tokens"] += int(inputs["input_ids"].numel()) if "input_ids" in inputs else 0
         precision, full = self._record["precision"], self.otaro.full
@@ -183,6 +190,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._teacher = None
         self._record["loss"] += loss / rest  # Trainer scales micro-batches so that they add up to the step's mean
+        self._record["cross_entropy"] += loss / rest * self._plain
         if self.accelerator.sync_gradients:
             self._finish_step(model)
         return told + loss
@@ -190,7 +198,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     @contextmanager
     def _passing(self, precision: Precision | None, share: float, teaches: bool = False) -> Iterator[None]:
         """One forward and backward pass at a precision, with its share of the step's loss."""
-        self._share, self._teaches = share, teaches
+        self._share, self._teaches, self._plain = share, teaches, 1.0
         try:
             with self.precisely.at(precision, self._compute_dtype):
                 yield
@@ -220,7 +228,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         if share:
             teacher = self._taught(model, unlabelled)
             divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
-            loss = (1 - share) * loss + share * divergence
+            plain, loss = loss.detach(), (1 - share) * loss + share * divergence
+            self._plain = _relative(plain, loss.detach())
         else:
             self._teacher = outputs.logits.detach()
         return (self._shared(loss), outputs) if return_outputs else self._shared(loss)
@@ -252,6 +261,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
                 distillation = Distillation(share, self._taught(model, _unlabelled(inputs)))
         with sliced.losses(distillation, of_slice=self._slice_loss):
             found = super().compute_loss(model, inputs, self._teaches, num_items_in_batch)
+        if distillation is not None:
+            self._plain = _relative(distillation.plain, distillation.mixed)
         loss: torch.Tensor = found[0] if self._teaches else found
         if self._teaches:
             self._teacher = found[1].logits.detach()  # hidden states: the head has handed them on
@@ -295,8 +306,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         parameters = {name: p for name, p in self._named_parameters().items() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        shared_loss = self.accelerator.reduce(record["loss"], "mean")  # all ranks see the same, so choose alike
-        loss, gradient_norm = torch.stack([shared_loss.float(), norm.to(shared_loss.device, torch.float32)]).tolist()
+        both = torch.stack([record["loss"], record["cross_entropy"]]).float()
+        shared = self.accelerator.reduce(both, "mean")  # all ranks see the same, so choose alike
+        loss, cross_entropy, gradient_norm = torch.stack([*shared, norm.to(shared.device, torch.float32)]).tolist()
         at = f"at step {self.state.global_step + 1}, trained at {precision or 'full precision'}"
         if not math.isfinite(loss):
             raise self._stopped(f"the loss became {loss} {at}")
@@ -315,6 +327,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             "step": self.state.global_step + 1,
             "precision": str(precision) if precision else "fp",
             "loss": loss,
+            "cross_entropy": cross_entropy,
             "scores": record["scores"],
             "gradient_norm": gradient_norm,
             "lr": self._learning_rates[0],
@@ -631,6 +644,12 @@ def reaches_all(model: Any) -> bool:
     reached = all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
     model.zero_grad(set_to_none=True)
     return reached
+
+
+def _relative(part: Any, whole: Any) -> torch.Tensor:
+    """Of a micro-batch without labels all."""
+    part, whole = torch.as_tensor(part).mean(), torch.as_tensor(whole).mean()
+    return torch.where(whole == 0, 1.0, part / whole)
 
 
 def _divergence(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,8 @@
   addEventListener("error", (event) => fail(event.message));
   addEventListener("unhandledrejection", (event) => fail(event.reason));
 
-  const text = { labelColor: "var(--muted)", titleColor: "var(--muted)", labelFontSize: 12, titleFontSize: 12, titleFontWeight: 400 };
-  const config = {
-    background: "transparent",
-    font: getComputedStyle(document.body).fontFamily, // not a variable: Vega measures texts with it
-    view: { stroke: null },
-    axis: { ...text, domainColor: "var(--line)", tickColor: "var(--line)", gridColor: "var(--line)", gridOpacity: 0.7, titlePadding: 12 },
-    axisX: { grid: false },
-    axisQuantitative: { tickCount: 6 },
-    axisY: { domain: false, ticks: false, labelPadding: 8 },
-    legend: { ...text, labelColor: "var(--ink)", labelFontSize: 13, symbolSize: 90, columnPadding: 14, offset: 14 },
-    text: { fill: "var(--ink)", fontSize: 12 },
-  };
+  const { config, figures } = JSON.parse(document.getElementById("charts").textContent);
+  config.font = getComputedStyle(document.body).fontFamily; // not a variable: Vega measures texts with it
   const options = {
     mode: "vega-lite",
     renderer: "svg",
@@ -35,9 +25,8 @@
   };
 
   async function draw() {
-    const charts = JSON.parse(document.getElementById("charts").textContent);
     let drawn = 0;
-    for (const [id, spec] of Object.entries(charts)) {
+    for (const [id, spec] of Object.entries(figures)) {
       try {
         await vegaEmbed(document.getElementById(id), spec, options);
         drawn += 1;

@@ -71,6 +71,9 @@ const Floats& floats_of(const Kernels& kernels) {
   if (&kernels == &kDotprod) return dotprod::kFloats;
   if (&kernels == &kI8mm) return i8mm::kFloats;
 #endif
+#ifdef __wasm_simd128__
+  if (&kernels == &kWasm) return wasm::kFloats;
+#endif
   static_cast<void>(kernels);
   return portable::kFloats;
 }
@@ -135,20 +138,25 @@ Packed Cache::packed(std::byte* part) const {
 }
 
 Decoder::Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head,
-                 const float* norm, const std::vector<int64_t>& halves)
+                 const float* norm, std::vector<Rope> ropes)
   : shape(shape), layers(std::move(layers)), embedding(embedding), head(head), norm(norm) {
-  for (const int64_t half : halves) ropes_.push_back({half, {}, {}});
+  for (Rope& rope : ropes) ropes_.push_back({std::move(rope), {}, {}});
 }
 
-void Decoder::extend_positions(int64_t start, int64_t end, const std::vector<const float*>& cosines,
-                               const std::vector<const float*>& sines) {
+void Decoder::extend_positions(int64_t end) {
   const int64_t known = positions();
   if (end <= known) return;
-  for (size_t i = 0; i < ropes_.size(); ++i) {
-    Rope& rope = ropes_[i];
-    const int64_t skip = (known - start) * rope.half, count = (end - start) * rope.half;
-    rope.cosines.insert(rope.cosines.end(), cosines[i] + skip, cosines[i] + count);
-    rope.sines.insert(rope.sines.end(), sines[i] + skip, sines[i] + count);
+  for (auto& [rope, cosines, sines] : ropes_) {
+    const size_t count = rope.frequencies.size();
+    cosines.resize(static_cast<size_t>(end) * count), sines.resize(cosines.size());
+    for (int64_t position = known; position < end; ++position)
+      for (size_t i = 0; i < count; ++i) {
+        const size_t at = static_cast<size_t>(position) * count + i;
+        double cosine, sine;
+        cosine_and_sine(static_cast<float>(position) * rope.frequencies[i], cosine, sine);
+        cosines[at] = static_cast<float>(cosine) * rope.scale;
+        sines[at] = static_cast<float>(sine) * rope.scale;
+      }
   }
   positions_.store(end);
 }
@@ -361,15 +369,16 @@ struct Decoder::Run {
     const Token& token = tokens[static_cast<size_t>(t)];
     Cache& cache = *token.cache;
     const int64_t segment = token.position / kSegment, at = token.position % kSegment, head = shape.head;
-    const Rope* rope = layer.rope < 0 ? nullptr : &decoder.ropes_[static_cast<size_t>(layer.rope)];
+    const Tables* rope = layer.rope < 0 ? nullptr : &decoder.ropes_[static_cast<size_t>(layer.rope)];
     const auto norm_and_rope = [&](float* vectors, int64_t heads, const float* weight) {
       if (weight && layer.norms_all_heads) floats.rms_norm(vectors, weight, shape.eps, heads * head, vectors);
       for (int64_t h = 0; h < heads; ++h) {
         float* vector = vectors + h * head;
         if (weight && !layer.norms_all_heads) floats.rms_norm(vector, weight, shape.eps, head, vector);
         if (rope) {
-          const int64_t first = token.position * rope->half;
-          floats.rope(vector, rope->cosines.data() + first, rope->sines.data() + first, rope->half);
+          const auto half = static_cast<int64_t>(rope->rope.frequencies.size());
+          const int64_t first = token.position * half;
+          floats.rope(vector, rope->cosines.data() + first, rope->sines.data() + first, half);
         }
       }
     };

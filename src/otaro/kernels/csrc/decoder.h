@@ -14,6 +14,7 @@
 #include <mutex>
 #include <vector>
 
+#include "angles.h"
 #include "floats.h"
 #include "pool.h"
 #include "scratch.h"
@@ -22,6 +23,7 @@
 namespace otaro {
 
 constexpr int64_t kMaxStep = 64;  // tokens of one call
+constexpr int64_t kMostExperts = 1 << 16, kMostPositions = 1 << 24;
 
 // The functions on floats of the same instruction set.
 const Floats& floats_of(const Kernels& kernels);
@@ -108,9 +110,8 @@ struct Sequence {
 // decoder.
 class Decoder {
  public:
-  // `halves` are the numbers of angles of each rope.
   Decoder(const Shape& shape, std::vector<Layer> layers, const Linear& embedding, const Linear& head,
-          const float* norm, const std::vector<int64_t>& halves);
+          const float* norm, std::vector<Rope> ropes);
 
   // Reads tokens, at most kMaxStep in all, those of the first sequence first. Logits of the tokens numbered
   // `wanted`, ascending, go to `logits`. Returns the sequences whose cache cannot hold a key or value, in
@@ -118,15 +119,10 @@ class Decoder {
   std::vector<int64_t> step(const int64_t* ids, const std::vector<Sequence>& sequences,
                             const std::vector<int64_t>& wanted, float* logits);
 
-  // Cosines and sines [end - start, halves] of the positions from `start`, at most `positions()`, to `end`,
-  // for every rope. Those that are known already stay, so that it does not matter how many threads bring the
-  // same ones.
-  void extend_positions(int64_t start, int64_t end, const std::vector<const float*>& cosines,
-                        const std::vector<const float*>& sines);
+  // Computes the angles of positions up to `end`; those that are known already stay.
+  void extend_positions(int64_t end);
   // How many positions are known, from 0 on. They never become fewer.
   int64_t positions() const { return positions_.load(); }
-  int64_t half(size_t rope) const { return ropes_[rope].half; }
-  size_t ropes() const { return ropes_.size(); }
 
   const Shape shape;
   std::vector<Layer> layers;
@@ -136,12 +132,12 @@ class Decoder {
 
  private:
   struct Run;
-  struct Rope {
-    int64_t half;
-    std::vector<float> cosines, sines;
+  struct Tables {
+    Rope rope;
+    std::vector<float> cosines, sines;  // [positions, frequencies]
   };
   std::atomic<int64_t> positions_{0};
-  std::vector<Rope> ropes_;
+  std::vector<Tables> ropes_;
   std::vector<float> x_, delta_, normed_, queries_, keys_, values_, gate_, up_, down_, scores_, states_;
   Scratch activations_, query_activations_;
 };

@@ -3,6 +3,7 @@
 #include "decoder_module.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -88,18 +89,22 @@ class Owner {
     check(shape.head > 0 && shape.head % 2 == 0 && shape.head <= kMaxHead,
           "head must be even and at most " + std::to_string(kMaxHead));
     check(layers.size() > 0, "there must be a layer");
-    const auto halves = model.get<std::vector<int64_t>>("rope_angles");
-    for (const int64_t half : halves)
-      check(half > 0 && 2 * half <= shape.head, "a rope rotates at most a whole head");
+    std::vector<Rope> ropes;
+    for (const auto& [frequencies, scale] :
+         model.get<std::vector<std::pair<std::vector<float>, float>>>("ropes")) {
+      check(!frequencies.empty() && 2 * static_cast<int64_t>(frequencies.size()) <= shape.head,
+            "a rope rotates at most a whole head");
+      ropes.push_back({frequencies, scale});
+    }
     Linear embedding, head;
     const Packed& rows = nb::cast<const Matrix&>(Fields(model["embedding"])["matrix"]).packed;
     shape.vocabulary = rows.rows, shape.hidden = rows.length;
     take(model["embedding"], 1, shape.vocabulary, shape.hidden, embedding);
     std::vector<Layer> all(layers.size());
-    for (size_t i = 0; i < all.size(); ++i) take(Fields(layers[i]), shape, halves.size(), all[i]);
+    for (size_t i = 0; i < all.size(); ++i) take(Fields(layers[i]), shape, ropes.size(), all[i]);
     take(model["lm_head"], 1, shape.vocabulary, shape.hidden, head);
     decoder_ = std::make_unique<Decoder>(shape, std::move(all), embedding, head,
-                                         vector(model["norm"], shape.hidden), halves);
+                                         vector(model["norm"], shape.hidden), std::move(ropes));
     model.check_all_taken();
     slots_[0].linear = &decoder_->embedding;
     size_t slot = 1;
@@ -182,26 +187,11 @@ class Owner {
     return decoder_->step(ids.data(), sequences, wanted, logits ? logits->data() : nullptr);
   }
 
-  // Cosines and sines of each rope.
-  void extend_positions(int64_t start, const std::vector<Array<const float, 2>>& cosines,
-                        const std::vector<Array<const float, 2>>& sines) {
-    check(cosines.size() == decoder_->ropes() && sines.size() == cosines.size(),
-          "there must be angles for each rope");
-    std::vector<const float*> both[2];
-    size_t count = 0;
-    for (size_t i = 0; i < cosines.size(); ++i) {
-      const auto half = static_cast<size_t>(decoder_->half(i));
-      if (i == 0) count = cosines[0].shape(0);
-      for (const auto* table : {&cosines[i], &sines[i]}) {
-        check(table->shape(0) == count && table->shape(1) == half,
-              "cosines and sines must be [positions, angles]");
-        both[table == &sines[i]].push_back(table->data());
-      }
-    }
+  void extend_positions(int64_t end) {
+    check(end <= kMostPositions, "there are at most " + std::to_string(kMostPositions) + " positions");
     nb::gil_scoped_release released;
     std::lock_guard lock(decoder_->mutex);
-    check(start >= 0 && start <= decoder_->positions(), "positions must follow those known");
-    decoder_->extend_positions(start, start + static_cast<int64_t>(count), both[0], both[1]);
+    decoder_->extend_positions(end);
   }
 
   int64_t positions() const { return decoder_->positions(); }
@@ -295,7 +285,6 @@ class Owner {
     checked_ = wanted;
   }
 
-  static constexpr int64_t kMostExperts = 1 << 16;
   nb::list kept_;
   std::unique_ptr<Decoder> decoder_;
   std::vector<Slot> slots_;
@@ -324,6 +313,16 @@ size_t bytes_of(Cache& cache) {
 void exponential(const Vector& x, const Array<float, 1>& out) {
   check(x.shape(0) == out.shape(0), "out must be as long as x");
   floats_of(kernels()).exponential(x.data(), out.data(), static_cast<int64_t>(x.shape(0)));
+}
+
+void angles(const Vector& x, const Array<float, 1>& cosines, const Array<float, 1>& sines) {
+  check(x.shape(0) == cosines.shape(0) && x.shape(0) == sines.shape(0),
+        "cosines and sines must be as long as x");
+  for (size_t i = 0; i < x.shape(0); ++i) {
+    double cosine, sine;
+    cosine_and_sine(x.data()[i], cosine, sine);
+    cosines.data()[i] = static_cast<float>(cosine), sines.data()[i] = static_cast<float>(sine);
+  }
 }
 
 // Through float16 and back, as keys and values go; whether a cache holds them all.
@@ -392,11 +391,12 @@ void define_decoder(nb::module_& m) {
     .def("step", &Owner::step, plain("ids"), "caches"_a, "counts"_a, "bits"_a, "wanted"_a,
          plain("logits").none())
     .def("attach", &Owner::attach, "matrix"_a, "bits"_a, plain("plane"))
-    .def("extend_positions", &Owner::extend_positions, "start"_a, plain("cosines"), plain("sines"))
+    .def("extend_positions", &Owner::extend_positions, "end"_a)
     .def_prop_ro("positions", &Owner::positions)
     .def("new_cache", &Owner::new_cache, "bits"_a, nb::rv_policy::take_ownership);
   m.attr("max_step") = kMaxStep;
   m.def("exponential", exponential, plain("x"), plain("out"));
+  m.def("angles", angles, plain("x"), plain("cosines"), plain("sines"));
   m.def("through_halves", through_halves, plain("x"), plain("out"));
   m.def("encode", encode, plain("x"), plain("base"), plain("planes"), plain("exponents"));
   m.def("release_pages", release_pages, plain("bytes"));

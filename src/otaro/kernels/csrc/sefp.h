@@ -125,5 +125,8 @@ extern const Kernels kNeon;
 extern const Kernels kDotprod;
 extern const Kernels kI8mm;
 #endif
+#ifdef __wasm_simd128__
+extern const Kernels kWasm;
+#endif
 
 }  // namespace otaro

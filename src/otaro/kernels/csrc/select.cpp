@@ -52,6 +52,9 @@ std::vector<const Kernels*> runnable() {
   if (cpu.dotprod) found.push_back(&kDotprod);
   found.push_back(&kNeon);
 #endif
+#ifdef __wasm_simd128__
+  found.push_back(&kWasm);
+#endif
   found.push_back(&kPortable);
   return found;
 }

@@ -1,0 +1,69 @@
+/* OTARo without Python: a nested model in memory, tokens in, logits out, at a precision that may change
+ * between any two calls. docs/native.md has a complete program.
+ *
+ * A model is made of `decoder.json` and of shards (FORMAT.md), which are used where they lie and must stay
+ * until otaro_free. All of them are taken for a stranger's: what does not fit is refused in words. Functions
+ * that can fail return 0 if they did not, or say otherwise; otaro_error tells why, and the model is as it was
+ * before.
+ *
+ * A model serves one thread at a time; different models may serve different threads. Logits have the same
+ * bits on every machine, with any number of threads, and however a text is cut into calls. They are those of
+ * the Python package. */
+#ifndef OTARO_H
+#define OTARO_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OTARO_API 1 /* of this header; a change that breaks callers counts it up */
+
+typedef struct otaro_model otaro_model;
+
+/* A model in a nested directory: maps its files, as many planes as there are, and sets the finest precision.
+ * A precision then reads only the planes it needs. Returns a model even when the directory is refused;
+ * otaro_error is not empty then. NULL where there is not even memory for the words. */
+otaro_model* otaro_open(const char* directory);
+
+/* A model of parts. Give it the text of decoder.json (copied), then the base shard, then any further ones, at
+ * any time: also between two tokens of an answer. NULL if memory is short. */
+otaro_model* otaro_new(void);
+int otaro_describe(otaro_model* model, const char* json, size_t bytes);
+/* `check` other than 0: the bytes must match their digests (SHA-256), not only the header its seal. The first
+ * shard sets the precision to E5M3; later ones leave it as it is. */
+int otaro_add_shard(otaro_model* model, const void* data, size_t bytes, int check);
+
+void otaro_free(otaro_model* model); /* NULL is fine */
+
+/* What was wrong with the last call that failed; empty if none did. Valid until the next call. */
+const char* otaro_error(const otaro_model* model);
+
+/* Mantissa bits: 3 for E5M3 to 8 for E5M8. Takes effect with the next token; what was read stays. */
+int otaro_set_precision(otaro_model* model, int mantissa_bits);
+int otaro_precision(const otaro_model* model);
+int otaro_finest(const otaro_model* model); /* that the shards are there for; 0 before the base shard */
+
+/* Reads tokens after those of the sequence so far. Returns the logits of the last one, otaro_vocabulary
+ * floats that are valid until the next call, or NULL: then none of the tokens was read. */
+const float* otaro_forward(otaro_model* model, const int32_t* tokens, size_t count);
+size_t otaro_vocabulary(const otaro_model* model);
+
+/* How many tokens the sequence has, and how many it can have. otaro_truncate forgets those from `length` on.
+ */
+size_t otaro_length(const otaro_model* model);
+size_t otaro_positions(const otaro_model* model);
+int otaro_truncate(otaro_model* model, size_t length);
+
+/* Of the whole process: threads that work on a step, 1 unless said otherwise, and the instruction set in use.
+ */
+void otaro_set_threads(int count);
+const char* otaro_backend(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
