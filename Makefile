@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
 
-.PHONY: help setup demo test slow check stubs sanitize portability arm-test vllm-test format clean
+.PHONY: help setup demo native test slow check stubs sanitize portability arm-test vllm-test web-test web-demo format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,15 +25,20 @@ $(READY): $(RUNS)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'otaro-llm[dev]' # which is there already: adds what its extras ask for
 	@touch $@
 
-demo: $(RUNS) ## tune the built-in model twice, pack it, and show what all six precisions cost
+demo: $(RUNS) ## tune the built-in model as usual and for all precisions, and show what one file does; two minutes
 	@$(BIN)/otaro demo
+
+native: ## build otaro-run and the library of native/otaro.h, without Python, in build/native
+	@cmake -S . -B build/native -DOTARO_NATIVE=ON >/dev/null
+	@cmake --build build/native --parallel
+	@ls -l build/native/otaro-run build/native/libotaro.a | awk '{ print $$NF ": " int($$5 / 1000) " kB" }'
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## run the tests, but for the slow ones
-	@$(PYTEST) -m 'not slow'
+	@$(PYTEST) -m 'not slow and not web'
 
-slow: setup ## run the slow tests: the README's commands one after the other, tuning end to end, the study
+slow: setup ## run the slow tests: the documents' commands one after the other, tuning end to end, the study
 	@$(PYTEST) -m slow
 
 check: setup ## lint, formatting, types
@@ -56,6 +61,20 @@ arm-test: setup ## the kernels for ARM, cross-compiled, on three CPUs that qemu 
 
 vllm-test: setup ## vLLM for CPUs in .venv-vllm, with our plug-in, beside our own runtime; MODEL= for another model
 	@MODEL='$(MODEL)' PYTHON='$(PYTHON)' runs/vllm_test.sh
+
+# zig is a hundred megabytes, so not among the developer's tools.
+ZIG = $(BIN)/python -m pip install --quiet --constraint constraints.txt ziglang
+
+web-test: setup ## test otaro web's page in a browser: with zig, npm and chromium; two minutes, and two more the first time
+	@$(ZIG) || echo "zig could not be installed: the tests that need it will be skipped"
+	@$(BIN)/python -m pytest -m web tests/web
+
+web-demo: $(RUNS) ## the built-in model in your browser, plane by plane, from this machine
+	@$(ZIG)
+	@rm -rf demo/web demo/web-model
+	@$(BIN)/otaro pack builtin demo/web-model
+	@$(BIN)/otaro web demo/web-model demo/web --name 'the built-in model'
+	@$(BIN)/python -m otaro.web.server demo/web
 
 format: setup ## rewrite files in the project's format
 	@$(BIN)/ruff check --fix .

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <new>
 #include <set>
 
+#include "guarded.h"
 #include "select.h"
 
 namespace otaro {
@@ -17,24 +17,6 @@ namespace {
 constexpr int64_t kMostHeads = 1 << 16, kMostLayers = 1 << 12, kMostRopes = 64, kMore = int64_t{1} << 40;
 constexpr int64_t kPositionsAtOnce = 1024;
 constexpr double kMostFrequency = 1000;
-
-// Runs a body that returns what a function of the header returns. Exceptions stay on this side.
-template <class Result, class Body>
-Result guarded(otaro_model* model, Result failed, Body&& body) {
-#ifdef __cpp_exceptions
-  try {
-    model->error.clear();
-    return body();
-  } catch (const std::exception& error) {
-    model->error = error.what();  // std::bad_alloc, in practice
-  }
-  return failed;
-#else
-  static_cast<void>(failed);
-  model->error.clear();
-  return body();
-#endif
-}
 
 float to_float(const uint8_t* bytes, const std::string& dtype) {
   if (dtype == "F64") {
@@ -377,6 +359,15 @@ int otaro_add_shard(otaro_model* model, const void* data, size_t bytes, int chec
     }
     model->shards[shard->plane - otaro::kCoarsest] = std::move(shard);
     otaro::attach(*model);
+    return 0;
+  });
+}
+
+int otaro_verify(otaro_model* model) {
+  return guarded(model, -1, [&] {
+    for (const auto& shard : model->shards)
+      if (const std::string why = shard ? shard->check_digests() : ""; !why.empty())
+        return refuse(model, "the shard of plane " + std::to_string(shard->plane) + ": " + why);
     return 0;
   });
 }

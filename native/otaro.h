@@ -36,6 +36,9 @@ int otaro_describe(otaro_model* model, const char* json, size_t bytes);
  * shard sets the precision to E5M3; later ones leave it as it is. */
 int otaro_add_shard(otaro_model* model, const void* data, size_t bytes, int check);
 
+/* Checks the bytes of all shards against their digests, as `otaro verify` does. */
+int otaro_verify(otaro_model* model);
+
 void otaro_free(otaro_model* model); /* NULL is fine */
 
 /* What was wrong with the last call that failed; empty if none did. Valid until the next call. */
@@ -61,6 +64,23 @@ int otaro_truncate(otaro_model* model, size_t length);
  */
 void otaro_set_threads(int count);
 const char* otaro_backend(void);
+
+/* Text and tokens, as tokenizer.json says: byte-level BPE, and BPE that falls back to bytes, which is what
+ * LLaMA, Mistral, Qwen, Gemma, Phi, SmolLM and their like have. What is not known is refused by name. */
+typedef struct otaro_tokenizer otaro_tokenizer;
+
+otaro_tokenizer* otaro_tokenizer_new(void); /* NULL if memory is short */
+int otaro_tokenizer_read(otaro_tokenizer* tokenizer, const char* json, size_t bytes); /* once */
+const char* otaro_tokenizer_error(const otaro_tokenizer* tokenizer);
+void otaro_tokenizer_free(otaro_tokenizer* tokenizer);
+
+/* How many tokens a text (UTF-8) has, -1 if it is refused; the first `room` of them are written. With
+ * `begin_and_end` other than 0 they include those that begin and end every text, such as <s>. */
+ptrdiff_t otaro_encode(otaro_tokenizer* tokenizer, const char* text, size_t bytes, int begin_and_end,
+                       int32_t* tokens, size_t room);
+/* The bytes that a token adds to a text: they may be a part of a character, and special tokens have none.
+ * Valid as long as the tokenizer. */
+const char* otaro_piece(const otaro_tokenizer* tokenizer, int32_t token, size_t* bytes);
 
 #ifdef __cplusplus
 }

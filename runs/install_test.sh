@@ -30,7 +30,7 @@ try() {
   env PATH="$environment/bin:$path" "$environment/bin/otaro" generate "$work/$name-tiny" --prompt "The statement" \
     --precision E5M4 --max-new-tokens 8 >"$work/$name.txt" 2>"$work/$name.err"
   local kernels
-  kernels=$("$environment/bin/python" -c \
+  kernels=$(env PATH="$environment/bin:$path" "$environment/bin/python" -c \
     'import otaro; from otaro.kernels import ops; print(otaro.__version__, *ops.backend("cpu"), sep=" | ")')
   echo "$name | $kernels"
   case $kernels in *" | $expected"*) ;; *) echo "$name: expected kernels $expected" >&2; exit 1 ;; esac

@@ -17,7 +17,7 @@ from runs.study.results import Results, model_at
 
 COLOURS = {"before": "var(--before)", "fp": "var(--run-2)", "uniform": "var(--run-5)", "bps": "var(--run-6)"}
 COLOURS |= {"otaro": "var(--run-4)", "best": "var(--run-1)"}
-ONE, OWN, INT4 = "one model for all: `best`", "a model of its own for each", "int4 QAT, a model of its own"
+ONE, OWN, INT4 = "one file for all six, tuned once", "six models, one for each", "int4 QAT, a model of its own"
 ROUNDED, WHOLE = "tuned as usual, rounded", "tuned as usual, 16 bits"
 SERIES = {ONE: "var(--run-1)", OWN: "var(--run-3)", INT4: "var(--run-5)", ROUNDED: "var(--run-2)", WHOLE: "var(--before)"}
 
@@ -107,16 +107,17 @@ def bits_figure(results: Results, benches: Sequence[Bench]) -> Any:
         add(ROUNDED, "fp", [name for name in OTHERS if name.startswith("Q")], lambda column: OTHERS[column][0], "others")
         add(WHOLE, "fp", [FULL], lambda _: 16)
         title = bench.name if own.version == results.version else f"{bench.name} (format {own.version}: powers of two)"
-        present = [name for name in SERIES if any(row["series"] == name for row in rows)]
-        scale = alt.Scale(domain=present, range=[SERIES[name] for name in present])
+        scale = alt.Scale(domain=list(SERIES), range=list(SERIES.values()))
         shapes = {ONE: "circle", OWN: "stroke", INT4: "diamond", ROUNDED: "cross", WHOLE: "stroke"}
-        legend = alt.Legend(title=None, orient="top", columns=1, labelLimit=0)
+        legend = alt.Legend(title=None, orient="top", columns=3, labelLimit=0, columnPadding=40)
         base = _chart([row for row in rows if row["series"] != WHOLE], title).encode(
             x=alt.X("bits:Q", title="bits a weight", scale=alt.Scale(zero=False)),
             y=alt.Y("value:Q", title="perplexity on WikiText-2", scale=alt.Scale(type="log", nice=False, padding=10)),
             color=alt.Color("series:N", scale=scale, legend=legend),
         )
-        shape = alt.Shape("series:N", scale=alt.Scale(domain=present, range=[shapes[name] for name in present]), legend=legend)
+        shape = alt.Shape(
+            "series:N", scale=alt.Scale(domain=list(SERIES), range=[shapes[name] for name in SERIES]), legend=legend
+        )
         layers = [
             base.transform_filter({"field": "series", "equal": ONE}).mark_line(),
             base.mark_point(size=70, filled=False, strokeWidth=2, opacity=1).encode(shape=shape),
@@ -124,8 +125,8 @@ def bits_figure(results: Results, benches: Sequence[Bench]) -> Any:
         ]
         rule = _chart([row for row in rows if row["series"] == WHOLE]).mark_rule(strokeDash=[2, 3])
         layers.append(rule.encode(y="value:Q", color=alt.Color("series:N", scale=scale)))
-        panels.append(alt.layer(*layers).properties(width=340, height=280, title=title))
-    return alt.hconcat(*panels).resolve_scale(color="independent", shape="independent")
+        panels.append(alt.layer(*layers).properties(width=340, height=240, title=title))
+    return alt.hconcat(*panels)
 
 
 def newest(results: Results, bench: str) -> Results:

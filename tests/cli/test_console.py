@@ -1,6 +1,12 @@
 """What the commands share: a long one without a terminal says a line a minute."""
 
+import io
+import itertools
+import re
+
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from otaro.cli import console
 
@@ -53,3 +59,17 @@ def test_before_anything_is_done_and_for_hours(clock, capsys):
         "evaluating: 0 of 10 (E5M8), 1 min so far",
         "evaluating: 5 of 10 (E5M8), 4 h so far, about 4 h left",
     ]
+
+
+def test_on_a_terminal_a_bar_has_the_time_that_is_left(monkeypatch):
+    written = io.StringIO()
+    times = itertools.count()
+    seen = Console(file=written, force_terminal=True, width=120, get_time=lambda: float(next(times)))  # a second a look
+    monkeypatch.setattr(console, "err", seen)
+    with console.progress_bar("tuning (steps)") as progress:
+        for step in range(1, 6):
+            progress("loss 2.1", step, 100)
+    drawn = Text.from_ansi(written.getvalue()).plain
+    assert "tuning (steps)" in drawn
+    assert "5/100" in drawn
+    assert re.search(r"5/100 \d:\d\d:\d\d \d:\d\d:\d\d loss 2.1", drawn)

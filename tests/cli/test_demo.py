@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from otaro.builtin.documentation import documentation_text
+from otaro.cli import demo, demo_story
 from otaro.cli.demo import MARK
 from otaro.cli.main import app
+from otaro.file.io import NestedDirectory
+from otaro.file.summary import summarize
 
 SMALL = ("--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--prompt", "The result")
 
@@ -39,6 +45,60 @@ def test_both_ways_of_tuning_are_measured_at_all_precisions_from_the_packed_file
         assert {entry["precision"] for entry in kept} == six
     assert list(result["bytes"].values()) == sorted(result["bytes"].values(), reverse=True)
     assert set(result["samples"]) == {"E5M8", "E5M3"}
+
+
+def test_one_file_shows_what_it_can(told):
+    """A text whose precision changes, the time of a switch, an upgrade by one shard with the bits of the whole."""
+    folder, result = told
+    assert [name for name, _ in result["changing"]] == ["E5M8", "E5M3", "E5M5", "E5M8"]
+    assert "".join(text for _, text in result["changing"])
+    assert all(0 < seconds < 1 for seconds in result["switch"].values())
+    assert all(rate > 0 for rate in result["decode"].values())
+    nested, upgraded = folder / "out" / "otaro" / "nested", folder / "out" / "upgrade"
+    assert result["upgrade"] == {
+        "shard": "model-m4.safetensors",
+        "bytes": (nested / "model-m4.safetensors").stat().st_size,
+        "same": True,
+    }
+    assert sorted(path.name for path in upgraded.glob("*.safetensors")) == ["model-m3.safetensors", "model-m4.safetensors"]
+    timed = json.loads((folder / "out" / "otaro" / "bench.json").read_text())
+    assert {row["precision"]: row["decode"] for row in timed["precisions"]} == result["decode"]
+
+
+def test_for_people_it_says_what_to_see_and_what_to_type_next(told, capsys):
+    folder, result = told
+    nested = folder / "out" / "otaro" / "nested"
+    summary = summarize(NestedDirectory(nested))
+    demo._show(summary, result["perplexity"])
+    bench = SimpleNamespace(precisions=[], machine="a Xeon", threads=2, device="cpu", kernels="cpu:avx2")
+    for row in summary.precisions:
+        figures = {"decode": 100.0, "weight_bytes": 5, "switch": 4e-6, "bandwidth_share": 0.1}
+        bench.precisions.append(SimpleNamespace(precision=row.precision, **figures))
+    upgraded = demo_story.Upgrade(Path("there"), "model-m4.safetensors", "E5M3", "E5M4", "it lacks m4", 5, True)
+    demo_story.show(summary, [("E5M8", "one"), ("E5M3", "[two]")], "The prompt", upgraded, bench)
+    demo._next(Path("report.html"), Path("demo") / "nested")
+    said = capsys.readouterr().out
+    assert "Perplexity on unseen text" in said
+    assert "E5M3  [two]" in said
+    assert "E5M4 with:\n  it lacks m4" in said
+    assert "4 us" in said
+    commands = re.findall(r"^  otaro (\w+) ", re.sub(r"^  \S+/otaro ", "  otaro ", said, flags=re.MULTILINE), re.MULTILINE)
+    assert commands == ["chat", "fit", "pack"]
+
+
+@pytest.mark.parametrize(
+    ("usual", "ours", "words"),
+    [
+        ((10.0, 12.0), (10.08, 11.4), "nowhere more than 0.8% behind tuning as usual (at E5M8); it is ahead at E5M3 (5.0%)."),
+        ((10.0, 12.0), (9.9, 12.0), "nowhere behind tuning as usual; it is ahead at E5M8 (1.0%)."),
+        ((10.0, 12.0), (10.4, 12.6), "nowhere more than 5.0% behind tuning as usual (at E5M3); it is ahead at none."),
+    ],
+)
+def test_the_words_follow_the_figures_whichever_way_they_came_out(usual, ours, words):
+    names = ("E5M8", "E5M3")
+    said = demo.verdict(names, dict(zip(names, usual, strict=True)), dict(zip(names, ours, strict=True)))
+    assert words in said
+    assert f"tuned as usual by {usual[1] / usual[0] - 1:+.1%}" in said
 
 
 def test_the_page_shows_what_the_table_says(told):

@@ -471,6 +471,7 @@ def hostile_report(builtin_nested, tmp_path_factory) -> Path:
     stored = gradients()
     stored["command"] = EVIL
     stored["modules"][0].update(module=EVIL, projection=EVIL)
+    (run / "bench.json").write_text(json.dumps({**timed(), "machine": EVIL, "kernels": EVIL}))
     (run / "analysis").mkdir()
     (run / "analysis" / "gradients.json").write_text(json.dumps(stored))
     (run / "analysis" / "weights.json").write_text(json.dumps({**weights(), "command": EVIL}))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "src" / "otaro" / "kernels" / "csrc"
-CORE = [*(ROOT / "native" / f"{name}.cpp" for name in ("files", "json", "model", "sha256", "shard")),
+CORE = [*(ROOT / "native" / f"{name}.cpp" for name in ("files", "json", "model", "sha256", "shard", "text", "tokenizer")),
         *(CSRC / f"{name}.cpp" for name in ("decoder", "pool", "portable", "select"))]  # fmt: skip
 INCLUDES = [f"-I{folder}" for folder in (ROOT / "native", CSRC, CSRC.parent / "shared")]
 
@@ -28,6 +28,8 @@ def library_path(compiler, tmp_path_factory) -> Path:
     """libotaro.so of the plain backend: a few seconds."""
     target = tmp_path_factory.mktemp("native") / "libotaro.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+    if os.environ.get("OTARO_SANITIZE"):
+        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"]
     subprocess.run([compiler, *flags, *INCLUDES, *CORE, "-o", target], check=True)
     return target
 
@@ -43,6 +45,10 @@ def library(library_path) -> ctypes.CDLL:
         "forward": ctypes.POINTER(ctypes.c_float),
         "vocabulary": ctypes.c_size_t,
         "length": ctypes.c_size_t,
+        "tokenizer_new": pointer,
+        "tokenizer_error": ctypes.c_char_p,
+        "encode": ctypes.c_ssize_t,
+        "piece": pointer,
     }.items():
         getattr(found, f"otaro_{name}").restype = kind
     return found

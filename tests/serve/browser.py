@@ -46,6 +46,11 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
+    @property
+    def pid(self) -> int:
+        """Of the first of its processes."""
+        return self._process.pid
+
     def close(self) -> None:
         """End it."""
         self._process.terminate()

@@ -197,11 +197,6 @@ def _out(model: str, out: Path | None) -> Path:
 
 def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What it takes to repeat an analysis; the command spells out the defaults."""
-    import torch
-    import transformers
-
-    import otaro
-
     words = ["otaro", "analyze", subcommand, subject]
     for name, value in options.items():
         if value is not None and value is not False:
@@ -210,7 +205,7 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
         "model": subject,
         "command": shlex.join(words),
         "date": datetime.date.today().isoformat(),
-        "versions": {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": console.versions(),
     }
 
 

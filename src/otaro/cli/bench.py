@@ -90,7 +90,7 @@ def bench(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Time prefill and decode at each precision, in turns, and say how much of the memory's bandwidth that is.
+    """Time prefill and decode at each precision, in turns; says how much of the memory's bandwidth that is.
 
     Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
     """

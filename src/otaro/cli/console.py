@@ -160,10 +160,13 @@ def describe_precision(model: Any) -> str:
 
 def quiet_transformers() -> None:
     """Keep transformers' own bars and notices out of our output; errors stay."""
+    import logging as standard
+
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    standard.getLogger("bitsandbytes").setLevel(standard.ERROR)  # tells of kernels that nobody asked for
 
 
 def versions() -> dict[str, str]:

@@ -1,12 +1,15 @@
 """`otaro demo`: the whole story end to end, on the built-in model without any download, or on a model of one's own.
 
 The same model is tuned twice on the same data, as usual and for all precisions, packed, and measured from its nested file
-on text that neither run has seen.
+on text that neither run has seen. Then the file shows what it can (demo_story.py). Every figure is measured here and now.
 """
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
     from otaro.file.summary import Summary
     from otaro.tune.config import Options, Training
 
-BEFORE, USUAL, OURS = "before", "usual", "otaro"
+BEFORE, USUAL, OURS, UPGRADE = "before", "usual", "otaro", "upgrade"
 TITLES = {USUAL: "tuned as usual", OURS: "tuned once for all"}
 PROMPT = "Returns a new tensor"
 SAMPLE_TOKENS = 30
+LEVEL = 0.002  # a difference in perplexity from which on a model is called ahead
 LR_HELP = "Learning rate of both runs: 4e-4 for the built-in model, else 5e-5."
 BUILTIN_LR = 4e-4  # the best of tuning as usual (docs/log.md), and tuning for all takes the same
 MARK = "made_by_otaro_demo"  # a file in every folder that a later demo may replace
@@ -59,9 +63,14 @@ def demo(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Tune a model as usual and once for all precisions, pack it, and show what each precision then costs."""
+    """Tune a model as usual and once for all precisions, and show what one file then does.
+
+    What each precision costs, a text while the precision changes, the size of every prefix, a switch's time, an upgrade by
+    one shard, speed, and a report. The built-in model needs no download, and two minutes of two cores.
+    """
     import torch
 
+    from otaro.cli import demo_story
     from otaro.cli.eval import open_text
     from otaro.evaluate.charts import altair
     from otaro.evaluate.report import write_report
@@ -82,37 +91,40 @@ def demo(
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as the trainer chooses
     hub = Hub(revision, token, cache_dir)
     original, unseen = Subject(model, device=device, hub=hub), open_text(text)
-    folders = {name: out / name for name in (BEFORE, USUAL, OURS)}
+    folders = {name: out / name for name in (BEFORE, USUAL, OURS, UPGRADE)}
     _make_room(list(folders.values()), {"--model": model, "--data": data, "--text": text})
 
-    _say("1. before tuning, at every precision")
+    _say("1 of 5: before tuning, at every precision")
     measured = {BEFORE: _measure(original, unseen, folders[BEFORE])}
     for number, (name, (options, training)) in enumerate(recipes.items(), 2):
-        _say(f"{number}. {TITLES[name]}, packed, and measured again")
+        _say(f"{number} of 5: {TITLES[name]}, packed, and measured again")
         _tune(model, data, folders[name], options, replace(training, **settings), hub)
-        nested = folders[name] / "nested"
-        measured[name] = _measure(Subject(str(nested), device=device), unseen, nested)
-    _say("4. samples and report")
+        tuned = folders[name] / "nested"
+        measured[name] = _measure(Subject(str(tuned), device=device), unseen, tuned)
+    nested = folders[OURS] / "nested"
+    _say("4 of 5: speed, a change of precision, an upgrade")
+    bench = demo_story.timed(nested, folders[OURS] / "bench.json", device)
+    parts = demo_story.changing(nested, prompt, device)
+    upgraded = demo_story.upgrade(nested, folders[UPGRADE], prompt, device)
+    _say("5 of 5: samples and report")
     with console.progress_bar("samples") as progress:
-        tuned = {name: folders[name] for name in (OURS, USUAL)}
-        samples = {n: sample(f / "nested", f / "samples.json", [prompt], SAMPLE_TOKENS, progress) for n, f in tuned.items()}
-    summary = summarize(NestedDirectory(folders[OURS] / "nested"))
-    said = samples[OURS].texts[prompt]
-    ends = {name: said[name] for name in (max(said), min(said))}
-    if not json:
-        _show(summary, measured)
-        for name, continuation in ends.items():
-            console.out.print(f"\n[bold]{name}[/] continues [italic]{console.escape(prompt)}[/]", highlight=False)
-            console.out.print(console.escape(continuation.strip()), highlight=False)
+        samples = {OURS: sample(nested, folders[OURS] / "samples.json", [prompt], SAMPLE_TOKENS, progress)}
     report = out / "report.html"
     write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), samples, report)
+    summary = summarize(NestedDirectory(nested))
     if json:
-        sizes = {row.precision: row.bytes for row in summary.precisions}
-        shown = {"out": str(out), "report": str(report), "bytes": sizes, "perplexity": measured, "samples": ends}
+        said = samples[OURS].texts[prompt]
+        shown: dict[str, Any] = {"out": str(out), "report": str(report), "perplexity": measured, "changing": parts}
+        shown["samples"] = {name: said[name] for name in (max(said), min(said))}
+        shown["bytes"] = {row.precision: row.bytes for row in summary.precisions}
+        shown["decode"] = {row.precision: row.decode for row in bench.precisions}
+        shown["switch"] = {row.precision: row.switch for row in bench.precisions}
+        shown["upgrade"] = {"shard": upgraded.shard, "bytes": upgraded.bytes, "same": upgraded.same}
         console.print_json(shown)
     else:
-        where = f"\nThe story with figures: {report} (open it in a browser)\nThe model, all precisions in one: {nested}"
-        console.out.print(where, highlight=False, soft_wrap=True)
+        _show(summary, measured)
+        demo_story.show(summary, parts, prompt, upgraded, bench)
+        _next(report, nested)
 
 
 def _say(what: str) -> None:
@@ -162,31 +174,53 @@ def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
 
 
 def _show(summary: Summary, measured: dict[str, Measured]) -> None:
-    """One table: perplexity, and what the precision costs against the finest of the same model."""
+    """One table: perplexity, and how the one model for all stands beside tuning as usual."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    finest = summary.precisions[0].precision
-    title = "Perplexity on unseen text, lower is better, and what a precision costs"
+    title = "Perplexity on unseen text, lower is better"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("")
-    once = "[bold]tuned\nfor all[/]"
-    for heading in ("bits", "size", "before", "cost", "tuned\nas usual", "cost", once, "[bold]cost[/]"):
+    headings = ("bits a\nweight", "before\ntuning", "tuned\nas usual", "[bold]tuned once\nfor all[/]", "for all\nagainst usual")
+    for heading in headings:
         table.add_column(heading, justify="right")
-    for row in summary.precisions:
-        assert row.bytes is not None  # just packed, so complete
-        cells = [f"{row.bits_per_weight:.3f}", console.size(row.bytes)]
-        for values in measured.values():
-            cost = values[row.precision] / values[finest] - 1
-            shown = f"{cost:+.1%}".replace("-0.0%", "+0.0%")
-            cells += [f"{values[row.precision]:.2f}", shown if row.precision != finest else ""]
-        table.add_row(row.precision, *cells)
-    console.out.print(table)
-    coarsest = summary.precisions[-1]
     usual, ours = measured[USUAL], measured[OURS]
-    console.out.print(
-        f"At {coarsest.precision}, {coarsest.bits_per_weight:.3f} bits a weight, tuning once for all gives "
-        f"{ours[coarsest.precision]:.2f} instead of {usual[coarsest.precision]:.2f}; at {finest} {ours[finest]:.2f} against "
-        f"{usual[finest]:.2f}. One file holds all six.",
-        highlight=False,
+    for row in summary.precisions:
+        name = row.precision
+        cells = [f"{values[name]:.2f}" for values in (measured[BEFORE], usual, ours)]
+        table.add_row(name, f"{row.bits_per_weight:.2f}", *cells, _percent(ours[name] / usual[name] - 1))
+    console.out.print(table)
+    console.out.print(verdict([row.precision for row in summary.precisions], usual, ours), highlight=False)
+
+
+def verdict(names: Sequence[str], usual: Measured, ours: Measured) -> str:
+    """What is to be seen in the table, finest precision first, whichever way it came out."""
+    against = {name: ours[name] / usual[name] - 1 for name in names}
+    worst = max(against, key=lambda name: against[name])
+    ahead = [name for name in names if against[name] <= -LEVEL]
+    behind = f"nowhere more than {against[worst]:.1%} behind tuning as usual (at {worst})"
+    behind = behind if against[worst] > 0 else "nowhere behind tuning as usual"
+    told = ", ".join(f"{name} ({-against[name]:.1%})" for name in ahead) or "none"
+    usually, for_all = (values[names[-1]] / values[names[0]] - 1 for values in (usual, ours))
+    return (
+        f"What to see: one model tuned for all is {behind}; it is ahead at {told}. From {names[0]} down to {names[-1]} "
+        f"perplexity changes by {_percent(for_all)}, tuned as usual by {_percent(usually)}. "
+        "The smaller a model, the less it has to lose: docs/results.md has larger ones."
     )
+
+
+def _percent(change: float) -> str:
+    return f"{change:+.1%}".replace("-0.0%", "+0.0%")
+
+
+def _next(report: Path, nested: Path) -> None:
+    """Where the figures are, and what to type next."""
+    tool = sys.argv[0] if Path(sys.argv[0]).name == "otaro" and not shutil.which("otaro") else "otaro"
+    offered = {
+        "talk to it, and type /precision E5M3": ["chat", str(nested)],
+        "a precision for every module, within a budget": ["fit", str(nested), "--text", "builtin", "--bits", "5.2"],
+        "a real model, from the Hub": ["pack", "HuggingFaceTB/SmolLM2-135M", "smol"],
+    }
+    told = "\n".join(f"  [dim]# {why}[/]\n  {shlex.join([tool, *words])}" for why, words in offered.items())
+    where = f"\nAll of it with figures: {report} (open it in a browser)\n\n[bold]To try next[/]\n{told}"
+    console.out.print(where, highlight=False, soft_wrap=True)

@@ -31,9 +31,9 @@ VARIABLES = ("OTARO_KERNELS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOM
 
 @page(examples="otaro doctor --json | jq .kernels")
 def doctor(json: console.JsonOption = False) -> None:
-    """Say what was found here: versions, kernels and why these, threads, GPU, extras; 1 if something is broken.
+    """Say what was found on this machine, and what is broken: versions, kernels and why these, threads, GPU, extras.
 
-    Kernels in use are also asked for a product, which must have the bits of the reference.
+    Kernels in use are also asked for a product, which must have the bits of the reference. Exits with 1 if something is broken.
     """
     found = examine()
     if json:

@@ -40,7 +40,7 @@ def fit(
     device: DeviceOption = "cpu",
     json: console.JsonOption = False,
 ) -> None:
-    """Find the precision of every module that loses least within a budget, and keep it beside the model.
+    """Find the precision of every module that loses least within a budget; it is kept beside the model.
 
     `--precision fit:90MB` then runs it, wherever a precision is named. What each module loses at each precision is
     measured once, on a text; other budgets then take the check alone. `otaro inspect` lists the fits.

@@ -28,6 +28,7 @@ from otaro.cli import (
     serve,
     tune,
     verify,
+    web,
 )
 from otaro.cli import eval as eval_command
 from otaro.cli.help import App, page
@@ -49,6 +50,7 @@ app.command("export", rich_help_panel=MAKE)(export.export)
 app.command("generate", rich_help_panel=RUN)(generate.generate)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
+app.command("web", rich_help_panel=RUN)(web.web)
 app.command("eval", rich_help_panel=MEASURE)(eval_command.evaluate)
 app.command("bench", rich_help_panel=MEASURE)(bench.bench)
 app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)

@@ -118,12 +118,15 @@ class TuningRun:
             measured = self._measured_before(found)
             seconds = self._train(trainer, found, lambda: self._measure(trainer, held_out, measured, "before"))
         self._measure(trainer, held_out, measured, "after")
-        with console.err.status("saving and packing ..."):
+        with console.err.status("saving ..."):
             tuned = self._tuned(trainer)
             if processes.is_first():
                 _save(tuned, tokenizer, self.options, self.out / "model")
-                kind, size = self.options.reconstruction, self.options.group_size
-                pack(self.out / "model", self.out / "nested", group_size=size, reconstruction=kind, overwrite=True)
+        if processes.is_first():
+            kind, size = self.options.reconstruction, self.options.group_size
+            with console.progress_bar("packing (million weights)", 1_000_000) as progress:
+                settings: dict[str, Any] = {"group_size": size, "reconstruction": kind, "progress": progress}
+                pack(self.out / "model", self.out / "nested", overwrite=True, **settings)
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
         done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
         done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
@@ -144,16 +147,10 @@ class TuningRun:
     @contextmanager
     def _begun(self) -> Iterator[None]:
         """The folder, with config.json in it; one that comes to nothing before its first step is removed again."""
-        import torch
-        import transformers
-
-        import otaro
-
-        versions = {"otaro": otaro.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
         if processes.is_first():
             if not self.resume:
                 self.folder.clear()  # of what a failed run left
-            self.folder.write({**self.stated, "versions": {**versions, "python": platform.python_version()}})
+            self.folder.write({**self.stated, "versions": {**console.versions(), "python": platform.python_version()}})
         processes.wait()
         if not self.out.is_dir():
             raise OtaroError(f"--out {self.out} is not seen by all processes; it must lie where all of their machines write")

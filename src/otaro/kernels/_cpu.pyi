@@ -98,12 +98,7 @@ class Decoder:
         bits: int,
         plane: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order="C", device="cpu", writable=False)],
     ) -> None: ...
-    def extend_positions(
-        self,
-        start: int,
-        cosines: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)]],
-        sines: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)]],
-    ) -> None: ...
+    def extend_positions(self, end: int) -> None: ...
     @property
     def positions(self) -> int: ...
     def new_cache(self, bits: int) -> Cache: ...
@@ -113,6 +108,11 @@ max_step: int = 64
 def exponential(
     x: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+) -> None: ...
+def angles(
+    x: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    cosines: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    sines: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
 ) -> None: ...
 def through_halves(
     x: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],

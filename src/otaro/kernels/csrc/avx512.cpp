@@ -18,6 +18,10 @@
 
 namespace otaro::avx512 {
 
+struct ByteOrder {
+  alignas(64) uint8_t of[64] = {};
+};
+
 // Which weight of a pair of blocks byte i of a register stands for: even quads of both blocks, then odd
 // quads.
 constexpr int wide_weight(int i) { return i / 16 % 2 * kBlock + 8 * (i % 16 / 4) + 4 * (i / 32) + i % 4; }
@@ -43,10 +47,6 @@ struct ByPair {
               _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes[b][half], 0xd8), 0xd8));
     }
   }
-};
-
-struct ByteOrder {
-  alignas(64) uint8_t of[64] = {};
 };
 
 // For `planes` planes, gathered as eight-byte pieces: byte r of matrix g is byte g of the plane whose bit is
@@ -188,6 +188,12 @@ struct Avx512 {
 
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
 };
+
+}  // namespace otaro::avx512
+
+#include "avx512_one.h"
+
+namespace otaro::avx512 {
 
 // Several tokens. Rows are transposed as they are unpacked, so that a lane has a row's weights to the end,
 // and products with activations, broadcast, need no sum across.
@@ -731,7 +737,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
   constexpr decltype(&few_tile<3, Truncate>) kFew[] = {few_tile<3, Truncate>, few_tile<4, Truncate>,
                                                        few_tile<5, Truncate>, few_tile<6, Truncate>,
                                                        few_tile<7, Truncate>, few_tile<8, Truncate>};
-  if (x.tokens == 1 && weight.bits > kCoarsest)  // a row at a time, but where unpacking sixteen costs little
+  if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, out, stride);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
@@ -749,8 +755,8 @@ const Kernels kAvx512 = {"avx512",
                          0,
                          avx512::ByPair::digit_weight,
                          avx512::quantize<avx512::ByPair>,
-                         OTARO_INSTANCES(avx512::For<avx512::X86<avx512::Avx512>>::linear),
+                         OTARO_INSTANCES(avx512::For<avx512::Wide>::linear),
                          {avx512::many<false>, avx512::many<true>},
-                         OTARO_INSTANCES(avx512::For<avx512::X86<avx512::Avx512>>::dots),
+                         OTARO_INSTANCES(avx512::For<avx512::Wide>::dots),
                          OTARO_INSTANCES(avx512::decode)};
 }

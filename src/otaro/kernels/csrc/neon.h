@@ -130,45 +130,39 @@ struct Run {
   }
 };
 
-// Four codes of each block of a run.
-struct Quad {
-  uint8x16_t u;    // but for the last bit of E5M8,
-  int8x16_t last;  // which is here, as 0 or -1; -1 more where `truncate` raises
-};
-
-// The codes of a run of a row.
+// The codes of a run of a row: quads of all blocks.
 template <int M, bool Truncate>
 struct Codes {
-  Run<M> run;
-  uint8x16_t below[4];
+  uint8x16_t u[kQuads];                       // but for the last bit of E5M8,
+  int8x16_t last[M == kFinest ? kQuads : 1];  // which is here, as 0 or -1; -1 more where `truncate` raises
 
-  OTARO_INLINE explicit Codes(const Run<M>& of) : run(of) {
+  OTARO_INLINE explicit Codes(Run<M> run) {
+    uint8x16_t below[4];
     if constexpr (less(M) != 0)
       for (uint8x16_t& words : run.base) words = veorq_u8(words, every(0x88));
     run.nibbles(below);
+#pragma GCC unroll 8
+    for (int n = 0; n < kQuads; ++n) {  // the upper ones first: the others use up what both are made of
+      const int q = (n + 4) % kQuads;
+      const uint8x16_t nibble = run.base[q / 2];
+      if constexpr (M == kCoarsest)
+        u[q] = q % 2 ? vshrq_n_u8(nibble, 4) : vandq_u8(nibble, every(15));
+      else if (q < 4)
+        u[q] = q % 2 ? vbslq_u8(every(0xf0), nibble, below[q]) : vsliq_n_u8(below[q], nibble, 4);
+      else
+        u[q] = vsriq_n_u8(q % 2 ? nibble : vshlq_n_u8(nibble, 4), below[q - 4], 4);
+      if constexpr (M == kFinest) last[q] = as_signed(vtstq_u8(run.planes[kPlanes - 1], every(1 << q)));
+      if constexpr (Truncate) raise(u[q], last[M == kFinest ? q : 0]);
+    }
   }
 
-  OTARO_INLINE Quad quad(int q) const {
-    const uint8x16_t nibble = run.base[q / 2];
-    Quad codes;
-    if constexpr (M == kCoarsest)
-      codes.u = q % 2 ? vshrq_n_u8(nibble, 4) : vandq_u8(nibble, every(15));
-    else if (q < 4)
-      codes.u = q % 2 ? vbslq_u8(every(0xf0), nibble, below[q]) : vsliq_n_u8(below[q], nibble, 4);
-    else
-      codes.u = vsriq_n_u8(q % 2 ? nibble : vshlq_n_u8(nibble, 4), below[q - 4], 4);
-    if constexpr (M == kFinest) codes.last = as_signed(vtstq_u8(run.planes[kPlanes - 1], every(1 << q)));
-    if constexpr (Truncate) raise(codes);
-    return codes;
-  }
-
-  static OTARO_INLINE void raise(Quad& codes) {
+  static OTARO_INLINE void raise(uint8x16_t& u, int8x16_t& last) {
     constexpr int kTop = M == kCoarsest ? 8 : 128;
-    const uint8x16_t negative = less(M) ? vcgeq_u8(codes.u, every(kTop)) : vcltq_u8(codes.u, every(kTop));
+    const uint8x16_t negative = less(M) ? vcgeq_u8(u, every(kTop)) : vcltq_u8(u, every(kTop));
     if constexpr (M == kFinest)
-      codes.last = vaddq_s8(codes.last, as_signed(negative));
+      last = vaddq_s8(last, as_signed(negative));
     else
-      codes.u = vaddq_u8(codes.u, vandq_u8(negative, every(1 << up(M))));
+      u = vaddq_u8(u, vandq_u8(negative, every(1 << up(M))));
   }
 };
 
@@ -176,23 +170,29 @@ struct Codes {
 template <int M, bool Pair>
 struct Sums {
 #ifdef __ARM_FEATURE_DOTPROD
-  static OTARO_INLINE const int8_t* activations(const Activations& x, int64_t run) {
-    return x.digits + run * 2 * kRunBytes;
-  }
+  using Element = int8_t;
   static constexpr int kStride = 2 * kRunBytes;
+  static OTARO_INLINE const Element* activations(const Activations& x) { return x.digits; }
 
-  // A lane for each block.
-  int32x4_t high = vdupq_n_s32(0), low = high, last_high = high, last_low = high;
+  int32x4_t u = vdupq_n_s32(0), last = u;  // a lane for each block
 
-  // Of two neighbouring quads: one load has the digits of both.
-  OTARO_INLINE void add(const Quad& first, const Quad& second, const int8_t* digits) {
-    const int8x16_t high0 = vld1q_s8(digits), high1 = vld1q_s8(digits + 16),
-                    low0 = vld1q_s8(digits + kRunBytes), low1 = vld1q_s8(digits + kRunBytes + 16);
-    high = dot(dot(high, first.u, high0), second.u, high1);
-    low = dot(dot(low, first.u, low0), second.u, low1);
-    if constexpr (M == kFinest) {
-      last_high = vdotq_s32(vdotq_s32(last_high, first.last, high0), second.last, high1);
-      last_low = vdotq_s32(vdotq_s32(last_low, first.last, low0), second.last, low1);
+  // Some rows at a time, for the digits are the same. High ones first, so that one sum has both.
+  template <class Codes, int Rows>
+  static OTARO_INLINE void multiply(const Codes (&rows)[Rows], const int8_t* digits, Sums (&sums)[Rows]) {
+#pragma GCC unroll 2
+    for (int byte = 0; byte < 2; ++byte, digits += kRunBytes) {
+      if (byte)
+        for (Sums& one : sums) one.u = vshlq_n_s32(one.u, 8), one.last = vshlq_n_s32(one.last, 8);
+#pragma GCC unroll 4
+      for (int q = 0; q < kQuads; q += 2) {  // one load has the digits of two quads
+        const int8x16_t first = vld1q_s8(digits + q * 16), second = vld1q_s8(digits + q * 16 + 16);
+        for (int r = 0; r < Rows; ++r) {
+          sums[r].u = dot(dot(sums[r].u, rows[r].u[q], first), rows[r].u[q + 1], second);
+          if constexpr (M == kFinest)
+            sums[r].last =
+              vdotq_s32(vdotq_s32(sums[r].last, rows[r].last[q], first), rows[r].last[q + 1], second);
+        }
+      }
     }
   }
 
@@ -205,43 +205,46 @@ struct Sums {
   }
 
   // The sums of four units: those of a run, or of two.
-  static OTARO_INLINE int32x4_t four(const Sums* runs) {
-    const auto units = [&](int32x4_t Sums::* of) __attribute__((always_inline)) {
-      return Pair ? vpaddq_s32(runs[0].*of, runs[1].*of) : runs[0].*of;
-    };
-    const int32x4_t sums = vmlaq_n_s32(units(&Sums::low), units(&Sums::high), 256);
+  static OTARO_INLINE int32x4_t four(const Sums& first, const Sums& second) {
+    const int32x4_t sums = Pair ? vpaddq_s32(first.u, second.u) : first.u;
     if constexpr (M < kFinest) return sums;
-    return vsubq_s32(vaddq_s32(sums, sums),
-                     vmlaq_n_s32(units(&Sums::last_low), units(&Sums::last_high), 256));
+    return vsubq_s32(vaddq_s32(sums, sums), Pair ? vpaddq_s32(first.last, second.last) : first.last);
   }
 #else
-  static OTARO_INLINE const int16_t* activations(const Activations& x, int64_t run) {
-    return x.words + run * kRunBytes;
-  }
+  using Element = int16_t;
   static constexpr int kStride = kRunBytes;
+  static OTARO_INLINE const Element* activations(const Activations& x) { return x.words; }
 
   int32x4_t of_unit[Pair ? 2 : 4] = {};
 
-  OTARO_INLINE void add(const Quad& first, const Quad& second, const int16_t* words) {
-    add(first, words), add(second, words + 16);
+  template <class Codes, int Rows>
+  static OTARO_INLINE void multiply(const Codes (&rows)[Rows], const int16_t* words, Sums (&sums)[Rows]) {
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; ++q)
+      for (int half = 0; half < 2; ++half) {
+        const int16x8_t x = vld1q_s16(words + q * 16 + half * 8);
+        for (int r = 0; r < Rows; ++r) sums[r].add(wide(rows[r], q, half), x, half);
+      }
   }
 
-  OTARO_INLINE void add(const Quad& codes, const int16_t* words) {
-    const uint16x8_t u[2] = {vmovl_u8(vget_low_u8(codes.u)), vmovl_high_u8(codes.u)};
-    for (int half = 0; half < 2; ++half) {
-      int16x8_t wide = vreinterpretq_s16_u16(u[half]);
-      if constexpr (M == kFinest)
-        wide = vsubw_s8(vaddq_s16(wide, wide), half ? vget_high_s8(codes.last) : vget_low_s8(codes.last));
-      const int16x8_t x = vld1q_s16(words + half * 8);
-      int32x4_t& first = of_unit[Pair ? half : 2 * half];
-      first = vmlal_s16(first, vget_low_s16(wide), vget_low_s16(x));
-      int32x4_t& second = of_unit[Pair ? half : 2 * half + 1];
-      second = vmlal_high_s16(second, wide, x);
-    }
+  template <class Codes>
+  static OTARO_INLINE int16x8_t wide(const Codes& codes, int q, int half) {
+    const int16x8_t u =
+      vreinterpretq_s16_u16(half ? vmovl_high_u8(codes.u[q]) : vmovl_u8(vget_low_u8(codes.u[q])));
+    if constexpr (M < kFinest) return u;
+    const int8x16_t last = codes.last[M == kFinest ? q : 0];
+    return vsubw_s8(vaddq_s16(u, u), half ? vget_high_s8(last) : vget_low_s8(last));
   }
 
-  static OTARO_INLINE int32x4_t four(const Sums* runs) {
-    const int32x4_t *a = runs[0].of_unit, *b = Pair ? runs[1].of_unit : a + 2;
+  OTARO_INLINE void add(int16x8_t codes, int16x8_t x, int half) {
+    int32x4_t& first = of_unit[Pair ? half : 2 * half];
+    first = vmlal_s16(first, vget_low_s16(codes), vget_low_s16(x));
+    int32x4_t& second = of_unit[Pair ? half : 2 * half + 1];
+    second = vmlal_high_s16(second, codes, x);
+  }
+
+  static OTARO_INLINE int32x4_t four(const Sums& run, const Sums& next) {
+    const int32x4_t *a = run.of_unit, *b = Pair ? next.of_unit : a + 2;
     return vpaddq_s32(vpaddq_s32(a[0], a[1]), vpaddq_s32(b[0], b[1]));
   }
 #endif
@@ -269,14 +272,14 @@ struct Steps {
   OTARO_INLINE explicit Steps(const Packed& of)
     : weight(of), factor(power_of_two(of.scale_exponent + 8 - kShift)) {}
 
-  OTARO_INLINE float32x4_t four(const uint8_t* scales) const {
+  // But for `factor`, which is multiplied with the activations' scale first: once for all rows.
+  static OTARO_INLINE float32x4_t four(const uint8_t* scales) {
     uint32_t bytes;
     std::memcpy(&bytes, scales, sizeof bytes);
     const int8x8_t four = vreinterpret_s8_u32(vset_lane_u32(bytes, vdup_n_u32(0), 0));
     const uint16x4_t halves =
       vget_low_u16(vreinterpretq_u16_s16(vshll_n_s8(four, 7)));  // bit 14: the sign, too
-    const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u16(vand_u16(halves, vdup_n_u16(0xbfff))));
-    return vmulq_n_f32(values, factor);
+    return vcvt_f32_f16(vreinterpret_f16_u16(vand_u16(halves, vdup_n_u16(0xbfff))));
   }
 
   // The same of a cache, whose scales are exponents.
@@ -291,7 +294,7 @@ struct Steps {
     const int64_t per_group = weight.units_per_group();
     uint8_t bytes[4] = {};
     for (int64_t i = 0; i < count; ++i) bytes[i] = scales[(unit + i) / per_group];
-    return weight.of_cache ? four_of_cache(bytes) : four(bytes);
+    return weight.of_cache ? four_of_cache(bytes) : vmulq_n_f32(four(bytes), factor);
   }
 };
 
@@ -300,45 +303,36 @@ template <int M, bool Truncate, int Rows, bool Pair, int Tokens>
 struct FourUnits {
   static constexpr int kRuns = Pair ? 2 : 1, kSome = Tokens ? Tokens : kMaxTokens;
   using OfRun = Sums<M, Pair>;
+  using Element = typename OfRun::Element;
 
-  OfRun sums[kSome][Rows][kRuns];
+  OfRun sums[kSome][kRuns][Rows];
 
-  // From `block` on; if `Last`, those of the blocks that are left of the row.
+  // From `block` on, where activations are at `of_x`; if `Last`, as far as blocks are left of the row.
   template <bool Last>
-  OTARO_INLINE void multiply(const Bytes<M>* rows, int64_t block, int64_t left, const Activations& x) {
+  OTARO_INLINE void multiply(const Bytes<M>* rows, int64_t block, int64_t left, const Activations& x,
+                             const Element* of_x) {
+    using OfRow = Codes<M, Truncate>;
     const int64_t tokens = Tokens ? Tokens : x.tokens;
     const auto codes_of = [&](int r, int i) __attribute__((always_inline)) {
       const int64_t from = block + i * kRun;
-      if (Last && left < (i + 1) * kRun) return Codes<M, Truncate>(Run<M>(rows[r], from, left - i * kRun));
-      return Codes<M, Truncate>(Run<M>(rows[r], from));
+      if (Last && left < (i + 1) * kRun) return OfRow(Run<M>(rows[r], from, left - i * kRun));
+      return OfRow(Run<M>(rows[r], from));
     };
 #pragma GCC unroll 2
     for (int i = 0; i < kRuns; ++i) {
-      if (Last && left <= i * kRun) {
-        for (int64_t t = 0; t < tokens; ++t) sums[t][0][i] = {};
-        continue;
-      }
-      auto* of_x = OfRun::activations(x, (block / kRun + i) * x.stride);
-      asm("" : "+r"(of_x));  // gcc would compute an address for every load
-      if constexpr (Tokens == 1) {
-        const Codes<M, Truncate> codes[2] = {codes_of(0, i), codes_of(Rows - 1, i)};
-#pragma GCC unroll 4
-        for (int n = 0; n < kQuads; n += 2)  // the upper ones first: the others use up what both are made of
-          for (int r = 0; r < Rows; ++r) {
-            const int q = (n + 4) % kQuads;
-            sums[0][r][i].add(codes[r].quad(q), codes[r].quad(q + 1), of_x + q * 16);
-          }
+      if (Last && left <= i * kRun) break;
+      const Element* at = of_x + i * x.stride * OfRun::kStride;
+      asm("" : "+r"(at));  // gcc would compute an address for every load
+      if constexpr (Rows == 2) {
+        const OfRow codes[2] = {codes_of(0, i), codes_of(1, i)};
+        OfRun::multiply(codes, at, sums[0][i]);
       } else {
-        static_assert(Rows == 1);
-        const Codes<M, Truncate> codes = codes_of(0, i);
-        Quad quads[kQuads];
-        for (int q = 0; q < kQuads; ++q) quads[q] = codes.quad(q);
+        const OfRow codes[1] = {codes_of(0, i)};
 #pragma GCC unroll 1
-        for (int64_t t = 0; t < tokens; ++t) {
-          OfRun of_token;
-          for (int q = 0; q < kQuads; q += 2) of_token.add(quads[q], quads[q + 1], of_x + q * 16);
-          of_x += OfRun::kStride;
-          sums[t][0][i] = of_token;
+        for (int64_t t = 0; t < tokens; ++t, at += OfRun::kStride) {
+          OfRun of_token[1] = {};
+          OfRun::multiply(codes, at, of_token);
+          sums[t][i][0] = of_token[0];
         }
       }
     }
@@ -346,7 +340,8 @@ struct FourUnits {
 
   // 2^up times the integers I.
   OTARO_INLINE int32x4_t integers(int64_t t, int r, int32x4_t of_x) const {
-    const int32x4_t offset = vmulq_n_s32(of_x, constant(M, Truncate)), products = OfRun::four(sums[t][r]);
+    const int32x4_t offset = vmulq_n_s32(of_x, constant(M, Truncate)),
+                    products = OfRun::four(sums[t][0][r], sums[t][kRuns - 1][r]);
     return meaning(M, Truncate).factor == 2 ? vmlaq_n_s32(offset, products, 2) : vaddq_s32(offset, products);
   }
 };
@@ -368,33 +363,35 @@ int64_t some_rows(const Packed& weight, const Activations& x, int64_t row, int64
         for (float32x4_t& lane : four) lane = vdupq_n_f32(0.0f);
     const Bytes<M> bytes[2] = {{weight, row}, {weight, row + Rows - 1}};
     const uint8_t* scales = weight.scales + row * groups;
-    const auto add = [&](const Units& four, int64_t t, int r, int64_t unit, float32x4_t steps, int32x4_t of_x,
+    const auto add = [&](const Units& four, int64_t t, int r, int64_t unit, float32x4_t steps, int32x4_t sums,
                          float32x4_t of_scale) __attribute__((always_inline)) {
       float32x4_t& lane = lanes[t][unit / 4 % 4][r];
-      lane = vaddq_f32(lane, vmulq_f32(vcvtq_f32_s32(four.integers(t, r, of_x)), vmulq_f32(steps, of_scale)));
+      lane = vaddq_f32(lane, vmulq_f32(vcvtq_f32_s32(four.integers(t, r, sums)), vmulq_f32(steps, of_scale)));
     };
+    const auto* of_x = Units::OfRun::activations(x);
+    const int64_t of_four = Units::kRuns * x.stride * Units::OfRun::kStride;
     int64_t unit = 0;
-    for (; unit < whole; unit += 4) {
+    for (; unit < whole; unit += 4, of_x += of_four) {
       Units four;
-      four.template multiply<false>(bytes, unit * (Pair ? 2 : 1), kFourBlocks, x);
+      four.template multiply<false>(bytes, unit * (Pair ? 2 : 1), kFourBlocks, x, of_x);
       float32x4_t steps[Rows];
       for (int r = 0; r < Rows; ++r) steps[r] = of_scales.four(scales + r * groups + unit);
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t slot = t * units + unit;
-        for (int r = 0; r < Rows; ++r)
-          add(four, t, r, unit, steps[r], vld1q_s32(x.sums + slot), vld1q_f32(x.scales + slot));
+        const float32x4_t of_scale = vmulq_n_f32(vld1q_f32(x.scales + slot), of_scales.factor);
+        for (int r = 0; r < Rows; ++r) add(four, t, r, unit, steps[r], vld1q_s32(x.sums + slot), of_scale);
       }
     }
-    for (; unit < units; unit += 4) {
+    for (; unit < units; unit += 4, of_x += of_four) {
       const int64_t count = units - unit < 4 ? units - unit : 4, block = unit * (Pair ? 2 : 1);
       Units four;
-      four.template multiply<true>(bytes, block, blocks - block, x);
+      four.template multiply<true>(bytes, block, blocks - block, x, of_x);
       for (int r = 0; r < Rows; ++r) {
         const float32x4_t steps = of_scales.some(scales + r * groups, unit, count);
         for (int64_t t = 0; t < tokens; ++t) {
-          const Four<int32_t> of_x(x.sums + t * units + unit, count);
+          const Four<int32_t> sums(x.sums + t * units + unit, count);
           const Four<float> of_scale(x.scales + t * units + unit, count);
-          add(four, t, r, unit, steps, vld1q_s32(of_x.of), vld1q_f32(of_scale.of));
+          add(four, t, r, unit, steps, vld1q_s32(sums.of), vld1q_f32(of_scale.of));
         }
       }
     }
@@ -427,8 +424,11 @@ OTARO_INLINE void dots_of(const Packed& weight, const Activations& x, int64_t ro
   const Bytes<M> bytes[2] = {{weight, row}, {weight, row}};
   for (int64_t unit = 0; unit < x.units; unit += 4) {
     const int64_t block = unit * x.unit_blocks, count = x.units - unit < 4 ? x.units - unit : 4;
-    FourUnits<M, Truncate, 1, Pair, 0> four;
-    four.template multiply<true>(bytes, block, weight.blocks() - block, x);
+    using Units = FourUnits<M, Truncate, 1, Pair, 0>;
+    Units four;
+    four.template multiply<true>(
+      bytes, block, weight.blocks() - block, x,
+      Units::OfRun::activations(x) + block / kRun * x.stride * Units::OfRun::kStride);
     for (int64_t t = 0; t < x.tokens; ++t) {
       const Four<int32_t> of_x(x.sums + t * x.units + unit, count);
       int32_t dots[4];
@@ -459,20 +459,19 @@ void decode(const Packed& weight, int64_t row, float* out) {
     uint8_t quads[2][kRun][kBlock / 2], last[2][kRun][kBlock / 2] = {};
     for (int half = 0; half < 2; ++half) {
       uint32x4x4_t u, lowest;
-      for (int q = 0; q < 4; ++q) {
-        const Quad quad = codes.quad(4 * half + q);
-        u.val[q] = vreinterpretq_u32_u8(quad.u), lowest.val[q] = vreinterpretq_u32_s8(quad.last);
-      }
+      for (int q = 0; q < 4; ++q) u.val[q] = vreinterpretq_u32_u8(codes.u[4 * half + q]);
       const auto words = [](void* bytes) { return static_cast<uint32_t*>(bytes); };
       vst4q_u32(words(quads[half]), u);
-      if constexpr (M == kFinest) vst4q_u32(words(last[half]), lowest);
+      if constexpr (M == kFinest) {
+        for (int q = 0; q < 4; ++q) lowest.val[q] = vreinterpretq_u32_s8(codes.last[4 * half + q]);
+        vst4q_u32(words(last[half]), lowest);
+      }
     }
     for (int64_t b = 0; b < kRun && block + b < blocks; ++b) {
       const int64_t at = (block + b) * kBlock,
                     count = weight.length - at < kBlock ? weight.length - at : kBlock;
-      const uint8_t scale[4] = {scales[at / weight.group_size]};
-      const float step =
-        vgetq_lane_f32(weight.of_cache ? of_scales.four_of_cache(scale) : of_scales.four(scale), 0);
+      const uint8_t scale[] = {scales[at / weight.group_size]};
+      const float step = vgetq_lane_f32(of_scales.some(scale, 0, 1), 0);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t half = i / 16, k = i % 16;
         const uint8_t u = quads[half][b][k];

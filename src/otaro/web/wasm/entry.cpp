@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int kMostThreads = 64;
-constexpr size_t kAlignment = 64;  // of shards: FORMAT.md, and cache lines
+constexpr size_t kPage = 65536;
 
 struct Work {
   std::atomic<int> there{0};
@@ -36,8 +36,11 @@ extern "C" {
 __attribute__((import_module("host"), import_name("refuse"))) [[noreturn]] void host_refuse(
   const char* words);
 
-void* otaro_web_allocate(size_t bytes) {
-  return std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+// Memory for a shard, never given back; null where there is none. malloc would take up to twice as much: its
+// large pieces are powers of two.
+void* otaro_web_pages(size_t bytes) {
+  const size_t page = __builtin_wasm_memory_grow(0, (bytes + kPage - 1) / kPage);
+  return page == static_cast<size_t>(-1) ? nullptr : reinterpret_cast<void*>(page * kPage);
 }
 
 // Worker `number`, from 0 on, of those that help. Returns only where it never gets work.

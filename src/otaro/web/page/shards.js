@@ -1,0 +1,121 @@
+// A shard, from this browser's own storage and from where the model lies: into memory as it comes, and into storage
+// too, so that neither a lost connection nor a closed page costs what has come. Whether its bytes are right the
+// decoder says in the end.
+import { Refusal } from "./engine.js";
+
+const TRIES = 6; // in a row without a byte
+const PATIENCE = 30e3; // milliseconds without a byte
+
+const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
+// The files kept of one model, in the origin's private file system. Without one (a private window, another tab that
+// is writing, no room) nothing is kept, and everything works.
+export class Store {
+  static async open(model) {
+    const store = new Store();
+    store.model = model;
+    try {
+      const root = await navigator.storage.getDirectory();
+      store.folder = await (await root.getDirectoryHandle("otaro", { create: true })).getDirectoryHandle(model, {
+        create: true,
+      });
+    } catch {
+      store.folder = null;
+    }
+    return store;
+  }
+
+  // An open file, or null.
+  async file(name) {
+    try {
+      return await (await this.folder.getFileHandle(name, { create: true })).createSyncAccessHandle();
+    } catch {
+      return null;
+    }
+  }
+
+  async forget() {
+    try {
+      const root = await navigator.storage.getDirectory();
+      await (await root.getDirectoryHandle("otaro")).removeEntry(this.model, { recursive: true });
+    } catch {} // there is nothing
+    this.folder = null;
+  }
+}
+
+// Pieces of a file, [at, bytes], from `from` on; again from where it broke off.
+async function* pieces(url, from, size) {
+  let failures = 0;
+  let reason = "";
+  for (let at = from; at < size; ) {
+    if (failures > TRIES) throw new Refusal(`the connection keeps breaking off (${reason})`);
+    if (failures) await pause(100 * 2 ** failures);
+    failures++;
+    const controller = new AbortController();
+    let silence;
+    const listen = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => controller.abort(new Error("no byte for half a minute")), PATIENCE);
+    };
+    try {
+      listen();
+      const headers = at ? { range: `bytes=${at}-` } : {};
+      const response = await fetch(url, { headers, cache: "no-store", credentials: "omit", signal: controller.signal });
+      if (response.status >= 400 && response.status < 500 && response.status !== 416)
+        throw new Refusal(`the server answered ${response.status}`);
+      const partial = response.status === 206;
+      if (!response.ok || (partial && !response.headers.get("content-range")?.startsWith(`bytes ${at}-`)))
+        throw new Error(`status ${response.status}`);
+      if (!partial) at = 0; // it knows no ranges, and begins anew
+      const reader = response.body.getReader();
+      for (let read; !(read = await reader.read()).done; ) {
+        listen();
+        failures = 0;
+        if (at + read.value.length > size) throw new Refusal("it is longer than the page says");
+        yield [at, read.value];
+        at += read.value.length;
+      }
+      reason = "it ended early";
+    } catch (error) {
+      if (error instanceof Refusal) throw error;
+      reason = error.message;
+    } finally {
+      clearTimeout(silence);
+      controller.abort();
+    }
+  }
+}
+
+// Adds a shard to the engine; `tell` hears how many bytes there are.
+export async function bring(engine, store, url, { name, bytes }, tell) {
+  const at = engine.room(bytes);
+  let file = await store.file(name);
+  const keep = (write) => {
+    try {
+      if (file) write();
+    } catch { // no room: what is kept stays, and the rest comes each time
+      file.close();
+      file = null;
+    }
+  };
+  try {
+    let have = file ? Math.min(file.getSize(), bytes) : 0;
+    if (have) have = file.read(engine.bytes(at, have), { at: 0 });
+    tell(have);
+    for await (const [from, piece] of pieces(url, have, bytes)) {
+      engine.bytes(at + from, piece.length).set(piece);
+      keep(() => file.write(piece, { at: from }));
+      tell(from + piece.length);
+    }
+    engine.addShard(at, bytes);
+    keep(() => file.flush());
+    return Boolean(file);
+  } catch (error) {
+    engine.refused.push({ at, bytes });
+    const whole = file && file.getSize() >= bytes;
+    if (whole) keep(() => file.truncate(0)); // wrong bytes are not kept
+    throw error instanceof Refusal ? new Refusal(`${name}: ${error.message}`) : error;
+  } finally {
+    file?.close();
+  }
+}

@@ -1,0 +1,4 @@
+// A thread of the decoder.
+import { help } from "./engine.js";
+
+addEventListener("message", ({ data }) => help(data), { once: true });
