@@ -275,6 +275,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
 
 namespace otaro {
 const Kernels kAvx2 = {"avx2",
+                       0,
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
                        OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::linear),
