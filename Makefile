@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
 
-.PHONY: help setup demo native native-aarch64 test slow check stubs sanitize portability vllm-test web-test web-demo format clean
+.PHONY: help setup demo native native-aarch64 test slow check stubs sanitize portability arm-test vllm-test web-test web-demo format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -58,6 +58,9 @@ sanitize: setup ## test the kernels under AddressSanitizer and UBSan
 
 portability: setup ## the numerical tests again, as other CPUs and numbers of threads would compute them
 	@.ci/portability $(BIN)/python
+
+arm-test: setup ## the kernels for ARM, cross-compiled, on three CPUs that qemu emulates
+	@PYTHON=$(BIN)/python runs/arm_test.sh
 
 vllm-test: setup ## vLLM for CPUs in .venv-vllm, with our plug-in, beside our own runtime; MODEL= for another model
 	@MODEL='$(MODEL)' PYTHON='$(PYTHON)' runs/vllm_test.sh

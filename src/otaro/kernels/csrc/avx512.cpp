@@ -752,6 +752,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
 
 namespace otaro {
 const Kernels kAvx512 = {"avx512",
+                         0,
                          avx512::ByPair::digit_weight,
                          avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Wide>::linear),

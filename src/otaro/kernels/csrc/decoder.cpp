@@ -66,6 +66,11 @@ const Floats& floats_of(const Kernels& kernels) {
   if (&kernels == &kAvx2) return avx2::kFloats;
   if (&kernels == &kAvx512) return avx512::kFloats;
 #endif
+#ifdef OTARO_ARM
+  if (&kernels == &kNeon) return neon::kFloats;
+  if (&kernels == &kDotprod) return dotprod::kFloats;
+  if (&kernels == &kI8mm) return i8mm::kFloats;
+#endif
 #ifdef __wasm_simd128__
   if (&kernels == &kWasm) return wasm::kFloats;
 #endif
@@ -209,7 +214,7 @@ struct Decoder::Run {
   }
 
   Activations activations_for(const Linear& linear, int64_t some) {
-    return decoder.activations_.activations(linear.weight, static_cast<int>(some));
+    return decoder.activations_.activations(kernels, linear.weight, static_cast<int>(some));
   }
 
   // Adds what the last part of the layers made of a token, and gives its norm, where there is one, or else
@@ -417,7 +422,8 @@ struct Decoder::Run {
       std::find_if(tokens.begin(), tokens.end(), [](const Token& token) { return token.cache->bits_ != 0; });
     if (packed == tokens.end()) return;
     const Packed like = packed->cache->packed(nullptr);  // the same for all, but for their bits
-    query_activations = decoder.query_activations_.activations(like, static_cast<int>(count * shape.heads));
+    query_activations =
+      decoder.query_activations_.activations(kernels, like, static_cast<int>(count * shape.heads));
     each(count, [&](int64_t t) {
       for (int64_t h = t * shape.heads; h < (t + 1) * shape.heads; ++h)
         kernels.quantize(queries + h * shape.head, shape.head, query_activations, static_cast<int>(h));

@@ -76,6 +76,17 @@ namespace avx512 {
 extern const Floats kFloats;
 }
 #endif
+#ifdef OTARO_ARM
+namespace neon {
+extern const Floats kFloats;
+}
+namespace dotprod {
+extern const Floats kFloats;
+}
+namespace i8mm {
+extern const Floats kFloats;
+}
+#endif
 #ifdef __wasm_simd128__
 namespace wasm {
 extern const Floats kFloats;
@@ -260,6 +271,18 @@ OTARO_INLINE uint16_t to_half(float value) {
 
 OTARO_INLINE Eight from_halves(const uint16_t* from) {
   return reinterpret_cast<Eight>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+#elif defined(OTARO_HALVES_BY_NEON)
+OTARO_INLINE uint16_t to_half(float value) {
+  return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(value))), 0);
+}
+
+OTARO_INLINE Eight from_halves(const uint16_t* from) {
+  const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(from));
+  const float32x4_t both[2] = {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+  Eight value;
+  std::memcpy(&value, both, sizeof value);
+  return value;
 }
 #else
 OTARO_INLINE uint16_t to_half(float value) {

@@ -34,7 +34,7 @@ Activations quantized(const Kernels& kernels, const Array<const float, 2>& x, co
   check(static_cast<int64_t>(x.shape(1)) == weight.length, "x must be [tokens, length]");
   check(static_cast<int64_t>(x.shape(0)) <= kMostWeights, "x has too many tokens");
   check_aligned(x, "x must start at a multiple of 4 bytes");
-  const Activations activations = scratch.activations(weight, static_cast<int>(x.shape(0)));
+  const Activations activations = scratch.activations(kernels, weight, static_cast<int>(x.shape(0)));
   for (int t = 0; t < activations.tokens; ++t)
     kernels.quantize(x.data() + t * weight.length, weight.length, activations, t);
   return activations;
@@ -105,12 +105,12 @@ void quantize(const Array<const float, 2>& x, int group_size, const Array<int16_
   Scratch scratch;
   const Activations quantized = otaro::quantized(chosen, x, weight, scratch);
   // From the bytes, so that a test of these codes is one of the order that kernels read.
-  const int64_t size = quantized.unit_weights();
+  const int64_t size = int64_t{kBlock} * quantized.run_blocks;
   for (int64_t t = 0; t < quantized.tokens; ++t)
-    for (int64_t unit = 0; unit < quantized.units; ++unit) {
-      const int8_t* digits = quantized.digits + quantized.first_block(unit, t) * 2 * kBlock;
+    for (int64_t run = 0; run < quantized.runs(); ++run) {
+      const int8_t* digits = quantized.digits + (run * quantized.stride + t) * 2 * size;
       for (int i = 0; i < size; ++i) {
-        const int64_t k = unit * size + chosen.digit_weight(i, quantized.unit_blocks);
+        const int64_t k = run * size + chosen.digit_weight(i, quantized.run_blocks);
         if (k < weight.length)
           codes.data()[t * weight.length + k] = static_cast<int16_t>(digits[i] * 256 + digits[size + i]);
       }

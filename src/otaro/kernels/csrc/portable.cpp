@@ -131,6 +131,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
 
 namespace otaro {
 const Kernels kPortable = {"portable",
+                           0,
                            portable::digit_weight_by_block,
                            portable::quantize,
                            OTARO_INSTANCES(portable::linear),

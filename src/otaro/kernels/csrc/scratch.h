@@ -17,13 +17,15 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(memory_); }
 
-  Activations activations(const Packed& weight, int tokens) {
+  Activations activations(const Kernels& kernels, const Packed& weight, int tokens) {
     Activations x;
     x.tokens = x.stride = tokens;
     x.units = weight.units();
     x.unit_blocks = weight.unit_blocks();
-    const auto slots = static_cast<size_t>(tokens * x.units), block = static_cast<size_t>(x.unit_weights());
-    const size_t digits = slots * block * 2, words = digits, sums = (slots * sizeof(int32_t) + 63) / 64 * 64;
+    x.run_blocks = kernels.run_blocks ? kernels.run_blocks : x.unit_blocks;
+    const auto slots = static_cast<size_t>(tokens * x.units),
+               weights = static_cast<size_t>(tokens * x.runs() * x.run_blocks * kBlock);
+    const size_t digits = weights * 2, words = digits, sums = (slots * sizeof(int32_t) + 63) / 64 * 64;
     reserve(digits + words + sums + slots * sizeof(float));
     auto* at = static_cast<char*>(memory_);
     x.digits = reinterpret_cast<int8_t*>(at);

@@ -46,28 +46,37 @@ struct Packed {
   int64_t units_per_group() const { return group_size / (kBlock * unit_blocks()); }
 };
 
-// Activations of some tokens as integers, in the orders that the kernels read. The last unit is filled up
-// with zeros. The `digits` of a unit are the high bytes of its weights, then the low bytes, in the order in
-// which the instruction set unpacks weights (`Kernels::digit_weight`); `words` are the same as 16-bit
-// integers, for those that want them (`word_weight`). The tokens of a unit stand next to each other: a kernel
-// that has unpacked a unit meets all of them.
+// Activations of some tokens as integers, in the orders that the kernels read. The last run is filled up with
+// zeros; a run is a unit, or as many blocks as an instruction set unpacks together (`Kernels::run_blocks`).
+// The `digits` of a run are the high bytes of its weights, then the low bytes, in the order in which the
+// instruction set unpacks weights (`Kernels::digit_weight`); `words` are the same as 16-bit integers, for
+// those that want them (`word_weight`). The tokens of a run stand next to each other: a kernel that has
+// unpacked a run meets all of them.
 struct Activations {
   int tokens = 0, stride = 0;  // tokens at hand, and from one unit to the next
   int64_t units = 0;
-  int unit_blocks = 2;
-  int8_t* digits = nullptr;  // [units, stride, 2, 32 unit_blocks]
-  int16_t* words = nullptr;  // [units, stride, 32 unit_blocks]
+  int unit_blocks = 2, run_blocks = 2;
+  int8_t* digits = nullptr;  // [runs, stride, 2, 32 run_blocks]
+  int16_t* words = nullptr;  // [runs, stride, 32 run_blocks]
   int32_t* sums = nullptr;   // [tokens, units]: sum of a
   float* scales = nullptr;   // [tokens, units]: 2^(e - 15), NaN where an activation was not finite
 
   int64_t unit_weights() const { return int64_t{kBlock} * unit_blocks; }
+  int64_t runs() const { return (units * unit_blocks + run_blocks - 1) / run_blocks; }
+  // Where runs are units.
   int64_t first_block(int64_t unit, int64_t token) const { return (unit * stride + token) * unit_blocks; }
 
   Activations some(int first, int count) const {
-    const int64_t block = first_block(0, first), slot = first * units;
-    return {
-      count,       stride,       units, unit_blocks, digits + block * 2 * kBlock, words + block * kBlock,
-      sums + slot, scales + slot};
+    const int64_t block = int64_t{first} * run_blocks, slot = first * units;
+    return {count,
+            stride,
+            units,
+            unit_blocks,
+            run_blocks,
+            digits + block * 2 * kBlock,
+            words + block * kBlock,
+            sums + slot,
+            scales + slot};
   }
 };
 
@@ -85,8 +94,10 @@ constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 *
 // [mantissa bits - 3][truncate].
 struct Kernels {
   const char* name;
-  // Which weight of a unit digit byte i stands for.
-  int (*digit_weight)(int i, int unit_blocks);
+  // Blocks of a run of activations; 0: those of a unit.
+  int run_blocks;
+  // Which weight of a run digit byte i stands for.
+  int (*digit_weight)(int i, int run_blocks);
   // One token's activations x [length] into slot `token`.
   void (*quantize)(const float* x, int64_t length, const Activations& out, int token);
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
@@ -108,6 +119,11 @@ extern const Kernels kPortable;
 #ifdef OTARO_X86
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+#endif
+#ifdef OTARO_ARM
+extern const Kernels kNeon;
+extern const Kernels kDotprod;
+extern const Kernels kI8mm;
 #endif
 #ifdef __wasm_simd128__
 extern const Kernels kWasm;

@@ -3,8 +3,36 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(OTARO_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(OTARO_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace otaro {
 namespace {
+
+#ifdef OTARO_ARM
+struct ArmFeatures {
+  bool dotprod = false, i8mm = false;
+
+  ArmFeatures() {
+#ifdef __linux__
+    constexpr unsigned long kDotprod = 1UL << 20, kI8mm = 1UL << 13;  // of AT_HWCAP, of AT_HWCAP2
+    dotprod = getauxval(AT_HWCAP) & kDotprod;
+    i8mm = getauxval(AT_HWCAP2) & kI8mm;
+#elif defined(__APPLE__)
+    const auto has = [](const char* name) {
+      int value = 0;
+      size_t size = sizeof value;
+      return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value == 1;
+    };
+    dotprod = has("hw.optional.arm.FEAT_DotProd");
+    i8mm = has("hw.optional.arm.FEAT_I8MM");
+#endif
+  }
+};
+#endif
 
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> found;
@@ -17,6 +45,12 @@ std::vector<const Kernels*> runnable() {
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("gfni"))
     found.push_back(&kAvx512);
   if (avx2) found.push_back(&kAvx2);
+#endif
+#ifdef OTARO_ARM
+  const ArmFeatures cpu;
+  if (cpu.dotprod && cpu.i8mm) found.push_back(&kI8mm);
+  if (cpu.dotprod) found.push_back(&kDotprod);
+  found.push_back(&kNeon);
 #endif
 #ifdef __wasm_simd128__
   found.push_back(&kWasm);

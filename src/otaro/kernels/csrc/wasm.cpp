@@ -416,6 +416,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
 
 namespace otaro {
 const Kernels kWasm = {"wasm",
+                       0,
                        wasm::digit_weight_by_block,
                        wasm::quantize,
                        OTARO_INSTANCES(wasm::linear),

@@ -1,0 +1,15 @@
+// ARM CPUs with I8MM, of which USDOT is used (Cortex-A710, Neoverse V1, Apple M2 and later).
+#define OTARO_ISA i8mm
+#include "neon.h"
+#include "floats.h"
+
+namespace otaro {
+const Kernels kI8mm = {"i8mm",
+                       i8mm::kRun,
+                       i8mm::digit_weight_by_quad,
+                       i8mm::quantize,
+                       OTARO_INSTANCES(i8mm::linear),
+                       {},
+                       OTARO_INSTANCES(i8mm::dots),
+                       OTARO_INSTANCES(i8mm::decode)};
+}
