@@ -4,8 +4,8 @@ The decoder in WebAssembly on one thread, in headless chromium, beside the nativ
 has it) and by AVX2, in turn: a noisy machine is noisy for all. A round is sixteen tokens of each, after sixteen; what
 counts is the shortest time of a token in all rounds. `--wllama` is what `npm pack @wllama/wllama` unpacks to, `--gguf` a file
 for it to run beside a precision, made by `otaro export --to gguf`; its time is the one it tells itself, the mean of a round, of
-which the best counts, beside ours taken likewise. Also prints how long a page takes to its first token, from nothing and from its
-storage. Ends with one line of JSON.
+which the best counts, beside ours taken likewise. Also prints how long a page takes to its first token, from nothing and from
+its storage. Ends with one line of JSON.
 """
 
 from __future__ import annotations
