@@ -106,9 +106,9 @@ export class Engine {
     }
   }
 
-  // In its room, where it stays.
-  addShard(at, bytes) {
-    this.check(this.exports.otaro_add_shard(this.model, at, bytes, 1));
+  // In its room, where it stays. `digests`: compare them too, for whoever has not.
+  addShard(at, bytes, digests = true) {
+    this.check(this.exports.otaro_add_shard(this.model, at, bytes, Number(digests)));
   }
 
   get finest() {
