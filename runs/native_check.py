@@ -27,7 +27,7 @@ def same_text(program: Path, directory: Path) -> tuple[int, int]:
         for prompt in PROMPTS:
             ids = torch.tensor([tokenizer(prompt)["input_ids"]])
             made = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, precision=str(precision))
-            command = [program, directory, "--prompt", prompt, "--tokens", str(TOKENS), "--precision", str(precision)]
+            command = [str(program), str(directory), "--prompt", prompt, "--tokens", str(TOKENS), "--precision", str(precision)]
             said = subprocess.run(command, capture_output=True, check=True).stdout.decode()
             # Some tokenizers decode a text without the space that it begins with.
             alike += said.strip() == tokenizer.decode(made[0], skip_special_tokens=True).strip()
