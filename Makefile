@@ -5,7 +5,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
 
-.PHONY: help setup demo native test slow check stubs sanitize portability arm-test vllm-test web-test web-demo format clean
+.PHONY: help setup demo native native-aarch64 test slow check stubs sanitize portability arm-test vllm-test web-test web-demo format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,6 +32,9 @@ native: ## build otaro-run and the library of native/otaro.h, without Python, in
 	@cmake -S . -B build/native -DOTARO_NATIVE=ON >/dev/null
 	@cmake --build build/native --parallel
 	@ls -l build/native/otaro-run build/native/libotaro.a | awk '{ print $$NF ": " int($$5 / 1000) " kB" }'
+
+native-aarch64: ## the same for aarch64, by a cross-compiler, and run once under qemu-user
+	@runs/native_aarch64.sh
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

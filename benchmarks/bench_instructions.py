@@ -6,8 +6,9 @@ A time on a busy machine says little; a count is the same on every run. Virtual 
 to read, and valgrind and qemu know no AVX-512, so instructions are stepped through one by one (the trap flag, `Stepper`), on
 one thread. That takes 1 to 30 microseconds each, so what is counted is small, and grows by the differences of two sizes:
 
-- a product of 32 rows less one of 16, of 576 and of 4096 weights each, for every backend and precision;
-- a token of models of SmolLM2-135M's shapes (random weights, nine tokens before it) with one and two layers and 64 and 128 rows
+- a product of 80 rows less one of 16 (in plain C++ of three less one), of 576 and of 4096 weights each, for every backend
+  and precision;
+- a token of models of SmolLM2-135M's shapes (random weights, nine tokens before it) with one and two layers and 64 and 576 rows
   of vocabulary. A token is linear in both, so 30 layers and 49,152 rows follow. Four models take some minutes a contender.
 
 llama.cpp needs llama-cpp-python (`pip install '.[llama]'`) and is left out without it.
@@ -115,11 +116,12 @@ def products(count: Stepper, backends: list[str]) -> dict[str, dict[str, float]]
         for backend in backends:
             cpu.choose(backend)
             name, multiply = f"{backend}, rows of {length}", product(length)
+            few, more = (1, 3) if backend == "portable" else (16, 80)
             some = {
-                bits: count(multiply(32, bits)) - count(multiply(16, bits))
+                bits: count(multiply(more, bits)) - count(multiply(few, bits))
                 for bits in (precision.mantissa_bits for precision in PRECISIONS)
             }
-            found[name] = {f"E5M{bits}": counted / (16 * length) for bits, counted in some.items()}
+            found[name] = {f"E5M{bits}": counted / ((more - few) * length) for bits, counted in some.items()}
             print(f"{name:26}" + "".join(f"{value:9.3f}" for value in found[name].values()), flush=True)
     print()
     return found
@@ -129,8 +131,8 @@ def product(length: int) -> Callable[[int, int], Callable[[], None]]:
     """Makes products of one token with so many rows of a matrix, at so many mantissa bits."""
     kernels = importlib.import_module("otaro.kernels._cpu")  # past the checks of ops, as the decode path calls them
     torch.manual_seed(0)
-    x, out = torch.randn(1, length).numpy(), torch.empty(1, 32).numpy()
-    encoded = encode(torch.randn(32, length) * 0.02)
+    x, out = torch.randn(1, length).numpy(), torch.empty(1, 80).numpy()
+    encoded = encode(torch.randn(80, length) * 0.02)
     base, planes = pack_codes(encoded.finest_codes)
     stored = [tensor.numpy() for tensor in (base, encoded.scale_bytes, *planes)]
 
@@ -147,13 +149,13 @@ def tokens(count: Stepper, contenders: list[str], folder: Path) -> dict[str, flo
     if find_spec("llama_cpp") is None:
         print("llama-cpp-python is not installed: without llama.cpp")
         contenders = [name for name in contenders if name not in KINDS.values()]
-    models = {(layers, rows): nested_model(folder, layers, rows) for layers, rows in ((1, 64), (2, 64), (1, 128))}
+    models = {(layers, rows): nested_model(folder, layers, rows) for layers, rows in ((1, 64), (2, 64), (1, 576))}
     found: dict[str, float] = {}
     print(f"{'millions of instructions':26}{'a layer':>9}{'head':>9}{'rest':>9}{'a token':>9}")
     for name in contenders:
         counts = {size: one_token(count, engine(name, models[size], folder)) for size in models}
         layer = counts[2, 64] - counts[1, 64]
-        row = (counts[1, 128] - counts[1, 64]) / 64
+        row = (counts[1, 576] - counts[1, 64]) / 512
         rest = counts[1, 64] - layer - 64 * row
         found[name] = rest + LAYERS * layer + VOCABULARY * row
         parts = (layer, VOCABULARY * row, rest, found[name])

@@ -5,7 +5,9 @@
 #include <new>
 
 #include "files.h"
+#include "guarded.h"
 #include "model.h"
+#include "text.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <fcntl.h>
@@ -95,11 +97,24 @@ std::string open_directory(otaro_model& model, const std::string& directory) {
 otaro_model* otaro_open(const char* directory) {
   otaro_model* model = otaro_new();
   if (!model) return nullptr;
-  try {
-    model->error = otaro::open_directory(*model, directory);
-  } catch (const std::exception& error) {
-    model->error = error.what();
-  }
-  if (!model->error.empty()) model->decoder.reset(), model->cache.reset();  // no file is half-used
+  const int failed = otaro::guarded(model, -1, [&] {
+    const std::string why = otaro::open_directory(*model, directory);
+    return why.empty() ? 0 : otaro::refuse(model, why);
+  });
+  if (failed) model->decoder.reset(), model->cache.reset();  // no file is half-used
   return model;
+}
+
+otaro_tokenizer* otaro_tokenizer_open(const char* directory) {
+  otaro_tokenizer* tokenizer = otaro_tokenizer_new();
+  if (!tokenizer) return nullptr;
+  otaro::guarded(tokenizer, -1, [&] {
+    const std::string path = std::string(directory) + "/tokenizer.json";
+    std::string text, why = otaro::read_text(path, text);
+    if (why.empty() && otaro_tokenizer_read(tokenizer, text.data(), text.size()))
+      why = path + ": " + tokenizer->error;
+    tokenizer->error = why;
+    return 0;
+  });
+  return tokenizer;
 }

@@ -6,9 +6,9 @@
  * that can fail return 0 if they did not, or say otherwise; otaro_error tells why, and the model is as it was
  * before.
  *
- * A model serves one thread at a time; different models may serve different threads. Logits have the same
- * bits on every machine, with any number of threads, and however a text is cut into calls. They are those of
- * the Python package. */
+ * A model or tokenizer serves one thread at a time; different models may serve different threads. Logits have
+ * the same bits on every machine, with any number of threads, and however a text is cut into calls. They are
+ * those of the Python package. */
 #ifndef OTARO_H
 #define OTARO_H
 
@@ -69,6 +69,9 @@ const char* otaro_backend(void);
  * LLaMA, Mistral, Qwen, Gemma, Phi, SmolLM and their like have. What is not known is refused by name. */
 typedef struct otaro_tokenizer otaro_tokenizer;
 
+/* Of tokenizer.json in a directory; as otaro_open, it returns one whose otaro_tokenizer_error is not empty
+ * where that is refused. Or of its text. */
+otaro_tokenizer* otaro_tokenizer_open(const char* directory);
 otaro_tokenizer* otaro_tokenizer_new(void); /* NULL if memory is short */
 int otaro_tokenizer_read(otaro_tokenizer* tokenizer, const char* json, size_t bytes); /* once */
 const char* otaro_tokenizer_error(const otaro_tokenizer* tokenizer);

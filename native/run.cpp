@@ -127,7 +127,21 @@ Options parse(int count, char** words) {
   return options;
 }
 
-// Bytes as they come, written in whole characters; what will never be one becomes U+FFFD.
+// How many bytes from a place on could begin a character that is not complete, 1 at least.
+size_t begun(std::string_view text, size_t at) {
+  const auto first = static_cast<unsigned char>(text[at]);
+  const size_t wanted = first >= 0xf5 ? 1 : first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc2 ? 2 : 1;
+  size_t size = 1;
+  for (; size < wanted && at + size < text.size(); ++size) {
+    const auto byte = static_cast<unsigned char>(text[at + size]);
+    const int least = size > 1 ? 0x80 : first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+    const int most = size > 1 ? 0xbf : first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+    if (byte < least || byte > most) break;
+  }
+  return size;
+}
+
+// Bytes as they come, written in whole characters. What will never be one becomes U+FFFD, as everywhere.
 class Output {
  public:
   void add(std::string_view bytes) { write(bytes, false); }
@@ -138,15 +152,16 @@ class Output {
     held_ += bytes;
     size_t at = 0;
     while (at < held_.size()) {
-      const int size = otaro::character_at(held_, at).bytes;
-      const auto first = static_cast<unsigned char>(held_[at]);
-      const size_t wanted = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc0 ? 2 : 1;
-      if (!size && !end && held_.size() - at < wanted) break;
+      const auto size = static_cast<size_t>(otaro::character_at(held_, at).bytes);
+      const size_t part = begun(held_, at);
+      const bool incomplete =
+        !size && at + part == held_.size() && static_cast<unsigned char>(held_[at]) >= 0xc2;
+      if (incomplete && !end) break;
       if (size)
-        std::fwrite(held_.data() + at, 1, static_cast<size_t>(size), stdout);
+        std::fwrite(held_.data() + at, 1, size, stdout);
       else
         std::fputs("\xef\xbf\xbd", stdout);
-      at += size ? static_cast<size_t>(size) : 1;
+      at += size ? size : part;
     }
     held_.erase(0, at);
     std::fflush(stdout);

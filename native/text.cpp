@@ -3,14 +3,7 @@
 #include <new>
 
 #include "guarded.h"
-#include "otaro.h"
-#include "tokenizer.h"
-
-struct otaro_tokenizer {
-  std::string error;
-  otaro::Tokenizer tokenizer;
-  bool read = false;
-};
+#include "text.h"
 
 otaro_tokenizer* otaro_tokenizer_new(void) { return new (std::nothrow) otaro_tokenizer; }
 

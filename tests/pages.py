@@ -32,7 +32,8 @@ class Block:
         return self.language in ("sh", "console", "python") and not self.text.startswith(NEEDS)
 
     def __str__(self) -> str:
-        return f"{self.page.parent.name}/{self.page.name}:{self.line}"
+        where = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page.name
+        return f"{where}:{self.line}"
 
 
 def blocks(page: Path) -> list[Block]:
@@ -94,7 +95,7 @@ class Workplace:
         # One thread: threads that wait for each other crawl where other tests use the cores too.
         self.environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
-    def run(self, command: str, timeout: int = 600) -> str:
+    def run(self, command: str, timeout: int = 1200) -> str:
         """What a command prints, to either stream; it must succeed."""
         command = command.replace("127.0.0.1:8000", self.address).replace("curl ", "curl --silent --fail-with-body ")
         if command.startswith("otaro serve"):

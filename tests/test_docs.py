@@ -18,8 +18,8 @@ from tests.pages import LOGS, NEEDS, PAGES, ROOT, Workplace, blocks, commands, p
 OURS = [page for page in PAGES if page.name not in LOGS and page.name != "CHANGELOG.md"]
 ALL = [block for page in OURS for block in blocks(page)]
 RUN = sorted({block.page for block in ALL if block.runs} - {ROOT / "FORMAT.md"})  # whose reader has its own test
-FILES = [path for folder in ("benchmarks", "runs", ".ci") for path in sorted((ROOT / folder).rglob("*"))]
-SCRIPTS = "\n".join(path.read_text() for path in FILES if path.is_file() and path.suffix in ("", ".py", ".sh"))
+FILES = [path for folder in ("benchmarks", "runs", ".ci", "native") for path in sorted((ROOT / folder).rglob("*"))]
+SCRIPTS = "\n".join(path.read_text() for path in FILES if path.is_file() and path.suffix in ("", ".py", ".sh", ".cpp"))
 OTHERS = {"vllm", "torchrun", "accelerate", "pip", "git", "curl"}
 """Programs whose options are not ours to check."""
 
@@ -185,7 +185,7 @@ def test_json_is_json(block):
 
 def test_blocks_are_of_a_known_kind_and_say_why_they_do_not_run():
     for block in ALL:
-        assert block.language in ("", "sh", "console", "python", "json", "bibtex", "text"), str(block)
+        assert block.language in ("", "sh", "console", "python", "json", "text", "c", "cpp", "html", "js"), str(block)
         if block.text.startswith(NEEDS):
             assert len(block.text.splitlines()[0]) > len(NEEDS), str(block)
 
@@ -237,10 +237,10 @@ def test_versions_agree():
 
 
 def test_install_lines_name_what_is_ours():
-    """`otaro` on package registries is a stranger's."""
+    """`otaro` on package registries is a stranger's, and `otaro-llm` is not there: it comes from a clone."""
     for page in PAGES:
         for what in re.findall(r"pip install ([^`\n#]*)", page.read_text()):
-            assert not re.search(r"(^| )'?otaro(\[|$| |')", what), f"{page.name}: pip install {what}"
+            assert not re.search(r"(^| )'?otaro(-llm)?(\[|$| |')", what), f"{page.name}: pip install {what}"
 
 
 def test_extras_that_are_named_exist():

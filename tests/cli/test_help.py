@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -143,3 +144,17 @@ def test_completion_is_shown_and_installed(tmp_path):
     assert str(tmp_path / ".bash_completions" / "otaro.sh") in (tmp_path / ".bashrc").read_text()
     done = subprocess.run([tool, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == script.strip()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+def test_bash_completes_by_the_script_that_is_shown():
+    folder = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = subprocess.run(
+        [folder / "otaro", "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    typed = "COMP_WORDS=(otaro chat DIR -p E5M); COMP_CWORD=4; _otaro_completion otaro; echo ${COMPREPLY[@]}; complete -p otaro"
+    done = subprocess.run(["bash", "--norc", "-c", script + typed], env=env, capture_output=True, text=True, check=True)
+    offered, rule = done.stdout.splitlines()
+    assert offered == "E5M8 E5M7 E5M6 E5M5 E5M4 E5M3"
+    assert "-o default" in rule  # where we offer nothing, bash offers files

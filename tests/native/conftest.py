@@ -1,6 +1,7 @@
 """The library of native/otaro.h, built for the tests."""
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "src" / "otaro" / "kernels" / "csrc"
 CORE = [*(ROOT / "native" / f"{name}.cpp" for name in ("files", "json", "model", "sha256", "shard", "text", "tokenizer")),
         *(CSRC / f"{name}.cpp" for name in ("decoder", "pool", "portable", "select"))]  # fmt: skip
-INCLUDES = [f"-I{folder}" for folder in (ROOT / "native", CSRC, CSRC.parent / "shared")]
+SOURCES = (ROOT / "native", CSRC, CSRC.parent / "shared")
+INCLUDES = [f"-I{folder}" for folder in SOURCES]
 
 
 @pytest.fixture(scope="session")
@@ -24,13 +26,19 @@ def compiler() -> str:
 
 
 @pytest.fixture(scope="session")
-def library_path(compiler, tmp_path_factory) -> Path:
-    """libotaro.so of the plain backend: a few seconds."""
-    target = tmp_path_factory.mktemp("native") / "libotaro.so"
+def library_path(compiler) -> Path:
+    """libotaro.so of the plain backend: some seconds, unless it was built of the same sources before."""
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
     if os.environ.get("OTARO_SANITIZE"):
         flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"]
-    subprocess.run([compiler, *flags, *INCLUDES, *CORE, "-o", target], check=True)
+    sources = sorted(path for folder in SOURCES for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
+    content = hashlib.sha256(repr((compiler, flags, [path.read_bytes() for path in sources])).encode()).hexdigest()
+    target = ROOT / "build" / "test-native" / content[:16] / "libotaro.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}")
+        subprocess.run([compiler, *flags, *INCLUDES, *CORE, "-o", partial], check=True)
+        partial.rename(target)
     return target
 
 

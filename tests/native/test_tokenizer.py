@@ -136,6 +136,14 @@ def test_tokens_are_those_of_the_library(library, kind):
         assert ours.decode(ids).removeprefix(" ") == decoded.removeprefix(" ") or "\ufffd" in decoded
 
 
+def test_tokens_of_a_real_vocabulary_are_those_of_the_library(library, smollm2, shared_data):
+    stated = (smollm2 / "tokenizer.json").read_text()
+    theirs, ours = Tokenizer.from_str(stated), Native(library, stated)
+    text = (shared_data / "wikitext-2" / "test.txt").read_text()
+    for piece in [*(text[start : start + 5000] for start in range(0, len(text), 5000)), *random_texts(2000)]:
+        assert ours.encode(piece) == theirs.encode(piece).ids
+
+
 def test_special_tokens_begin_a_text_and_say_nothing(library):
     theirs = KINDS["llama3"]()
     stated = json.loads(theirs.to_str())

@@ -238,6 +238,24 @@ def test_a_lost_connection_is_taken_up_where_it_broke_off(browser, serve, site):
         assert 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= most
 
 
+def test_shards_may_lie_on_another_host(browser, serve, site, nested, tmp_path):
+    from otaro.web.site import write_site
+
+    (tmp_path / "files").mkdir()
+    for path in (nested / "plain").glob("*.safetensors"):
+        shutil.copyfile(path, tmp_path / "files" / path.name)
+    (tmp_path / "files" / "page.json").write_text("{}")
+    other = serve(tmp_path / "files", headers={"Access-Control-Allow-Origin": "*"})
+    other.cut["model-m3.safetensors"] = 300_000
+    write_site(nested / "plain", tmp_path / "out", files=other.url)
+    served = serve(tmp_path / "out")
+    enter(browser, served, "told.some((one) => one.kind === 'progress' && one.have)")
+    other.cuts.set()
+    browser.wait(finest(8), LONG)
+    assert served.shards_asked() == []
+    assert [part is None for name, part in other.shards_asked() if "m3" in name] == [True, False]
+
+
 def test_a_server_without_ranges_begins_anew(browser, serve, site):
     served = serve(site)
     served.ranges = False

@@ -205,7 +205,7 @@ def verdict(names: Sequence[str], usual: Measured, ours: Measured) -> str:
     return (
         f"What to see: one model tuned for all is {behind}; it is ahead at {told}. From {names[0]} down to {names[-1]} "
         f"perplexity changes by {_percent(for_all)}, tuned as usual by {_percent(usually)}. "
-        "The smaller a model, the less it has to lose: docs/results.md has larger ones."
+        "docs/results.md has models with more to lose."
     )
 
 

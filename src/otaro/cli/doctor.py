@@ -23,6 +23,7 @@ EXTRAS = {
     "adam8bit": "otaro tune --optimizer adamw8bit",
     "gguf": "otaro export --to gguf",
     "llama": "otaro bench --against llama.cpp",
+    "web": "otaro web",
     "mlx": "checks of otaro export --to mlx",
 }
 """What each of them is for."""

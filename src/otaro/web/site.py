@@ -50,9 +50,12 @@ def write_site(
         files = _checked(files)
     about = _about(directory)
     description = _description(directory)
-    modules = [build.build(one) for one in (build.ONE, build.MANY)]
-    brought = [libraries.bring(one) for one in libraries.LIBRARIES]
     finest = nested.finest
+    total = sum(nested.sizes[bits] for bits in range(BASE, finest.mantissa_bits + 1))
+    progress("compiling the decoder, minutes the first time", 0, total)
+    modules = [build.build(one) for one in (build.ONE, build.MANY)]
+    progress("fetching the tokenizer", 0, total)
+    brought = [libraries.bring(one) for one in libraries.LIBRARIES]
     shards = [
         {"name": shard_name(bits), "bits": bits, "bytes": nested.sizes[bits]} for bits in range(BASE, finest.mantissa_bits + 1)
     ]
@@ -78,8 +81,8 @@ def write_site(
         (folder / "page.json").write_text(json.dumps(stated, indent=1) + "\n")
         if files is None:
             _copy([directory / str(one["name"]) for one in shards], folder / "model", progress)
-    total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return Site(total, nested.sizes[BASE], str(finest), files or "model/")
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return Site(written, nested.sizes[BASE], str(finest), files or "model/")
 
 
 def _checked(files: str) -> str:

@@ -8,7 +8,7 @@ namespace otaro::avx2 {
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
 // instruction that adds four products at once.)
-constexpr int kTileRows = 16, kTileTokens = 16, kPairs = kBlock;  // pairs of weights of a unit
+constexpr int kTileRows = 16, kPairs = kBlock;  // pairs of weights of a unit
 
 OTARO_INLINE void transpose(__m256i (&v)[8]) {
   __m256i t[8];
@@ -29,7 +29,22 @@ OTARO_INLINE void transpose(__m256i (&v)[8]) {
   for (int i = 0; i < 8; ++i) v[i] = t[i];
 }
 
-// The plane bits of a block of eight rows, whose bytes are a stride apart: a lane for each row.
+// The plane bits of both blocks of a unit of eight rows, a lane for each row.
+OTARO_INLINE void plane_words(const uint8_t* const (&rows)[8], int64_t at, __m256i (&words)[2]) {
+  const auto two = [&](int r) __attribute__((always_inline)) {  // rows r and r + 1
+    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[r] + at));
+    return _mm_castps_si128(
+      _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(rows[r + 1] + at)));
+  };
+  const auto four = [&](int r) __attribute__((always_inline)) {  // and r + 4, r + 5
+    return _mm256_castsi256_ps(_mm256_set_m128i(two(r + 4), two(r)));
+  };
+  const __m256 first = four(0), second = four(2);
+  words[0] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
+  words[1] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
+}
+
+// Those of one block.
 OTARO_INLINE __m256i plane_words(const uint8_t* const (&rows)[8], int64_t at) {
   const auto word = [&](int r) {
     int32_t bits;
@@ -42,9 +57,11 @@ OTARO_INLINE __m256i plane_words(const uint8_t* const (&rows)[8], int64_t at) {
 // Eight rows of a unit: pair k of each goes to out[k], in the order of the activations' `words`. FORMAT.md:
 // byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a plane is
 // weight 4 i + k's: so four weights, a quad, are the nibbles of one word, and one bit of every byte of
-// another.
+// another. Where u counts double and its bits leave room for it, pairs are of 2 u.
 template <int M, bool Truncate>
 struct EightRows {
+  static constexpr bool kFactorTwo = meaning(M, Truncate).factor == 2, kDouble = kFactorTwo && M < 7;
+
   const uint8_t* base[8];
   const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1][8];
   const uint8_t* scales[8];
@@ -67,20 +84,39 @@ struct EightRows {
         both ? load(from) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
     transpose(words);
+    constexpr int kPlanesUsed = M - kCoarsest;
+    constexpr bool kBoth = kPlanesUsed > 3;  // reading planes of both blocks at once pays from four on
+    __m256i of_both[kBoth ? kPlanesUsed : 1][2];
+    if constexpr (kBoth)
+      if (both)
+        for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], unit * 2 * kPlaneBytes, of_both[p]);
     for (int b = 0; b < 1 + both; ++b) {
-      __m256i bits[M > kCoarsest ? M - kCoarsest : 1];
-      for (int p = 0; p < M - kCoarsest; ++p) bits[p] = plane_words(planes[p], (2 * unit + b) * kPlaneBytes);
+      __m256i bits[kPlanesUsed ? kPlanesUsed : 1];
+      for (int p = 0; p < kPlanesUsed; ++p)
+        bits[p] =
+          kBoth && both ? of_both[kBoth ? p : 0][b] : plane_words(planes[p], (2 * unit + b) * kPlaneBytes);
 #pragma GCC unroll 8
       for (int quad = 0; quad < 8; ++quad) {
-        const __m256i nibbles =
-          quad % 2 ? _mm256_srli_epi32(words[4 * b + quad / 2], 4) : words[4 * b + quad / 2];
-        __m256i low = _mm256_and_si256(nibbles, _mm256_set1_epi8(15)), negative = _mm256_setzero_si256();
-        if constexpr (Truncate || M == kFinest) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
-        for (int p = 0; p < M - kCoarsest; ++p) {
-          const __m256i bit = _mm256_and_si256(_mm256_srli_epi32(bits[p], quad), _mm256_set1_epi8(1));
-          low = _mm256_add_epi8(_mm256_add_epi8(low, low), bit);
+        constexpr int kLow = kDouble ? 1 : 0, kNibble = M < kFinest ? M - kCoarsest + kLow : 4;
+        const auto moved = [](__m256i bits, int from, int to) __attribute__((always_inline)) {
+          return from > to ? _mm256_srli_epi32(bits, from - to) : _mm256_slli_epi32(bits, to - from);
+        };
+        const auto every = [](int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); };
+        const __m256i nibbles = moved(words[4 * b + quad / 2], quad % 2 * 4, kNibble);
+        __m256i low, negative = _mm256_setzero_si256();
+        if constexpr (M == kFinest) {  // the upper bit is the ninth
+          negative = _mm256_cmpgt_epi8(nibbles, every(-1));
+          low = _mm256_and_si256(_mm256_add_epi8(nibbles, nibbles), every(0xe0));
+        } else {
+          low = _mm256_and_si256(nibbles, every(15 << kNibble));
         }
-        if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
+        for (int p = 0; p < M - kCoarsest; ++p) {
+          const int to = M - kCoarsest - 1 - p + kLow;
+          low = _mm256_or_si256(low, _mm256_and_si256(moved(bits[p], quad, to), every(1 << to)));
+        }
+        if constexpr (Truncate && M < kFinest)
+          low = _mm256_sub_epi8(
+            low, M < 7 ? _mm256_cmpgt_epi8(every(1 << M), low) : _mm256_cmpgt_epi8(low, every(-1)));
         // In `words` quads 0 2 1 3 follow each other, then 4 6 5 7.
         const int place = 16 * b + 2 * (quad / 4 * 4 + (quad % 4 == 1 ? 2 : quad % 4 == 2 ? 1 : quad % 4));
         out[place] = widened(low, negative, 0), out[place + 1] = widened(low, negative, 2);
@@ -115,11 +151,12 @@ struct EightRows {
   }
 };
 
-// Sums of products of sixteen rows with the activations of up to four tokens. (Registers by name: an array
-// gcc would keep in memory.)
+// Sums of products of sixteen rows with the activations of up to four tokens, from where they begin.
+// (Registers by name: an array gcc would keep in memory.)
 template <int Tokens>
-OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* words, __m256i (&sums)[4][2]) {
-  __m256i a0 = _mm256_setzero_si256(), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, d0 = a0, d1 = a0;
+OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* words,
+                                const __m256i (&from)[4], __m256i (&sums)[4][2]) {
+  __m256i a0 = from[0], a1 = a0, b0 = from[1], b1 = b0, c0 = from[2], c1 = c0, d0 = from[3], d1 = d0;
   const auto broadcast = [&](int at) __attribute__((always_inline)) {
     int32_t two;
     std::memcpy(&two, words + at, sizeof two);
@@ -152,8 +189,9 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
   const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
   const EightRows<M, Truncate> halves[kHalves] = {{weight, row_of},
                                                   {weight, [&](int r) { return row_of(8 + r); }}};
-  alignas(32) float lanes[kTileTokens][kLanes][kTileRows];
-  std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
+  using Eight = EightRows<M, Truncate>;
+  constexpr bool kOffsetLast = Eight::kFactorTwo && !Eight::kDouble;
+  alignas(32) float lanes[kManyTokens][kLanes][kTileRows];
   __m256 steps[kHalves] = {};
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units;
        ++unit, --left) {  // units that are left of the group
@@ -165,59 +203,60 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
       left = per_group, ++group;
     }
     const int16_t* words = x.words + x.first_block(unit, 0) * kBlock;
+    const auto offset = [&](int t) __attribute__((always_inline)) {
+      return _mm256_set1_epi32(Avx2::constant(M, Truncate) * x.sums[t * x.units + unit]);
+    };
     const auto add = [&](int t, const __m256i* sums) __attribute__((always_inline)) {
-      const int64_t slot = t * x.units + unit;
-      const __m256i offset = _mm256_set1_epi32(Avx2::constant(M, Truncate) * x.sums[slot]);
-      const __m256 scale = _mm256_set1_ps(x.scales[slot]);
+      const __m256 scale = _mm256_set1_ps(x.scales[t * x.units + unit]);
       for (int h = 0; h < kHalves; ++h) {
         const __m256i dots =
-          _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(sums[h], sums[h]) : sums[h], offset);
+          kOffsetLast ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
         float* lane = lanes[t][unit % kLanes] + 8 * h;
         const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
-        _mm256_store_ps(lane, _mm256_add_ps(_mm256_load_ps(lane), term));
+        _mm256_store_ps(lane,
+                        _mm256_add_ps(unit < kLanes ? _mm256_setzero_ps() : _mm256_load_ps(lane), term));
       }
     };
 #pragma GCC unroll 1
     for (int t = 0; t < x.tokens; t += 4) {
-      __m256i sums[4][2];
+      __m256i sums[4][2], from[4];
       const int some = x.tokens - t < 4 ? x.tokens - t : 4;
+      for (int i = 0; i < 4; ++i) from[i] = kOffsetLast || i >= some ? _mm256_setzero_si256() : offset(t + i);
       const int16_t* at = words + t * 2 * kBlock;
       if (some == 4)
-        pair_products<4>(pairs, at, sums);
+        pair_products<4>(pairs, at, from, sums);
       else if (some == 3)
-        pair_products<3>(pairs, at, sums);
+        pair_products<3>(pairs, at, from, sums);
       else if (some == 2)
-        pair_products<2>(pairs, at, sums);
+        pair_products<2>(pairs, at, from, sums);
       else
-        pair_products<1>(pairs, at, sums);
+        pair_products<1>(pairs, at, from, sums);
       for (int i = 0; i < some; ++i) add(t + i, sums[i]);
     }
   }
+  const int used = x.units < kLanes ? static_cast<int>(x.units) : kLanes;  // the others are 0
   for (int t = 0; t < x.tokens; ++t)
-    for (int h = 0; h < kHalves; ++h) {
+    for (int h = 0; h < kHalves && rows > 8 * h; ++h) {
       __m256 sums[kLanes];
-      for (int j = 0; j < kLanes; ++j) sums[j] = _mm256_load_ps(lanes[t][j] + 8 * h);
+      for (int j = 0; j < kLanes; ++j)
+        sums[j] = j < used ? _mm256_load_ps(lanes[t][j] + 8 * h) : _mm256_setzero_ps();
       for (int half = kLanes / 2; half; half /= 2)
         for (int j = 0; j < half; ++j) sums[j] = _mm256_add_ps(sums[j], sums[j + half]);
-      if (rows > 8 * h)
-        _mm256_maskstore_ps(out + t * stride + first_row + 8 * h, first_lanes(rows - 8 * h), sums[0]);
+      _mm256_maskstore_ps(out + t * stride + first_row + 8 * h, first_lanes(rows - 8 * h), sums[0]);
     }
 }
 
-// Tokens of one precision; a row at a time where they are few, for unpacking costs more from E5M7 on.
+// Tokens of one precision.
 template <int M, bool Truncate>
 void many_alike(const Packed& finest, const Activations& x, int64_t begin, int64_t end, float* out,
                 int64_t stride) {
   Packed weight = finest;
   weight.bits = M;
-  if (x.tokens < (M < 7 ? 2 : M == 7 ? 5 : 8))
-    return For<X86<Avx2>>::linear<M, Truncate>(weight, x, begin, end, out, stride);
-  for (int64_t row = begin; row < end; row += kTileRows)
-    for (int first = 0; first < x.tokens; first += kTileTokens) {
-      const int tokens = x.tokens - first < kTileTokens ? x.tokens - first : kTileTokens;
-      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      many_tile<M, Truncate>(weight, x.some(first, tokens), row, rows, out + first * stride, stride);
-    }
+  if (x.tokens == 1) return For<X86<Avx2>>::linear<M, Truncate>(weight, x, begin, end, out, stride);
+  for (int64_t row = begin; row < end; row += kTileRows) {
+    const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+    many_tile<M, Truncate>(weight, x, row, rows, out, stride);
+  }
 }
 
 // Each precision by itself.

@@ -40,8 +40,9 @@ function alarm(words, again = false) {
 function show() {
   const used = Number(slider.value);
   const [have, all] = ["have", "bytes"].map((key) => shards.reduce((sum, one) => sum + one[key], 0));
-  const coming = finest ? `${name(finest)} is here, ${finest + 1} bits a weight` : "the first plane is coming";
-  $("arrived").textContent = `${coming} · ${have < all ? `${size(have)} of ${size(all)}` : size(all)}`;
+  const now = finest ? `${name(finest)} is here, ${finest + 1} bits a weight` : "The first plane is coming";
+  if ($("now").textContent !== now) $("now").textContent = now; // screen readers tell of planes, not of each byte
+  $("come").textContent = ` · ${have < all ? `${size(have)} of ${size(all)}` : size(all)}`;
   shards.forEach((one, number) => {
     const item = $("strip").children[number];
     item.classList.toggle("read", one.bits <= used && one.bits <= finest);
