@@ -15,7 +15,7 @@ import numpy as np
 from otaro.errors import OtaroError
 from otaro.file.atomic import write_text
 from otaro.file.replace import DECODER_FILE
-from otaro.runtime.architectures import ARCHITECTURES, describe, norm_modules, why_not
+from otaro.runtime.architectures import ARCHITECTURES, describe, norm_modules, positions_of, why_not
 from otaro.runtime.description import MATRICES, Description, Layer, Matrix
 from otaro.runtime.load import load
 from otaro.sefp.precision import COARSEST, of_mantissa_bits
@@ -49,6 +49,7 @@ def decoder_text(model: Any) -> str:
         **{name: _number(getattr(described, name)) for name in _NUMBERS},
         "norm_offset": entry.norm_offset,
         "positions": described.positions,
+        "trained_positions": positions_of(model),
         "ropes": _ropes(described),
         "embedding": _matrix(described.embedding, names),
         "norm": names[id(model.model.norm.weight)],
