@@ -6,6 +6,8 @@ are garbage, as a file may have them.
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
 from otaro.kernels import cpu, ops, packed, reference
 from otaro.sefp.precision import COARSEST, PRECISIONS
 
-INSTRUCTIONS = ("portable", "avx2", "avx512")
+INSTRUCTIONS = (
+    ("portable", "neon", "dotprod", "i8mm") if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512")
+)
 GRIDS = [(p.mantissa_bits, r) for p in PRECISIONS for r in (False, True)]
 """Mantissa bits and whether negative weights are cut toward zero: all twelve that there are."""
 

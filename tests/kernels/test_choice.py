@@ -64,7 +64,7 @@ def test_an_unknown_override_is_refused_with_the_known_ones(monkeypatch, asked):
         ops.linear(torch.ones(1, 100), *make_packed(3, 100, 64))
 
 
-@pytest.mark.parametrize("asked", ["cpu:neon", "cpu:avx2 ", "cpu:Portable"])
+@pytest.mark.parametrize("asked", ["cpu:sse9", "cpu:avx2 ", "cpu:Portable"])
 def test_instructions_that_this_cpu_lacks_are_refused_with_those_it_has(monkeypatch, asked):
     skip_unless_runnable("portable")
     monkeypatch.setenv(ops.OVERRIDE, asked)

@@ -1,6 +1,6 @@
-// Products of rows with a few tokens, for every instruction set that has vectors: where a row's bytes are,
-// eight units at a time, and the care that the ends of rows take. What an instruction set does itself is its
-// machine, the template parameter `Machine`:
+// Products of rows with a few tokens: where a row's bytes are, eight units at a time, and the care that the
+// ends of rows take. (neon.h takes four blocks at a time, and of this `Bytes` alone.) What an instruction set
+// does itself is its machine, the template parameter `Machine`:
 //
 //   Sums                          the partial sums of a unit of a row with a token, and `zero()` of them
 //   unit_sums<M, Truncate, ...>   them of a unit for some tokens
