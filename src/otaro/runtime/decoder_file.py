@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils import logging
 
 from otaro.errors import OtaroError
 from otaro.file.atomic import write_text
@@ -26,7 +27,13 @@ _NUMBERS = ("eps", "scale", "attention_cap", "logit_cap", "embedding_scale", "re
 
 def write_decoder_file(directory: Path) -> None:
     """Put `decoder.json` into a nested directory; refused where no decoder serves the model."""
-    model = load(directory, of_mantissa_bits(COARSEST))
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # nobody asked for a model to be loaded
+    try:
+        model = load(directory, of_mantissa_bits(COARSEST))
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     if reason := why_not(model):
         raise OtaroError(f"{directory} runs in Python only: {reason}")
     write_text(directory / DECODER_FILE, decoder_text(model))
