@@ -139,4 +139,4 @@ def _table(*headings: str) -> Any:
 
 
 def _say(text: str) -> None:
-    console.out.print(text, highlight=False, soft_wrap=True)
+    console.out.print(text, highlight=False)
