@@ -142,6 +142,22 @@ def test_path_tells_what_a_run_did(tuned):
     assert "hollow" in words_of(tuned / "analysis" / "path.svg")
 
 
+def test_path_shows_the_pass_in_full_precision_that_every_step_has(tuned):
+    assert "besides" not in run("path", tuned)
+    config = {"model": "m", "data": "d", "recipe": "best", "options": {"method": "uniform", "full": 1 / 3}, "training": {}}
+    (tuned / "config.json").write_text(json.dumps(config))
+    shown = run("path", tuned)
+    row = next(line for line in shown.splitlines() if "full, besides" in line)
+    assert row.replace("│", " ").split() == ["full,", "besides", "4", "100.0%", "2", "2", "-", "-"]
+    assert "4 steps, recipe best" in shown
+    assert "need no steps of their own" in " ".join(shown.split())
+    config["options"] = {"method": "fp"}
+    (tuned / "config.json").write_text(json.dumps(config))
+    shown = run("path", tuned)
+    assert "4 steps, recipe fp" in shown
+    assert "besides" not in shown
+
+
 def test_the_command_in_the_file_makes_the_files_again_and_prints_a_summary_as_json(tuned):
     run("path", tuned, "--out", tuned / "a folder")
     before = {path.name: path.read_text() for path in (tuned / "a folder").iterdir()}

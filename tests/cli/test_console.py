@@ -5,7 +5,9 @@ import itertools
 import re
 
 import pytest
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from otaro.cli import console
@@ -39,6 +41,42 @@ def test_words_between_colons_stay_words(capsys):
     for one in (console.out, console.err):
         one.print(console.escape("fit:abc: no budget"))
     assert [*capsys.readouterr()] == ["fit:abc: no budget\n"] * 2
+
+
+def sentences(terminal, monkeypatch):
+    """A sentence and a table as `otaro ... | cat` has them, or a terminal of 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    written = io.StringIO()
+    drawn = console._Console(file=written, force_terminal=terminal, color_system=None, width=80 if terminal else None)
+    drawn.print("one word after another " * 10)
+    table = Table(title="A title", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("heading")
+    table.add_row("a long cell " * 10)
+    drawn.print(table)
+    return written.getvalue().splitlines()
+
+
+def test_without_a_terminal_nothing_is_wrapped_and_no_line_ends_in_blanks(monkeypatch):
+    sentence, title, *lines = sentences(False, monkeypatch)
+    assert sentence == "one word after another " * 10
+    assert title == "A title"
+    assert ("  " + "a long cell " * 10).rstrip() in lines
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_terminal_has_lines_of_its_width_that_end_with_a_word(monkeypatch):
+    lines = sentences(True, monkeypatch)
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[-1] for line in lines[:3]} <= {"one", "word", "after", "another"}
+
+
+def test_tables_keep_to_columns_that_were_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    table = Table()
+    table.add_column("heading")
+    table.add_row("a long cell " * 10)
+    console.out.print(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 60
 
 
 def test_what_is_done_within_a_minute_says_nothing(clock, capsys):

@@ -79,8 +79,12 @@ def test_for_people_it_says_what_to_see_and_what_to_type_next(told, capsys):
     demo._next(Path("report.html"), Path("demo") / "nested")
     said = capsys.readouterr().out
     assert "Perplexity on unseen text" in said
-    assert "E5M3  [two]" in said
-    assert "E5M4 with:\n  it lacks m4" in said
+    assert "  prompt  The prompt\n  E5M8    one\n  E5M3    [two]\n" in said
+    assert "it answers:\n  it lacks m4\n" in said
+    assert "speed hardly follows the bits here" in said
+    assert "docs/" not in said  # who installed a wheel has none
+    story = said[said.index("One text") : said.index("All of it with figures")]
+    assert max(map(len, story.splitlines())) <= 80
     assert "4 us" in said
     commands = re.findall(r"^  otaro (\w+) ", re.sub(r"^  \S+/otaro ", "  otaro ", said, flags=re.MULTILINE), re.MULTILINE)
     assert commands == ["chat", "fit", "pack"]

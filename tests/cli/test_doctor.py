@@ -69,10 +69,43 @@ def test_a_missing_extra_comes_with_its_pip_line_and_a_missing_dependency_is_bro
     assert found["problems"] == ["abacus is missing; install otaro again"]
     lacking = {name: one["missing"] for name, one in found["extras"].items()}
     old = f"torch is {metadata.version('torch')}, and >=99 is needed"
-    assert lacking == {"lora": [old], "report": [], "mlx": ["abacus is missing"], "eval": []}
+    none = dict.fromkeys(doctor.EXTRAS)
+    assert lacking == none | {"lora": [old], "report": [], "mlx": ["abacus is missing"], "eval": []}
     shown = asked().stdout
     assert "abacus is missing: pip install 'otaro-llm[mlx]'" in shown
     assert "the figures of otaro analyze: installed" in shown
+    assert "otaro serve: this installation is older than it: pip install 'otaro-llm[serve]'" in shown
+
+
+class Installed:
+    def __init__(self, version, origin=None):
+        self.version, self.origin = version, origin
+
+    def read_text(self, name):
+        return self.origin if name == "direct_url.json" else None
+
+
+@pytest.mark.parametrize(
+    ("origin", "how"),
+    [
+        (None, "--upgrade otaro-llm"),
+        ('{"url": "file:///srv/a%20folder", "dir_info": {"editable": true}}', "-e '/srv/a folder'"),
+        ('{"url": "https://example.com/otaro.whl"}', "--upgrade otaro-llm"),
+    ],
+)
+def test_an_installation_older_than_the_code_is_a_warning_and_not_broken(monkeypatch, origin, how):
+    monkeypatch.setattr(metadata, "distribution", lambda _: Installed("0.0.9", origin))
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=2"])
+    monkeypatch.setattr(metadata, "version", lambda _: "3.0")
+    shown = asked()
+    assert shown.exit_code == 0
+    assert f"installed as 0.0.9, code is {otaro.__version__}: install again with pip install {how}" in shown.stdout
+    assert all(f"[{name}]" in shown.stdout for name in doctor.EXTRAS)
+
+
+def test_an_installation_of_this_very_code_has_no_warning(monkeypatch):
+    monkeypatch.setattr(metadata, "distribution", lambda _: Installed(otaro.__version__))
+    assert doctor._outdated() == []
 
 
 def test_every_extra_has_its_words():

@@ -61,6 +61,16 @@ def test_panels_name_options_that_there_are(path):
     assert set(named) <= {parameter.name for parameter in COMMANDS[path].params}
 
 
+@pytest.mark.parametrize("path", PAGES, ids=" ".join)
+def test_an_example_is_a_line_of_its_own_below_what_it_is_for(path):
+    examples = getattr(PAGES[path].callback, "examples", [])
+    wanted = []
+    for words, _, why in (example.partition("  # ") for example in examples):
+        wanted += [f"  # {why}"] * bool(why) + [f"  {words.rstrip()}"]
+    page = shown(path, 80).rstrip("\n").splitlines()
+    assert page[page.index("Examples") + 1 :] == wanted if examples else "Examples" not in page
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_examples_can_be_typed(path):
     assert COMMANDS[path].callback.examples

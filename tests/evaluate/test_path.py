@@ -31,6 +31,8 @@ def test_counts_and_scores_are_those_of_the_log(tmp_path):
     )
     assert analyze_path(tmp_path) == {
         "steps": 4,
+        "recipe": None,
+        "full_pass": None,
         "precisions": ["E5M8", "E5M3"],
         "sequence": ["E5M8", "E5M3", "E5M8", "E5M8"],
         "applied": [True, False, True, True],

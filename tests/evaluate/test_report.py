@@ -216,10 +216,18 @@ def test_the_first_figure_is_relative_to_the_best_at_each_precision(tmp_path, bu
         **{("one", name): pytest.approx(0) for name in NAMES},
         **{("two", name): pytest.approx(100 * (BEFORE_TUNING[name] / TUNED[name] - 1)) for name in NAMES},
     }
-    assert second["description"].startswith("Perplexity by size")
+    assert second["description"].startswith("Perplexity on data held out of builtin, by size")
     sizes = {row.precision: row.bytes / 1e6 for row in summarize(NestedDirectory(builtin_nested)).precisions}
     curve = {row["precision"]: (row["megabytes"], row["value"]) for row in second["data"]["values"] if row["run"] == "one"}
     assert curve == {name: (sizes[name], TUNED[name]) for name in PRECISIONS}
+
+
+def test_names_by_size_stand_above_every_line(tmp_path, builtin_nested):
+    crossing = {**TUNED, "E5M8": TUNED["E5M8"] + 1, "E5M3": TUNED["E5M3"] - 1}
+    runs = [make_run(tmp_path / name, values, builtin_nested) for name, values in (("one", TUNED), ("two", crossing))]
+    curve = list(charts_of(page_of(*runs)).values())[1]
+    named = {row["label"]: row["value"] for row in curve["data"]["values"] if row["label"]}
+    assert named == {name: max(TUNED[name], crossing[name]) for name in PRECISIONS}
 
 
 def test_one_model_alone_is_relative_to_its_finest(tmp_path):
@@ -264,8 +272,8 @@ def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(t
     write_entries(tmp_path / "before", quality_entries(2.0))
     (several, held_out) = perplexities(read_runs([run, tmp_path / "before"])).values()
     assert [(series.label, series.stage, series.values["E5M3"]) for series in several] == [
-        ("run", "after", 67.5),
         (BEFORE, "before", 135.0),
+        ("run", "after", 67.5),
     ]
     assert [series.label for series in held_out] == [BEFORE, "run"]
     page = page_of(run, tmp_path / "before")
@@ -281,6 +289,59 @@ def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(t
     (tmp_path / "other").mkdir()
     write_entries(tmp_path / "other", quality_entries(2.0))
     assert [read.name for read in read_runs([tmp_path / "other", run])] == ["other", "run"]
+
+
+def test_every_heading_of_quality_says_which_text_and_columns_have_one_order(tmp_path, builtin_nested):
+    run = make_run(tmp_path / "run", TUNED, builtin_nested)
+    write_entries(run / "nested", quality_entries(1.0))
+    (tmp_path / "before").mkdir()
+    write_entries(tmp_path / "before", quality_entries(2.0))
+    page = page_of(run, tmp_path / "before")
+    quality = page[page.index('<section id="quality"') : page.index('<section id="size"')]
+    titles = re.findall(r"<strong>(.*?)</strong>", quality)
+    assert len(titles) == len(set(titles))
+    assert sum("data held out of builtin" in title for title in titles) == 3
+    heads = [re.findall(r"<button type=button>(.*?)</button>", head) for head in re.findall(r"<thead>.*?</thead>", quality)]
+    by_run = [head for head in heads if head[0] == "precision"]
+    assert len(by_run) == 3  # perplexity on both texts, and divergence
+    assert all(head == ["precision", "before tuning", "run"] for head in by_run)
+
+
+def test_bits_are_those_of_the_whole_model_everywhere(tmp_path, builtin_nested):
+    page = page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
+    first = next(iter(charts_of(page).values()))
+    bits = {row.precision: f"{row.bits_per_weight:.3f}" for row in summarize(NestedDirectory(builtin_nested)).precisions}
+    assert {row["at"] for row in first["data"]["values"]} == {"full"} | {f"{name}|{count}" for name, count in bits.items()}
+    told = Reader(page).text
+    assert all(told.count(f"{count} bits") == 1 for count in bits.values())
+    assert "4.125" not in page  # of packed weights alone
+    without = next(iter(charts_of(page_of(make_run(tmp_path / "other", TUNED))).values()))
+    assert {row["at"] for row in without["data"]["values"]} == {"full", *PRECISIONS}
+
+
+def steps_table(*runs):
+    """Rows of the table of steps, as words."""
+    page = page_of(*runs)
+    table = page[page.index("Steps at each precision") :]
+    rows = re.findall(r"<tr>(.*?)</tr>", table[: table.index("</table>")])
+    return Reader(page).text, [re.findall(r"<t[hd][^>]*>(?:<button[^>]*>)?([^<]*)", row) for row in rows]
+
+
+def test_steps_count_the_pass_in_full_precision_and_name_the_recipe(tmp_path):
+    best, usual = make_run(tmp_path / "run", TUNED, method="uniform"), make_run(tmp_path / "usual", TUNED, method="fp")
+    for run, options in ((best, {"full": 1 / 3}), (usual, {"full": 0.0})):
+        stated = json.loads((run / "config.json").read_text())
+        stated["options"] |= options
+        (run / "config.json").write_text(json.dumps({**stated, "recipe": "best"}))
+    told, (headings, ours, theirs) = steps_table(best, usual)
+    assert headings[:3] == ["run", "recipe", "full"]
+    assert ours[:3] == ["run", "best", str(STEPS)]
+    assert sum(map(int, ours[3:])) == STEPS
+    assert theirs == ["usual", "fp", str(STEPS), *["0"] * 6]
+    assert "need no steps of their own" in told
+    told, (_, alone) = steps_table(usual)
+    assert alone == theirs
+    assert "need no steps of their own" not in told
 
 
 def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
@@ -398,7 +459,7 @@ def test_runs_on_the_same_data_share_their_baseline_and_others_do_not(tmp_path):
     ]
     (two / "perplexity.json").write_text(json.dumps({"before": {"E5M8": 9.0}, "after": TUNED}))
     labels = [series.label for series in next(iter(perplexities(read_runs([one, two])).values()))]
-    assert labels == ["one, before", "one", "two, before", "two"]
+    assert labels == ["one, before", "two, before", "one", "two"]
 
 
 def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builtin_nested):
@@ -424,7 +485,7 @@ def test_a_model_stands_for_itself(tmp_path, builtin_nested):
 def test_a_wide_range_of_perplexities_is_logarithmic(tmp_path, builtin_nested):
     narrow = charts_of(page_of(make_run(tmp_path / "narrow", TUNED, builtin_nested)))
     wide = charts_of(page_of(make_run(tmp_path / "wide", {**TUNED, "E5M3": 605.0}, builtin_nested)))
-    curves = [next(spec for title, spec in drawn.items() if title.startswith("Perplexity by size")) for drawn in (narrow, wide)]
+    curves = [next(spec for title, spec in drawn.items() if ", by size" in title) for drawn in (narrow, wide)]
     kinds = [curve["layer"][0]["encoding"]["y"]["scale"].get("type", "linear") for curve in curves]
     assert kinds == ["linear", "log"]
 
@@ -659,9 +720,9 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     assert f'data-drawn="{len(figures)}"' in opening
     assert set(figures) == set(charts_of(full_report.read_text()))
     read = "wiki.txt (9,000 tokens, windows of 512, stride 256)"
-    above = figures[f"Perplexity above the best at each precision, {read}"]
+    above = figures[f"Perplexity on wiki.txt, above the best at each precision, {read}"]
     assert (above["point"], above["line mark"]) == (2 * 7, 2)
-    assert figures[f"Perplexity by size, {read}"]["point"] == 2 * 6
+    assert figures[f"Perplexity on wiki.txt, by size, {read}"]["point"] == 2 * 6
     assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
     assert figures["Divergence from full precision on wiki.txt (9,000 tokens, windows of 512)"]["point"] == 2 * 6
     assert figures["Size of best, plain"]["bar"] == 7

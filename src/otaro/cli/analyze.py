@@ -286,10 +286,23 @@ def _show_weights(result: dict[str, Any]) -> None:
 
 def _show_path(result: dict[str, Any]) -> None:
     from otaro.evaluate.quality import FULL
+    from otaro.evaluate.run_folder import FULL_PASS
 
     sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
     half = steps // 2
-    table = _table(f"{steps} steps", "precision", "steps", "share", "first half", "second half", "held back", "last score")
+    recipe = f", recipe {result['recipe']}" if result["recipe"] else ""
+    table = _table(
+        f"{steps} steps{console.escape(recipe)}",
+        "precision",
+        "steps",
+        "share",
+        "first half",
+        "second half",
+        "held back",
+        "last score",
+    )
+    if result["full_pass"]:
+        table.add_row("full, besides", str(steps), "100.0%", str(half), str(steps - half), "-", "-")
     for name in result["precisions"]:
         taken = sequence.count(name)
         scores = [score for score in result["scores"].get(name, []) if score is not None]
@@ -303,3 +316,5 @@ def _show_path(result: dict[str, Any]) -> None:
             f"{scores[-1]:.3f}" if scores else "-",
         )
     console.out.print(table)
+    if result["full_pass"]:
+        console.out.print(f"every step has {FULL_PASS}", highlight=False)

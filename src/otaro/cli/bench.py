@@ -165,12 +165,11 @@ def show_parallel(result: Parallel) -> None:
     """Print what several sequences make together."""
     settings = result.settings
     for line in _place(result):
-        console.out.print(line, highlight=False, soft_wrap=True)
+        console.out.print(line, highlight=False)
     console.out.print(
         f"decode of {settings.tokens} after {settings.context}, keys and values in {settings.kv or 'float16'}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns",
         highlight=False,
-        soft_wrap=True,
     )
     table = _table("Several sequences at once", ["precision"], ["sequences", "tokens/s\nin total", "of each", "times\none"])
     for row, after in zip(result.rows, [*result.rows[1:], None], strict=True):
@@ -184,12 +183,11 @@ def show_drafts(result: Drafts) -> None:
     """Print what drafts gain."""
     settings = result.settings
     for line in _place(result):
-        console.out.print(line, highlight=False, soft_wrap=True)
+        console.out.print(line, highlight=False)
     console.out.print(
         f"{result.precision}, {settings.tokens} tokens after each of {settings.texts} passages of {settings.context}, keys and "
         f"values in {settings.kv or 'float16'}; the shortest of {_many(settings.rounds, 'round')}, in turns",
         highlight=False,
-        soft_wrap=True,
     )
     headings = ["tokens/s", "without", "times", "tokens\na pass", "accepted at position\n1, 2, ..."]
     table = _table("With a draft, and without", ["draft", "text"], headings)
@@ -199,13 +197,13 @@ def show_drafts(result: Drafts) -> None:
         table.add_row(row.draft, row.texts, *figures, accepted)
     console.out.print(table)
     for row in result.rows:
-        console.out.print(row.verdict, highlight=False, soft_wrap=True)
+        console.out.print(row.verdict, highlight=False)
 
 
 def show(result: Bench) -> None:
     """Print what was measured."""
     for line in _head(result):
-        console.out.print(line, highlight=False, soft_wrap=True)
+        console.out.print(line, highlight=False)
     console.out.print(_speeds(result))
     _remark(f"a plain {_plain(result)} of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s")
     console.out.print(_memory(result))
@@ -216,7 +214,7 @@ def show(result: Bench) -> None:
         if any(LLAMA in other.name for other in result.others):
             _remark("llama.cpp's embedding and head are of the same type as its matrices, as ours are")
         for bar in result.bars:
-            console.out.print(_verdict(bar), highlight=False, soft_wrap=True)
+            console.out.print(_verdict(bar), highlight=False)
 
 
 def _place(result: Bench | Parallel | Drafts) -> Iterator[str]:
@@ -312,7 +310,7 @@ def _table(title: str, words: list[str], numbers: list[str]) -> Table:
 
 
 def _remark(text: str) -> None:
-    console.out.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
+    console.out.print(f"[dim]{text}[/]", highlight=False)
 
 
 def _verdict(bar: Bar) -> str:

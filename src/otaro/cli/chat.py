@@ -135,7 +135,7 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
 
 
 def _refused(error: Exception) -> None:
-    console.err.print(f"[bold red]error:[/] {console.escape(str(error))}", soft_wrap=True)
+    console.err.print(f"[bold red]error:[/] {console.escape(str(error))}")
 
 
 def _answer(session: Any, text: str, options: dict[str, Any]) -> None:

@@ -5,7 +5,9 @@ Results go to standard output; progress and remarks go to standard error, so tha
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,8 +24,30 @@ from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
 from otaro.sefp.precision import PRECISIONS
 
-out = Console(emoji=False)  # fit:abc: is no emoji
-err = Console(stderr=True, emoji=False)
+WIDE = 1000
+"""Columns for a table where no terminal limits them."""
+
+
+class _Console(Console):
+    """Wraps sentences, at words, and tables for a terminal alone: what reads a file or a pipe has them whole."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; a table has no blanks at the ends of its lines then."""
+        if self.is_terminal:
+            super().print(*objects, **options)
+        elif all(isinstance(one, str) for one in objects):
+            super().print(*objects, **{"soft_wrap": True, **options})
+        else:
+            wide = self.width if "COLUMNS" in os.environ else WIDE
+            drawn = io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)  # which says what lines can be drawn with
+            Console(file=drawn, width=wide, emoji=False).print(*objects, **options)
+            drawn.seek(0)
+            lines = "\n".join(line.rstrip() for line in drawn.read().splitlines())
+            super().print(lines, markup=False, highlight=False, soft_wrap=True)
+
+
+out = _Console(emoji=False)  # fit:abc: is no emoji
+err = _Console(stderr=True, emoji=False)
 
 
 def complete_precisions(incomplete: str) -> list[str]:
@@ -71,7 +95,7 @@ def print_json(value: Any) -> None:
 def remark(*lines: str) -> None:
     """Lines on standard error, as they are."""
     for line in lines:
-        err.print(escape(line), highlight=False, soft_wrap=True)
+        err.print(escape(line), highlight=False)
 
 
 LINE_EVERY = 60.0
@@ -130,7 +154,7 @@ def warnings_in_a_line() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, OtaroWarning):
-            err.print(f"[dim]note: {escape(str(message))}[/]", highlight=False, soft_wrap=True)
+            err.print(f"[dim]note: {escape(str(message))}[/]", highlight=False)
         else:
             usual(message, category, *where, **more)
 

@@ -204,8 +204,7 @@ def verdict(names: Sequence[str], usual: Measured, ours: Measured) -> str:
     usually, for_all = (values[names[-1]] / values[names[0]] - 1 for values in (usual, ours))
     return (
         f"What to see: one model tuned for all is {behind}; it is ahead at {told}. From {names[0]} down to {names[-1]} "
-        f"perplexity changes by {_percent(for_all)}, tuned as usual by {_percent(usually)}. "
-        "docs/results.md has models with more to lose."
+        f"perplexity changes by {_percent(for_all)}, tuned as usual by {_percent(usually)}."
     )
 
 

@@ -99,10 +99,11 @@ def timed(nested: Path, keep: Path, device: str) -> Bench:
 
 def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgraded: Upgrade, bench: Bench) -> None:
     """All of it, in words."""
-    _say(f"\n[bold]One text, while the precision changes every {EVERY} tokens[/]; the cache stays, no weight moves")
-    _say(f"  {'':6}[italic]{console.escape(prompt)}[/]")
+    _say(f"\n[bold]One text, while the precision changes every {EVERY} tokens[/]")
+    _say("  below the prompt, what each precision wrote; the cache stays, no weight moves")
+    _say(f"  [dim]prompt[/]  [italic]{console.escape(prompt)}[/]")
     for name, text in parts:
-        _say(f"  [bold cyan]{name}[/]  {console.escape(' '.join(text.split()))}")
+        _say(f"  [bold cyan]{name:6}[/]  {console.escape(' '.join(text.split()))}")
 
     _say("\n[bold]One file: every prefix of its shards is a model[/]")
     table = _table("", "shards", "on disk", "decode\ntokens/s", "read per\ntoken", "switch\nto it")
@@ -118,14 +119,16 @@ def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgrad
     console.out.print(table)
     place = "" if bench.device == "cuda" else f", {bench.threads} threads"
     _say(f"  [dim]{console.escape(bench.machine)}{place}, kernels {bench.kernels}[/]")
-    if (most := max(row.bandwidth_share for row in bench.precisions)) < FEW_BYTES:
-        _say(f"  [dim]it reads at {most:.0%} of the memory's bandwidth at most: bits count for more in larger models[/]")
+    if max(row.bandwidth_share for row in bench.precisions) < FEW_BYTES:
+        _say("  [dim]this model is so small that other work than reading weights takes the time:[/]")
+        _say("  [dim]speed hardly follows the bits here; with SmolLM2-135M on a CPU it does[/]")
 
     _say("\n[bold]An upgrade is one more shard[/]")
-    _say(f"  {upgraded.directory} has {upgraded.before} alone, and answers {upgraded.after} with:")
+    _say(f"  {console.escape(str(upgraded.directory))} has {upgraded.before} alone; asked for {upgraded.after} it answers:")
     _say(f"  [dim]{console.escape(upgraded.refused)}[/]")
     same = "with the bits of the whole file" if upgraded.same else "[bold red]with other bits than the whole file[/]"
-    _say(f"  cp {upgraded.shard} there, {console.size(upgraded.bytes)}: it runs at {upgraded.after}, {same}")
+    _say(f"  with {upgraded.shard} copied there, {console.size(upgraded.bytes)},")
+    _say(f"  it runs at {upgraded.after}, {same}")
 
 
 def _table(*headings: str) -> Any:
@@ -139,4 +142,4 @@ def _table(*headings: str) -> Any:
 
 
 def _say(text: str) -> None:
-    console.out.print(text, highlight=False, soft_wrap=True)
+    console.out.print(text, highlight=False)

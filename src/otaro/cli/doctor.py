@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import platform
+import shlex
 from importlib import metadata
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import typer
 
@@ -54,7 +58,7 @@ def examine() -> dict[str, Any]:
 
     problems: list[str] = []
     kernels = {device: _kernels(device, problems) for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
-    extras = {name: lacking for name in EXTRAS if (lacking := _lacking(name)) is not None}
+    extras = {name: _lacking(name) for name in EXTRAS}
     problems += [f"{what}; install otaro again" for what in _lacking("") or []]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {"otaro": otaro.__version__, "python": platform.python_version()}
@@ -67,8 +71,22 @@ def examine() -> dict[str, Any]:
         "gpu": _gpu(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "extras": {name: {"for": EXTRAS[name], "missing": lacking} for name, lacking in extras.items()},
+        "warnings": _outdated(),
         "problems": problems,
     }
+
+
+def _outdated() -> list[str]:
+    """What to do where this code is another version than the one that was installed: its extras are those of then."""
+    import otaro
+
+    installed = metadata.distribution(DISTRIBUTION)
+    if installed.version == otaro.__version__:
+        return []
+    origin = json_module.loads(installed.read_text("direct_url.json") or "{}")
+    editable = origin.get("dir_info", {}).get("editable", False)
+    how = shlex.join(["-e", url2pathname(urlparse(origin["url"]).path)]) if editable else f"--upgrade {DISTRIBUTION}"
+    return [f"installed as {installed.version}, code is {otaro.__version__}: install again with pip install {how}"]
 
 
 def _kernels(device: str, problems: list[str]) -> dict[str, str] | None:
@@ -118,7 +136,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _lacking(extra: str) -> list[str] | None:
-    """What an extra asks for and is not here, or too old or new; "" is what everybody needs. None: there is no such extra."""
+    """What an extra asks for and is not here, or too old or new; "" is what all need. None: it is not known here."""
     from packaging.requirements import Requirement
 
     asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
@@ -160,11 +178,13 @@ def _show(found: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, console.escape(value))
     for name, one in found["extras"].items():
-        lacking = one["missing"]
+        lacking = ["this installation is older than it"] if one["missing"] is None else one["missing"]
         told = f"[dim]{'; '.join(lacking)}:[/] {console.escape(install(name))}" if lacking else "[green]installed[/]"
         table.add_row(f"\\[{name}]", f"{one['for']}: {told}")
     console.out.print(table, highlight=False)
+    for warning in found["warnings"]:
+        console.out.print(f"[bold yellow]warning:[/] {console.escape(warning)}", highlight=False)
     for problem in found["problems"]:
-        console.out.print(f"[bold red]broken:[/] {console.escape(problem)}", highlight=False, soft_wrap=True)
+        console.out.print(f"[bold red]broken:[/] {console.escape(problem)}", highlight=False)
     if not found["problems"]:
         console.out.print("[green]nothing is broken[/]")

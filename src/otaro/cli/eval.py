@@ -147,7 +147,7 @@ def evaluate(
     else:
         show_quality(entries)
         kept = f"kept in {record.path}" if record.path else "not kept; --out DIR would put them into DIR/quality.json"
-        console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False, soft_wrap=True)
+        console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False)
 
 
 def open_text(source: str) -> Text:

@@ -87,11 +87,10 @@ def export(
         f"exported {directory} at {report.precision} to {out} ({to}): {console.size(report.bytes)}, {seconds:.1f} s; "
         f"tensors: {kinds}",
         highlight=False,
-        soft_wrap=True,
     )
     for note in report.notes:
-        console.out.print(console.escape(note), highlight=False, soft_wrap=True)
-    console.out.print(console.escape(_verdict(report)), highlight=False, soft_wrap=True)
+        console.out.print(console.escape(note), highlight=False)
+    console.out.print(console.escape(_verdict(report)), highlight=False)
 
 
 def _verdict(report: Report) -> str:

@@ -72,7 +72,7 @@ def fetch(
     came = f"{console.size(fetched.bytes)} came in {seconds:.1f} s" if fetched.names else "nothing was missing"
     line = f"{out} is complete up to {nested.finest}, {console.size(total)}; {came}"
     for text in [line, _next(model, out, fetched)] if fetched.more else [line]:
-        console.out.print(console.escape(text), highlight=False, soft_wrap=True)
+        console.out.print(console.escape(text), highlight=False)
 
 
 def _next(model: str, out: Path, fetched: Fetched) -> str:

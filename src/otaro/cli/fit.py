@@ -89,7 +89,7 @@ def show(outcome: Outcome, fitting: Fitting) -> None:
         _say(f"note: {note}")
     _curve(outcome)
     kept = "in precisions.json; use it with --precision "
-    console.out.print(f"[dim]kept {kept}{fit}[/]", highlight=False, soft_wrap=True)
+    console.out.print(f"[dim]kept {kept}{fit}[/]", highlight=False)
 
 
 def _curve(outcome: Outcome) -> None:
@@ -107,4 +107,4 @@ def _curve(outcome: Outcome) -> None:
 
 
 def _say(line: str) -> None:
-    console.out.print(console.escape(line), highlight=False, soft_wrap=True)
+    console.out.print(console.escape(line), highlight=False)

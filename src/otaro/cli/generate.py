@@ -220,4 +220,4 @@ def remark(how: Any) -> None:
         parts.append(f"cache {console.size(how.cache_bytes)}")
     if how.reason:
         parts.append(f"by {how.served_by}: {console.escape(how.reason)}")
-    console.err.print(f"[dim]{', '.join(parts)}[/]", highlight=False, soft_wrap=True)
+    console.err.print(f"[dim]{', '.join(parts)}[/]", highlight=False)

@@ -143,8 +143,10 @@ def _examples(command: Any) -> Iterator[Any]:
     if examples:
         yield Text("\nExamples", "bold")
     for line in examples:
-        words, mark, why = line.partition("  # ")
-        yield Padding(Text.assemble(words, (mark + why, "dim")), (0, 0, 0, 2))
+        words, _, why = line.partition("  # ")
+        if why:  # above: behind it a narrow terminal would break it, and the rest look like a command
+            yield Padding(Text(f"# {why}", "dim"), (0, 0, 0, 2), expand=False)
+        yield Padding(Text(words.rstrip()), (0, 0, 0, 2), expand=False)
 
 
 def _in_short(text: str) -> str:

@@ -99,7 +99,7 @@ def _calibrated(directory: Path) -> CalibratedOn | None:
     try:
         return read_calibrated(directory)
     except CheckpointError as error:
-        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False)
         return None
 
 
@@ -111,7 +111,7 @@ def _quality(directory: Path, summary: Summary) -> Quality | None:
     try:
         return read_quality(directory, summary.model, Coding(summary.group_size, summary.reconstruction))
     except QualityError as error:
-        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False)
         return None
 
 
@@ -123,7 +123,7 @@ def _fits(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
     try:
         return read_fits_in(directory, model, stored)
     except FormatError as error:
-        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False, soft_wrap=True)
+        console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False)
         return {}
 
 
@@ -145,7 +145,7 @@ def show_fits(fits: dict[str, Fit], finest: str) -> None:
     for fit in fits.values():
         if (reference := fit.about.get("reference", finest)) != finest:
             line = f"{fit}: KL is from {reference}, the finest that was there when it was made, not {finest}"
-            console.out.print(line, highlight=False, soft_wrap=True)
+            console.out.print(line, highlight=False)
 
 
 def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
@@ -160,7 +160,7 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     )
     if calibrated is not None:
         on = f"{calibrated.tokens:,} tokens of {console.escape(calibrated.text)}"
-        console.out.print(f"calibrated on {on}", highlight=False, soft_wrap=True)
+        console.out.print(f"calibrated on {on}", highlight=False)
     sizes = Table(title="By precision", title_justify="left")
     sizes.add_column("precision")
     sizes.add_column("shards model-...")

@@ -133,11 +133,11 @@ def pack(
         if calibrated is not None:
             console.out.print(f"calibrated on {calibrated.tokens} tokens of {console.escape(str(calibrate))}", highlight=False)
             for name in calibrated.plain:
-                console.out.print(f"packed plainly: {console.escape(name)}", highlight=False, soft_wrap=True)
+                console.out.print(f"packed plainly: {console.escape(name)}", highlight=False)
         if left:
-            console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False, soft_wrap=True)
+            console.out.print(f"not packed: {console.escape(_named(left))}", highlight=False)
         if undescribed:
-            console.out.print(f"no decoder.json: {console.escape(undescribed)}", highlight=False, soft_wrap=True)
+            console.out.print(f"no decoder.json: {console.escape(undescribed)}", highlight=False)
         console.out.print(f"see it with:  otaro inspect {out}", highlight=False)
 
 

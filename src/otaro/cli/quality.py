@@ -43,7 +43,7 @@ def show_quality(entries: Iterable[Entry]) -> None:
     for table in _tables_by_kv([entry for entry in everything if entry.get("kv")]):
         console.out.print(table)
     for note in _legend(everything):
-        console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False, soft_wrap=True)
+        console.out.print(f"[dim]{console.escape(note)}[/]", highlight=False)
 
 
 def _tables_on_text(entries: list[Entry]) -> Iterator[Table]:

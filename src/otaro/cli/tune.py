@@ -31,7 +31,7 @@ RESUME_HELP = (
     otaro tune MODEL --data notes.txt --out run --lora 16 --bf16    # a large model on one GPU
     otaro tune MODEL --data chats.jsonl --out usual --method fp     # tuning as usual, to compare with
     otaro tune --resume --out run                                   # go on after a stop
-    torchrun --nproc_per_node 8 -m otaro tune MODEL --data chats.jsonl --out run --fsdp
+    torchrun --nproc_per_node 8 -m otaro tune MODEL --data FILE --out run --fsdp
     """
 )
 def tune(

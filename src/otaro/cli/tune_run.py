@@ -422,7 +422,7 @@ def _interruptible(run: TuningRun) -> Iterator[None]:
     except KeyboardInterrupt as end:
         for number in usual:
             signal.signal(number, signal.SIG_IGN)  # a second one must not cut the word short
-        console.err.print(f"[bold]interrupted:[/] {console.escape(run.kept())}", soft_wrap=True, highlight=False)
+        console.err.print(f"[bold]interrupted:[/] {console.escape(run.kept())}", highlight=False)
         raise typer.Exit(128 + (signal.SIGTERM if isinstance(end, _Terminated) else signal.SIGINT)) from None
     finally:
         for number, handler in usual.items():

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal
 
 from otaro.errors import OtaroError, install
 from otaro.evaluate.quality import FULL
 from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
-from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.sefp.precision import PRECISIONS
 
+BITS = "bits per weight of the whole model"
+"""What bits are counted, everywhere on a page: the bytes at a precision, norms and all, by the number of weights."""
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
@@ -79,25 +81,25 @@ def by_precision(
     runs: Sequence[str],
     title: str,
     *,
-    group_size: int | None = None,
+    bits: Mapping[str, float] | None = None,
     from_zero: bool = False,
     height: int = 240,
 ) -> Spec:
     """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
 
-    The unquantized model stands apart, to the right. With a group size the axis tells bits per packed weight.
+    The unquantized model stands apart, to the right. `bits` by precision are told below the axis.
     """
     alt = altair()
     data = [
-        {**row, "name": shown(row["precision"]), "at": _tick(row["precision"], group_size), "full": row["precision"] == FULL}
+        {**row, "name": shown(row["precision"]), "at": _tick(row["precision"], bits), "full": row["precision"] == FULL}
         for row in rows
         if math.isfinite(row["value"])
     ]
     values = [row["value"] for row in data]
     wide = bool(values) and not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_FROM
-    order = [_tick(name, group_size) for name in [*reversed(NAMES[1:]), FULL]]
-    axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if group_size else 10)
-    x = alt.X("at:N", sort=order, title="precision and bits per packed weight" if group_size else "precision", axis=axis)
+    order = [_tick(name, bits) for name in [*reversed(NAMES[1:]), FULL]]
+    axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if bits else 10)
+    x = alt.X("at:N", sort=order, title=f"precision and {BITS}" if bits else "precision", axis=axis)
     scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     names = [BEFORE, *(run for run in runs if run != BEFORE)]
@@ -150,8 +152,11 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     values = [row["value"] for row in data]
     wide = bool(values) and max(values) / min(values) > _LOG_FROM
     scale = alt.Scale(type="log", nice=False, padding=16) if wide else alt.Scale(zero=False, padding=16)
+    # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie below it there.
+    highest = {(row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])}
     first = next((row["run"] for row in data), None)
-    labelled = [{**row, "label": row["precision"] if row["run"] == first else ""} for row in data]
+    named = [highest[row["precision"], row["megabytes"]] for row in data if row["run"] == first]
+    labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
     base = alt.Chart(alt.Data(values=labelled)).encode(
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
         y=alt.Y("value:Q", title="perplexity", scale=scale),
@@ -165,7 +170,7 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     )
     lines = base.mark_line(strokeWidth=2.5).properties(name="lines")
     points = base.mark_point(filled=True, size=70, opacity=1).properties(name="points")
-    return _finish(alt.layer(lines, points, base.mark_text(dy=-13, align="left").encode(text="label:N")), 260)
+    return _finish(alt.layer(lines, points, base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N")), 260)
 
 
 def by_size(rows: Sequence[Row]) -> Spec:
@@ -174,12 +179,12 @@ def by_size(rows: Sequence[Row]) -> Spec:
     kinds = alt.Scale(domain=["fit", "one precision"], range=["var(--run-1)", "var(--before)"])
     legend = alt.Legend(title=None, orient="top")
     base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=alt.X("bits:Q", title="bits per weight", scale=alt.Scale(zero=False)),
+        x=alt.X("bits:Q", title=BITS, scale=alt.Scale(zero=False)),
         y=alt.Y("value:Q", title="divergence (nats)", scale=alt.Scale(zero=True)),
         color=alt.Color("kind:N", scale=kinds, legend=legend),
         tooltip=[
             alt.Tooltip("name:N", title="precision"),
-            alt.Tooltip("bits:Q", title="bits per weight", format=".3f"),
+            alt.Tooltip("bits:Q", title=BITS, format=".3f"),
             alt.Tooltip("value:Q", title="divergence", format=".4f"),
         ],
     )
@@ -361,11 +366,11 @@ def _finish(chart: Any, height: int) -> Spec:
     return spec
 
 
-def _tick(precision: str, group_size: int | None) -> str:
-    """`E5M4|5.125`: two lines under the axis."""
+def _tick(precision: str, bits: Mapping[str, float] | None) -> str:
+    """`E5M4|5.159`: two lines under the axis."""
     if precision == FULL:
         return shown(precision)
-    return f"{precision}|{Precision(precision).bits_per_weight(group_size):.3f}" if group_size else precision
+    return f"{precision}|{bits[precision]:.3f}" if bits else precision
 
 
 def _step_axis(alt: Any) -> Any:

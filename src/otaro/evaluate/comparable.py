@@ -47,7 +47,8 @@ class Series:
 def perplexities(runs: Sequence[Run]) -> dict[About, list[Series]]:
     """What is comparable goes together: by text, its number of tokens, and the windows it was read in.
 
-    First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data.
+    First what `otaro eval` measured, of the packed model mostly; then the tuning's own glance at held-out data. Of either,
+    models before tuning come first.
     """
     measured: dict[About, list[Series]] = {}
     for text, entries in by_text(runs, "perplexity").items():
@@ -56,7 +57,8 @@ def perplexities(runs: Sequence[Run]) -> dict[About, list[Series]]:
                 values = {name: entry["value"] for name, entry in own.items()}
                 commands = [entry["command"] for entry in own.values()]
                 measured.setdefault(text, []).append(Series(run.name, stage_of(run.name), values, commands))
-    return {**measured, **_held_out(runs)}
+    found = {**measured, **_held_out(runs)}
+    return {text: sorted(series, key=lambda one: one.stage != "before") for text, series in found.items()}
 
 
 def _held_out(runs: Sequence[Run]) -> dict[About, list[Series]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.evaluate.quality import FULL
+from otaro.evaluate.run_folder import has_full_pass, read_tuning, recipe_of
 from otaro.sefp.precision import Precision
 
 MOST_POINTS = 500  # of counts and scores over time; more cannot be told apart in a figure
@@ -20,9 +21,11 @@ def analyze_path(run: Path) -> dict[str, Any]:
 
     Counts are cumulative. Counts and scores stand for the steps in `at`: all of a short run, `MOST_POINTS` of a long one. A
     score is what the search went by at that step: eq. 5 for the path search (None for a precision not tried yet), the
-    probability for random draws, nothing where there was no choice.
+    probability for random draws, nothing where there was no choice. `recipe` and `full_pass`, whether every step has a pass in
+    full precision besides, are those of config.json; None without it.
     """
     records = read_log(run / "log.jsonl")
+    tuning = read_tuning(run / "config.json") if (run / "config.json").is_file() else None
     sequence = [record["precision"] for record in records]
     scored = {name for record in records for name in record["scores"]}
     precisions = sorted({*sequence, *scored}, key=_bits, reverse=True)
@@ -31,6 +34,8 @@ def analyze_path(run: Path) -> dict[str, Any]:
     counts = {name: list(accumulate(int(taken == name) for taken in sequence)) for name in precisions}
     return {
         "steps": len(records),
+        "recipe": tuning and recipe_of(tuning),
+        "full_pass": tuning and has_full_pass(tuning),
         "precisions": precisions,
         "sequence": sequence,
         "applied": [record["applied"] for record in records],

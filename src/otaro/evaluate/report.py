@@ -16,16 +16,17 @@ from typing import Any
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cell, score_cell, share_cell
-from otaro.evaluate.charts import shown
+from otaro.evaluate.charts import BITS, shown
 from otaro.evaluate.comparable import About, Measured, Series, averages, by_text, otherwise, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, NAMES, Run, is_finite
+from otaro.evaluate.quality import FULL
+from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, FULL_PASS, NAMES, Run, has_full_pass, is_finite, recipe_of
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text
 from otaro.file.fits import Fit
 from otaro.file.summary import Summary
 from otaro.readable import size
-from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
+from otaro.sefp.precision import PRECISIONS, Precision
 
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
@@ -40,10 +41,10 @@ def write_report(runs: Sequence[Run], samples: Mapping[str, Samples], out: Path)
 class _Report:
     def __init__(self, runs: Sequence[Run], samples: Mapping[str, Samples]) -> None:
         self.runs, self.samples, self.page = runs, samples, Page()
-        self.names = [run.name for run in runs]
+        self.names = sorted((run.name for run in runs), key=lambda name: name != BEFORE)  # in every table the first
         self.perplexities = perplexities(runs)
-        sizes = {run.summary.group_size if run.summary else GROUP_SIZE for run in runs}
-        self.group_size = sizes.pop() if len(sizes) == 1 else None  # runs that differ have no bits per weight in common
+        bits = [_bits(run.summary) for run in runs if run.summary]
+        self.bits = bits[0] if bits and all(one == bits[0] for one in bits) else None  # none where runs differ
 
     def render(self) -> str:
         opening = self._opening()
@@ -55,7 +56,7 @@ class _Report:
             ("samples", "Samples", self._samples()),
         ]
         sections.append(("commands", "Commands", self._commands()))  # the last: all others add to it
-        return self.page.render(" and ".join(self.names), opening, sections)
+        return self.page.render(" and ".join(run.name for run in self.runs), opening, sections)
 
     # The opening: what came out, at a glance.
 
@@ -74,11 +75,7 @@ class _Report:
         title = f"<h1>One model, {_WORDS[len(present)]} precision{'s' * (len(present) > 1)}</h1>"
         tiles = "".join(_tile(name, run, after, before) for name in present)
         commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
-        caption = (
-            f"Perplexity of {run.name} on {text}, lower is better; size; bits per weight."
-            if after
-            else "Size; bits per weight."
-        )
+        caption = f"Perplexity of {run.name} on {text}, lower is better; size; {BITS}." if after else f"Size; {BITS}."
         return (
             f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl class=tiles>{tiles}</dl>"
             f"<p class=caption>{escape(caption)} {self.page.made_by(commands)}</p>"
@@ -104,15 +101,16 @@ class _Report:
             if math.isfinite(value) and (least := _finest(one) if alone else _best(tuned, name)) is not None
         ]
         above = "its finest precision" if alone else "the best at each precision"
-        title, hint = f"Perplexity above {above}", "Lower is better."
+        where = self._short(text)
+        title, hint = f"Perplexity on {where}, above {above}", "Lower is better."
         if not alone and len(tuned) < len(series):
             hint += " Before tuning it is far above, and in the table."
-        chart = charts.by_precision(points, self.names, f"% above {above}", group_size=self.group_size, from_zero=True)
+        chart = charts.by_precision(points, self.names, f"% above {above}", bits=self.bits, from_zero=True)
         figures = self.page.figure(title, hint, commands, chart, text.what, text.digest)
         if sized := self._by_size(tuned):
             note = "What every megabyte buys: the points of a line are one file, cut at its shards."
             chart = charts.size_curve(sized, self.names)
-            figures += self.page.figure("Perplexity by size", note, commands, chart, text.what)
+            figures += self.page.figure(f"Perplexity on {where}, by size", note, commands, chart, text.what)
         rows = [
             [word(shown(name)), *(perplexity_cell(one.values, name) for one in series)]
             for name in NAMES
@@ -120,7 +118,14 @@ class _Report:
         ]
         headings = ["precision", *(one.label for one in series)]
         note = "The small figure is the difference from the finest measured."
-        return f"<div class=pair>{figures}</div>" + self.page.table("Perplexity by precision", headings, rows, commands, note)
+        return f"<div class=pair>{figures}</div>" + self.page.table(
+            f"Perplexity on {where}, by precision", headings, rows, commands, note
+        )
+
+    def _short(self, text: About) -> str:
+        """A text without how it was read, where that tells it from the others."""
+        name = text.what.partition(" (")[0]
+        return name if [other.what.partition(" (")[0] for other in self.perplexities].count(name) == 1 else text.what
 
     def _by_size(self, series: Sequence[Series]) -> list[charts.Row]:
         sizes = {run.name: _bytes(run.summary) for run in self.runs}
@@ -167,7 +172,7 @@ class _Report:
         parts = []
         for text, measured in by_text(self.runs, "divergence").items():
             points = _points(measured, "kl")
-            chart = charts.by_precision(points, self.names, "divergence (nats)", group_size=self.group_size)
+            chart = charts.by_precision(points, self.names, "divergence (nats)", bits=self.bits)
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
             commands = _commands(measured)
             parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart, details=text.digest))
@@ -207,7 +212,8 @@ class _Report:
         note = (
             "Each precision is a prefix of the next finer one: "
             f"all {_WORDS[len(sizes)]} together take {size(max(sizes.values()))}, "
-            f"where separate files would take {size(sum(sizes.values()))}. FP16 is two bytes for every weight."
+            f"where separate files would take {size(sum(sizes.values()))}. FP16 is two bytes for every weight. "
+            f"Here and elsewhere bits are {BITS}, what is not packed included."
         )
         headings = ["precision", "size", "bits per weight", "of FP16", "shards"]
         return self.page.figure(f"Size of {', '.join(run.name for run in runs)}", note, commands, charts.sizes(bars)) + (
@@ -221,7 +227,7 @@ class _Report:
             by_text: dict[str, list[Fit]] = {}
             for fit in sorted(run.fits, key=lambda one: one.bytes):
                 by_text.setdefault(fit.about["text"], []).append(fit)
-            alone = {row.precision: row.bits_per_weight for row in run.summary.precisions} if run.summary else {}
+            alone = _bits(run.summary) if run.summary else {}
             for text, fits in by_text.items():
                 points, rows = [], []
                 for fit in fits:
@@ -253,7 +259,7 @@ class _Report:
         for (place, how), runs in alike.items():
             entries = {(run.name, row["precision"]): row for run in runs if run.bench for row in run.bench["precisions"]}
             chart = charts.by_precision(
-                _points(entries, "decode"), self.names, "tokens per second", group_size=self.group_size, from_zero=True
+                _points(entries, "decode"), self.names, "tokens per second", bits=self.bits, from_zero=True
             )
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better."
@@ -279,13 +285,16 @@ class _Report:
         logged = [run for run in self.runs if run.log]
         if not logged:
             return self._missing("log of a tuning run", "otaro tune MODEL --data FILE --out RUN")
-        headings = ["run", "method", *map(shown, NAMES)]
-        rows = []
+        headings = ["run", "recipe", *map(shown, NAMES)]
+        rows, note = [], ""
         for run in logged:
-            counts = [sum(step.precision == name for step in run.log) for name in NAMES]
-            method = str((run.tuning or {})["options"].get("method", "–"))
-            rows.append([word(run.name), word(method), *(Cell(f"{count:,}", count) for count in counts)])
-        table = self.page.table("Steps at each precision", headings, rows, [run.command for run in logged])
+            assert run.tuning is not None  # a log has its config.json
+            counts = {name: sum(step.precision == name for step in run.log) for name in NAMES}
+            if has_full_pass(run.tuning):
+                counts[FULL], note = len(run.log), f"Where full counts every step, each has {FULL_PASS}."
+            cells = (Cell(f"{count:,}", count) for count in counts.values())
+            rows.append([word(run.name), word(recipe_of(run.tuning)), *cells])
+        table = self.page.table("Steps at each precision", headings, rows, [run.command for run in logged], note)
         return "".join(map(self._training_of, logged)) + table
 
     def _training_of(self, run: Run) -> str:
@@ -299,6 +308,7 @@ class _Report:
         if len({step.precision for step in run.log}) > 1:
             held = sum(not step.applied for step in run.log)
             note = f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its share."
+            note += " Besides, every step has a pass in full precision." if has_full_pass(run.tuning or {}) else ""
             note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
             figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(run.log))
         if any(step.scores != run.log[-1].scores for step in run.log if step.scores):
@@ -458,14 +468,14 @@ def _cost(series: Series, finest: str, coarsest: str) -> float | None:
 
 def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> str:
     sizes = _bytes(run.summary)
-    rows = {row.precision: row.bits_per_weight for row in run.summary.precisions} if run.summary else {}
-    bits = rows.get(name, Precision(name).bits_per_weight())
+    bits = _bits(run.summary) if run.summary else {}
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
         lines.append(f"<dd class=figure>{number(after.values[name])}</dd>")
     if name in sizes:
         lines.append(f"<dd>{size(sizes[name])}</dd>")
-    lines.append(f"<dd>{bits:.3f} bits</dd>")
+    if name in bits:
+        lines.append(f"<dd>{bits[name]:.3f} bits</dd>")
     if before and name in before.values:
         lines.append(f"<dd>{number(before.values[name])} before tuning</dd>")
     return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'
@@ -511,3 +521,8 @@ def _inspect(run: Run) -> str:
 
 def _bytes(summary: Summary | None) -> dict[str, int]:
     return {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
+
+
+def _bits(summary: Summary) -> dict[str, float]:
+    """Of the whole model, what is not packed included."""
+    return {row.precision: row.bits_per_weight for row in summary.precisions}

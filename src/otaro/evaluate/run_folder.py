@@ -35,6 +35,11 @@ BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that very name is called by its path."""
 NAMES = PRECISION_NAMES
 
+METHOD_OF = {"best": "uniform", "paper": "otaro"}  # of the recipes
+FULL_PASS = (
+    "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as usual has them: they "
+    "need no steps of their own"
+)
 BENCH_SETTINGS = ("prompt_tokens", "tokens", "context", "rounds")
 _LARGEST = 1 << 53  # integers beyond are not exact in a browser
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
@@ -118,7 +123,7 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     if not path.is_dir():
         raise OtaroError(f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory")
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
-        tuning, models = _read_tuning(path / "config.json"), [path / "nested", path / "model"]
+        tuning, models = read_tuning(path / "config.json"), [path / "nested", path / "model"]
     elif (path / "config.json").is_file() or (path / QUALITY_FILE).is_file():
         tuning, models = None, [path]
     else:
@@ -157,6 +162,18 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     )
 
 
+def recipe_of(tuning: dict[str, Any]) -> str:
+    """The recipe of a run, or the method that took the place of the recipe's own."""
+    recipe, method = str(tuning.get("recipe")), str(tuning["options"].get("method", "–"))
+    return recipe if METHOD_OF.get(recipe) == method else method
+
+
+def has_full_pass(tuning: dict[str, Any]) -> bool:
+    """Whether every step has a pass in full precision beside the one at the precision drawn."""
+    share = tuning["options"].get("full")
+    return _is_number(share) and share > 0
+
+
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
     """How a model that is not nested is quantized, if anything tells."""
     checkpoint = next((model for model in models if (model / "config.json").is_file()), None)
@@ -183,7 +200,8 @@ def read_json(path: Path) -> Any:
     return stored
 
 
-def _read_tuning(path: Path) -> dict[str, Any]:
+def read_tuning(path: Path) -> dict[str, Any]:
+    """config.json of a tuning run, as far as it is needed here."""
     stored = read_json(path)
     if stored is None:
         raise OtaroError(f"{path} is missing, though a log or perplexities of a run lie beside it")
