@@ -179,9 +179,11 @@ def test_order_and_repetition_are_refused(library, described):
     assert torch.isfinite(torch.tensor(model.forward(IDS))).all()
 
 
-def test_a_directory_without_a_description_says_how_to_get_one(library, make_nested, tmp_path):
+def test_a_directory_without_a_description_says_how_to_get_one(library, described, tmp_path):
+    directory = described("llama")
+    (directory / "decoder.json").unlink()
     with pytest.raises(OtaroError, match=r"has no decoder.json; `otaro describe .*` writes it"):
-        Model(library, make_nested("llama"))
+        Model(library, directory)
     with pytest.raises(OtaroError, match="is no nested model"):
         Model(library, tmp_path)
 
