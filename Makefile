@@ -30,7 +30,7 @@ demo: $(RUNS) ## tune the built-in model as usual and for all precisions, and sh
 
 native: ## build otaro-run and the library of native/otaro.h, without Python, in build/native
 	@cmake -S . -B build/native -DOTARO_NATIVE=ON >/dev/null
-	@cmake --build build/native --parallel
+	@env -u MAKELEVEL -u MAKEFLAGS cmake --build build/native --parallel # as if no make had called it: else it tells of directories
 	@ls -l build/native/otaro-run build/native/libotaro.a | awk '{ print $$NF ": " int($$5 / 1000) " kB" }'
 
 native-aarch64: ## the same for aarch64, by a cross-compiler, and run once under qemu-user

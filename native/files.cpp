@@ -62,10 +62,22 @@ std::string map_file(const std::string& path, File& out) {
 
 namespace {
 
+// Also where it cannot be read, which is told when it is.
 bool exists(const std::string& path) {
   std::FILE* file = std::fopen(path.c_str(), "rb");
-  if (file) std::fclose(file);
-  return file != nullptr;
+  if (!file) return errno != ENOENT;
+  std::fclose(file);
+  return true;
+}
+
+std::string add(otaro_model& model, std::vector<File>& files, const std::string& path, int plane) {
+  File file;
+  if (std::string why = map_file(path, file); !why.empty()) return why;
+  files.push_back(file);
+  if (otaro_add_shard(&model, file.memory.get(), file.bytes, 0)) return path + ": " + model.error;
+  if (model.finest == plane) return "";
+  for (int other = plane; other <= kFinest; ++other) model.shards[other - kCoarsest].reset();
+  return path + ": it holds another plane than its name says";
 }
 
 std::string open_directory(otaro_model& model, const std::string& directory) {
@@ -80,12 +92,16 @@ std::string open_directory(otaro_model& model, const std::string& directory) {
   if (otaro_describe(&model, text.data(), text.size())) return directory + "/" + model.error;
   auto files = std::make_shared<std::vector<File>>();
   model.files = files;
-  for (int plane = kCoarsest; plane <= kFinest && (plane == kCoarsest || exists(shard(plane))); ++plane) {
-    File file;
-    if (std::string why = map_file(shard(plane), file); !why.empty()) return why;
-    files->push_back(file);
-    if (otaro_add_shard(&model, file.memory.get(), file.bytes, 0)) return shard(plane) + ": " + model.error;
-    if (model.finest != plane) return shard(plane) + " holds another plane than its name says";
+  for (int plane = kCoarsest; plane <= kFinest; ++plane) {
+    if (!exists(shard(plane))) {
+      model.missing = shard(plane);
+      break;
+    }
+    if (const std::string why = add(model, *files, shard(plane), plane); !why.empty()) {
+      if (plane == kCoarsest) return why;
+      model.damaged = why;  // precisions below it need nothing of it
+      break;
+    }
   }
   otaro_set_precision(&model, model.finest);
   return "";

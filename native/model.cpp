@@ -119,6 +119,7 @@ class Builder {
     if (!shape_.gelu && activation != "silu") given.refuse("has an unknown activation");
     norm_offset_ = given.number("norm_offset");
     model_.positions = given.integer("positions", 1, kMostPositions, kMostPositions);
+    model_.trained_positions = given.integer("trained_positions", 1, kMore, 0);
     ropes(given["ropes"]);
 
     Linear embedding, head;
@@ -310,6 +311,16 @@ std::string add_base(otaro_model& model, std::unique_ptr<Shard> shard) {
   return "";
 }
 
+// Why there is no such precision.
+std::string lacks(const otaro_model& model, int mantissa_bits) {
+  if (!model.finest) return "the model has no base shard yet";
+  std::string why = "needs the shard of plane " + std::to_string(model.finest + 1);
+  if (!model.missing.empty()) why = "needs " + model.missing + ", which is missing";
+  if (!model.damaged.empty()) why = "cannot be had: " + model.damaged;
+  return "E5M" + std::to_string(mantissa_bits) + " " + why + "; the model is complete up to E5M" +
+         std::to_string(model.finest);
+}
+
 }  // namespace
 
 int refuse(otaro_model* model, std::string why) {
@@ -358,13 +369,16 @@ int otaro_add_shard(otaro_model* model, const void* data, size_t bytes, int chec
       return why.empty() ? 0 : refuse(model, why);
     }
     model->shards[shard->plane - otaro::kCoarsest] = std::move(shard);
+    const int before = model->finest;
     otaro::attach(*model);
+    if (model->finest > before) model->missing.clear(), model->damaged.clear();
     return 0;
   });
 }
 
 int otaro_verify(otaro_model* model) {
   return guarded(model, -1, [&] {
+    if (!model->damaged.empty()) return refuse(model, model->damaged);
     for (const auto& shard : model->shards)
       if (const std::string why = shard ? shard->check_digests() : ""; !why.empty())
         return refuse(model, "the shard of plane " + std::to_string(shard->plane) + ": " + why);
@@ -376,8 +390,7 @@ int otaro_set_precision(otaro_model* model, int mantissa_bits) {
   return guarded(model, -1, [&] {
     if (mantissa_bits < otaro::kCoarsest || mantissa_bits > otaro::kFinest)
       return refuse(model, "precisions have 3 to 8 mantissa bits");
-    if (mantissa_bits > model->finest)
-      return refuse(model, "the shards that E5M" + std::to_string(mantissa_bits) + " needs are not there");
+    if (mantissa_bits > model->finest) return refuse(model, otaro::lacks(*model, mantissa_bits));
     std::fill(model->bits.begin(), model->bits.end(), static_cast<uint8_t>(mantissa_bits));
     return 0;
   });
@@ -386,6 +399,8 @@ int otaro_set_precision(otaro_model* model, int mantissa_bits) {
 int otaro_precision(const otaro_model* model) { return model->bits.empty() ? 0 : model->bits[0]; }
 
 int otaro_finest(const otaro_model* model) { return model->finest; }
+
+const char* otaro_damaged(const otaro_model* model) { return model->damaged.c_str(); }
 
 const float* otaro_forward(otaro_model* model, const int32_t* tokens, size_t count) {
   return guarded(model, static_cast<const float*>(nullptr), [&]() -> const float* {
@@ -433,6 +448,10 @@ size_t otaro_length(const otaro_model* model) {
 }
 
 size_t otaro_positions(const otaro_model* model) { return static_cast<size_t>(model->positions); }
+
+size_t otaro_trained_positions(const otaro_model* model) {
+  return static_cast<size_t>(model->trained_positions);
+}
 
 int otaro_truncate(otaro_model* model, size_t length) {
   return guarded(model, -1, [&] {

@@ -28,8 +28,10 @@ struct otaro_model {
   std::vector<uint8_t> bits;
   std::vector<float> logits;
   int64_t positions = otaro::kMostPositions;
+  int64_t trained_positions = 0;  // 0: it does not say
   int finest = 0;
-  std::shared_ptr<void> files;  // what the shards lie in, where the model opened it
+  std::string missing, damaged;  // of a directory: the shard after the finest, or what is wrong with it
+  std::shared_ptr<void> files;   // what the shards lie in, where the model opened it
 };
 
 namespace otaro {

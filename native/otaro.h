@@ -19,14 +19,18 @@
 extern "C" {
 #endif
 
-#define OTARO_API 1 /* of this header; a change that breaks callers counts it up */
+#define OTARO_VERSION "0.2.0" /* of the package */
+#define OTARO_API 1           /* of this header; a change that breaks callers counts it up */
 
 typedef struct otaro_model otaro_model;
 
 /* A model in a nested directory: maps its files, as many planes as there are, and sets the finest precision.
- * A precision then reads only the planes it needs. Returns a model even when the directory is refused;
- * otaro_error is not empty then. NULL where there is not even memory for the words. */
+ * A precision then reads only the planes it needs. A shard that is refused ends the planes, as one that is
+ * missing does: otaro_damaged says what is wrong with it, and otaro_set_precision, when a precision needs it.
+ * Returns a model even when the directory is refused; otaro_error is not empty then. NULL where there is not
+ * even memory for the words. */
 otaro_model* otaro_open(const char* directory);
+const char* otaro_damaged(const otaro_model* model); /* empty if nothing is */
 
 /* A model of parts. Give it the text of decoder.json (copied), then the base shard, then any further ones, at
  * any time: also between two tokens of an answer. NULL if memory is short. */
@@ -36,7 +40,8 @@ int otaro_describe(otaro_model* model, const char* json, size_t bytes);
  * shard sets the precision to E5M3; later ones leave it as it is. */
 int otaro_add_shard(otaro_model* model, const void* data, size_t bytes, int check);
 
-/* Checks the bytes of all shards against their digests, as `otaro verify` does. */
+/* Checks the bytes of all shards against their digests, as `otaro verify` does. Refuses a damaged shard that
+ * otaro_open left out, too. */
 int otaro_verify(otaro_model* model);
 
 void otaro_free(otaro_model* model); /* NULL is fine */
@@ -54,10 +59,11 @@ int otaro_finest(const otaro_model* model); /* that the shards are there for; 0 
 const float* otaro_forward(otaro_model* model, const int32_t* tokens, size_t count);
 size_t otaro_vocabulary(const otaro_model* model);
 
-/* How many tokens the sequence has, and how many it can have. otaro_truncate forgets those from `length` on.
- */
+/* How many tokens the sequence has, how many it can have, and how many the model was made for: what it says
+ * beyond may be poor; 0 if decoder.json does not say. otaro_truncate forgets those from `length` on. */
 size_t otaro_length(const otaro_model* model);
 size_t otaro_positions(const otaro_model* model);
+size_t otaro_trained_positions(const otaro_model* model);
 int otaro_truncate(otaro_model* model, size_t length);
 
 /* Of the whole process: threads that work on a step, 1 unless said otherwise, and the instruction set in use.

@@ -12,6 +12,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
 #include "files.h"
 #include "json.h"
 #include "otaro.h"
@@ -26,7 +30,7 @@ constexpr const char* kHelp =
   "tells\n"
   "what else can be typed. While it answers, SIGUSR1 drops a bit of precision and SIGUSR2 adds one; Ctrl-C "
   "ends an\n"
-  "answer.\n"
+  "answer. Wrong usage exits with 2, Ctrl-C under --prompt with 130, what else fails with 1.\n"
   "\n"
   "  --prompt TEXT       the text to continue\n"
   "  --tokens N          at most so many new tokens (default 128)\n"
@@ -36,22 +40,39 @@ constexpr const char* kHelp =
   "  --top-p P           draw among the likeliest that have this probability together (default 1)\n"
   "  --seed N            of what is drawn (default 0)\n"
   "  --threads N         (default: all)\n"
-  "  --verify            check all bytes against their digests first\n";
+  "  --verify            check all bytes against their digests first\n"
+  "  --version           and the instruction set in use\n";
 
 // What signals ask for. Each is looked at before the next token.
 volatile std::sig_atomic_t asked_down = 0, asked_up = 0, asked_to_stop = 0;
 
 void on_signal(int signal) {
-  if (signal == SIGINT) asked_to_stop = 1;
+  if (signal == SIGINT) {
+    if (asked_to_stop) {  // and nobody looked
+      std::signal(SIGINT, SIG_DFL);
+      std::raise(SIGINT);
+    }
+    asked_to_stop = 1;
+  }
 #ifdef SIGUSR1
   if (signal == SIGUSR1) asked_down = asked_down + 1;
   if (signal == SIGUSR2) asked_up = asked_up + 1;
 #endif
 }
 
-[[noreturn]] void fail(const std::string& why) {
+bool complain(const std::string& why) {
   std::fprintf(stderr, "otaro-run: %s\n", why.c_str());
+  return false;
+}
+
+[[noreturn]] void fail(const std::string& why) {
+  complain(why);
   std::exit(1);
+}
+
+[[noreturn]] void fail_usage(const std::string& why) {
+  complain(why + "; see --help");
+  std::exit(2);
 }
 
 struct Options {
@@ -63,62 +84,95 @@ struct Options {
   uint64_t seed = 0;
 };
 
+constexpr const char* kPrecisions = "E5M8, E5M7, E5M6, E5M5, E5M4 or E5M3";
+constexpr double kMostTokens = 1e9;
+
+// 0 where it is none.
 int precision_of(const std::string& name) {
-  const bool known = name.size() == 4 && name.compare(0, 3, "E5M") == 0 && name[3] >= '3' && name[3] <= '8';
+  const bool known = name.size() == 4 && (name[0] == 'E' || name[0] == 'e') && name[1] == '5' &&
+                     (name[2] == 'M' || name[2] == 'm') && name[3] >= '3' && name[3] <= '8';
   return known ? name[3] - '0' : 0;
 }
 
-double number(const char* option, const char* text, double least, double most) {
-  char* end = nullptr;
-  const double value = std::strtod(text, &end);
-  if (end == text || *end || !(value >= least && value <= most))
-    fail(std::string(option) + " takes a number, not " + text);
+struct Range {
+  double least, most;
+  bool whole;
+
+  // Whether a text is such a number.
+  bool read(const std::string& text, double& out) const {
+    char* end = nullptr;
+    out = std::strtod(text.c_str(), &end);
+    return end != text.c_str() && !*end && out >= least && out <= most && (!whole || out == std::floor(out));
+  }
+  std::string words() const {
+    char some[80];
+    std::snprintf(some, sizeof some, "a %snumber from %.16g to %.16g", whole ? "whole " : "", least, most);
+    return some;
+  }
+};
+
+constexpr Range kTokens = {1, kMostTokens, true};
+
+double number(const std::string& option, const std::string& text, const Range& range) {
+  double value = 0;
+  if (!range.read(text, value)) fail_usage(option + " takes " + range.words() + ", not " + text);
   return value;
+}
+
+void set(Options& options, const std::string& name, const std::string& value) {
+  if (name == "--prompt") {
+    options.prompt = value, options.interactive = false;
+  } else if (name == "--tokens") {
+    options.tokens = static_cast<long>(number(name, value, kTokens));
+  } else if (name == "--precision") {
+    options.precision = precision_of(value);
+    if (!options.precision) fail_usage("--precision takes " + std::string(kPrecisions) + ", not " + value);
+  } else if (name == "--template") {
+    options.layout = value;
+    for (size_t at; (at = options.layout.find("\\n")) != std::string::npos;)
+      options.layout.replace(at, 2, "\n");
+    if (options.layout.find("{}") == std::string::npos)
+      fail_usage("--template must say by {} where the text goes");
+  } else if (name == "--temperature") {
+    options.temperature = number(name, value, {0, 100, false});
+  } else if (name == "--top-p") {
+    options.top_p = number(name, value, {1e-6, 1, false});
+  } else if (name == "--seed") {
+    options.seed = static_cast<uint64_t>(number(name, value, {0, 0x1p53, true}));
+  } else if (name == "--threads") {
+    options.threads = static_cast<int>(number(name, value, {1, 1024, true}));
+  }
 }
 
 Options parse(int count, char** words) {
   Options options;
+  const std::vector<std::string> with_value = {"--prompt",      "--tokens", "--precision", "--template",
+                                               "--temperature", "--top-p",  "--seed",      "--threads"};
   for (int i = 1; i < count; ++i) {
     const std::string word = words[i];
     if (word == "--help" || word == "-h") {
       std::fputs(kHelp, stdout);
       std::exit(0);
     }
+    if (word == "--version") {
+      std::printf("otaro-run %s, %s\n", OTARO_VERSION, otaro_backend());
+      std::exit(0);
+    }
     if (word == "--verify") {
       options.verify = true;
       continue;
     }
-    if (word.compare(0, 2, "--") != 0) {
-      if (!options.directory.empty()) fail("one directory, please: " + word + " is one too many");
+    if (word.size() < 2 || word[0] != '-') {
+      if (!options.directory.empty()) fail_usage("one directory, please: " + word + " is one too many");
       options.directory = word;
       continue;
     }
-    if (i + 1 == count) fail(word + (word.size() > 2 ? " takes a value, or is unknown; see --help" : ""));
-    const char* value = words[++i];
-    if (word == "--prompt") {
-      options.prompt = value, options.interactive = false;
-    } else if (word == "--tokens") {
-      options.tokens = static_cast<long>(number("--tokens", value, 1, 1e9));
-    } else if (word == "--precision") {
-      options.precision = precision_of(value);
-      if (!options.precision) fail(std::string("--precision takes E5M3 to E5M8, not ") + value);
-    } else if (word == "--template") {
-      options.layout = value;
-      for (size_t at; (at = options.layout.find("\\n")) != std::string::npos;)
-        options.layout.replace(at, 2, "\n");
-      if (options.layout.find("{}") == std::string::npos)
-        fail("--template must say by {} where the text goes");
-    } else if (word == "--temperature") {
-      options.temperature = number("--temperature", value, 0, 100);
-    } else if (word == "--top-p") {
-      options.top_p = number("--top-p", value, 1e-6, 1);
-    } else if (word == "--seed") {
-      options.seed = static_cast<uint64_t>(number("--seed", value, 0, 9e15));
-    } else if (word == "--threads") {
-      options.threads = static_cast<int>(number("--threads", value, 1, 1024));
-    } else {
-      fail("there is no option " + word + "; see --help");
-    }
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    if (std::find(with_value.begin(), with_value.end(), name) == with_value.end())
+      fail_usage(name == "--verify" ? "--verify takes no value" : "there is no option " + name);
+    if (equals == std::string::npos && i + 1 == count) fail_usage(name + " takes a value");
+    set(options, name, equals == std::string::npos ? words[++i] : word.substr(equals + 1));
   }
   if (options.directory.empty()) {
     std::fputs(kHelp, stderr);
@@ -235,6 +289,21 @@ std::vector<int32_t> ends_of(const std::string& directory) {
   return ends;
 }
 
+constexpr const char* kSpaces = " \t\r";
+
+std::string trimmed(const std::string& text) {
+  const size_t first = text.find_first_not_of(kSpaces), last = text.find_last_not_of(kSpaces);
+  return first == std::string::npos ? "" : text.substr(first, last - first + 1);
+}
+
+bool is_terminal() {
+#if defined(__unix__) || defined(__APPLE__)
+  return ::isatty(0);
+#else
+  return true;
+#endif
+}
+
 class Session {
  public:
   explicit Session(const Options& options)
@@ -251,63 +320,75 @@ class Session {
     if (const std::string why = tokenizer_.read(text); !why.empty()) fail(path + ": " + why);
     if (options.precision && otaro_set_precision(model_.get(), options.precision))
       fail(otaro_error(model_.get()));
+    if (const char* damaged = otaro_damaged(model_.get()); *damaged && !options.precision)
+      std::fprintf(stderr, "note: %s; so %s is the finest\n", damaged, precision().c_str());
     const auto all = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
     otaro_set_threads(options.threads ? options.threads : all);
   }
 
-  // Reads a text and writes its continuation. Whether it could.
-  bool answer(const std::string& text, long most) {
-    std::vector<int32_t> tokens = std::move(pending_);
-    pending_.clear();
-    if (const std::string why =
-          tokenizer_.encode(text, tokens.empty() && !otaro_length(model_.get()), tokens);
-        !why.empty())
+  // Reads a text and writes its continuation, after an `echo`. Whether it could.
+  bool answer(const std::string& text, long most, const std::string& echo = "") {
+    const size_t before = otaro_length(model_.get());
+    std::vector<int32_t> tokens = pending_;
+    if (const std::string why = tokenizer_.encode(text, tokens.empty() && !before, tokens); !why.empty())
       return complain(why);
-    if (tokens.empty()) return complain("the text holds no token");
-    const auto began = std::chrono::steady_clock::now();
-    const float* logits = otaro_forward(model_.get(), tokens.data(), tokens.size());
-    if (!logits) return complain(otaro_error(model_.get()));
-    const auto read = std::chrono::steady_clock::now();
-    long made = 0;
+    if (tokens.size() == pending_.size()) return complain("the text holds no token");
+    if (const size_t known = otaro_positions(model_.get()); tokens.size() > known - before)
+      return complain("the text is longer than the " + std::to_string(known) + " positions the model knows");
+    std::fputs(echo.c_str(), stdout);
+    Told told;
     Output out;
-    while (true) {
+    const auto began = std::chrono::steady_clock::now();
+    const float* logits = nullptr;
+    std::string why;
+    // In parts, so that Ctrl-C need not wait for all of a long text. The logits are the same.
+    while (told.read < tokens.size() && !asked_to_stop) {
+      const size_t some = std::min(kReadAtOnce, tokens.size() - told.read);
+      if (!(logits = forward(tokens.data() + told.read, some, told))) break;
+      told.read += some;
+    }
+    const auto read = std::chrono::steady_clock::now();
+    if (told.read < tokens.size()) {
+      if (!asked_to_stop) why = otaro_error(model_.get());
+      otaro_truncate(model_.get(), before);
+      logits = nullptr;
+    }
+    while (logits) {
       const int32_t token = sampler_.choose(logits, otaro_vocabulary(model_.get()));
-      ++made;
+      ++told.made;
       pending_ = {token};
       if (std::find(ends_.begin(), ends_.end(), token) != ends_.end()) break;
       out.add(tokenizer_.piece(token));
       obey_signals();
-      if (made == most || asked_to_stop) break;
-      logits = otaro_forward(model_.get(), &token, 1);
-      if (!logits) {
-        out.end();
-        return complain(otaro_error(model_.get()));
-      }
+      if (told.made == most || asked_to_stop) break;
+      if (!(logits = forward(&token, 1, told))) why = otaro_error(model_.get());
     }
     out.end();
-    const std::chrono::duration<double> prompt = read - began, rest = std::chrono::steady_clock::now() - read;
-    std::printf("\n");
+    if (told.made || !echo.empty() || asked_to_stop) std::printf("\n");
     std::fflush(stdout);
-    std::fprintf(stderr, "[%s: %zu tokens read in %.2f s; %ld made, %.1f a second]\n", precision().c_str(),
-                 tokens.size(), prompt.count(), made,
-                 made > 1 ? static_cast<double>(made - 1) / rest.count() : 0.0);
-    return true;
+    note_positions();
+    told.prompt_s = seconds(read - began), told.rest_s = seconds(std::chrono::steady_clock::now() - read);
+    if (told.made || asked_to_stop) told.print();
+    return why.empty() || complain(why);
   }
 
   // Lines, until there are none.
   void converse() {
-    std::fprintf(stderr, "%s at %s; /help for commands\n", options_.directory.c_str(), precision().c_str());
-    std::string line;
-    while (std::fprintf(stderr, "%s> ", precision().c_str()), read_line(line)) {
+    const bool typed = is_terminal();
+    if (typed)
+      std::fprintf(stderr, "%s at %s; /help for commands\n", options_.directory.c_str(), precision().c_str());
+    for (std::string line; prompt(typed), read_line(line);) {
       asked_to_stop = 0;
       obey_signals();
-      if (line.empty()) continue;
-      if (line[0] != '/') {
+      const std::string word = trimmed(line);
+      if (word.empty()) continue;
+      if (word[0] != '/') {
         answer(laid_out(line), tokens_);
-      } else if (!command(line)) {
-        break;
+      } else if (!command(word)) {
+        return;
       }
     }
+    if (typed) std::fputs("\n", stderr);  // for who comes after Ctrl-C or Ctrl-D
   }
 
   std::string laid_out(const std::string& text) const {
@@ -316,26 +397,84 @@ class Session {
   }
 
  private:
+  static constexpr size_t kReadAtOnce = 256;
+
+  // What the last line of an answer tells.
+  struct Told {
+    std::vector<int> precisions;
+    size_t read = 0;
+    long made = 0;
+    double prompt_s = 0, rest_s = 0;
+
+    void print() const {
+      std::string at;
+      for (const int bits : precisions) at += (at.empty() ? "E5M" : ", then E5M") + std::to_string(bits);
+      std::fprintf(stderr, "[%s: %zu tokens read in %.2f s; %ld made, %.1f a second]\n",
+                   at.empty() ? "stopped" : at.c_str(), read, prompt_s, made,
+                   made > 1 ? static_cast<double>(made - 1) / rest_s : 0.0);
+    }
+  };
+
+  static double seconds(std::chrono::steady_clock::duration time) {
+    return std::chrono::duration<double>(time).count();
+  }
+
+  const float* forward(const int32_t* tokens, size_t count, Told& told) {
+    const int bits = otaro_precision(model_.get());
+    if (told.precisions.empty() || told.precisions.back() != bits) told.precisions.push_back(bits);
+    return otaro_forward(model_.get(), tokens, count);
+  }
+
+  // Once, and after an answer: within, it would be in the middle of a line.
+  void note_positions() {
+    const size_t trained = otaro_trained_positions(model_.get());
+    if (noted_ || !trained || otaro_length(model_.get()) <= trained) return;
+    noted_ = true;
+    std::fprintf(
+      stderr,
+      "note: this text goes past the %zu positions that the model was made for; what it says there "
+      "may be poor\n",
+      trained);
+  }
+
+  void prompt(bool typed) const {
+    if (typed) std::fprintf(stderr, "%s> ", precision().c_str());
+  }
+
   // Whether to go on.
   bool command(const std::string& line) {
-    const size_t space = line.find(' ');
-    const std::string name = line.substr(0, space),
-                      value = space == std::string::npos ? "" : line.substr(space + 1);
-    if (name == "/quit") return false;
-    if (name == "/reset") {
+    const size_t space = line.find_first_of(kSpaces);
+    const std::string name = line.substr(0, space);
+    const std::string value = space == std::string::npos ? "" : trimmed(line.substr(space));
+    const bool takes_value = name == "/precision" || name == "/tokens";
+    if (name != "/precision" && name != "/tokens" && name != "/reset" && name != "/quit" && name != "/exit" &&
+        name != "/help") {
+      complain("there is no command " + name + "; /help lists them");
+    } else if (!takes_value && !value.empty()) {
+      complain(name + " takes no value");
+    } else if (name == "/precision") {
+      if (!precision_of(value))
+        complain("/precision takes " + std::string(kPrecisions) + (value.empty() ? "" : ", not " + value));
+      else if (otaro_set_precision(model_.get(), precision_of(value)))
+        complain(otaro_error(model_.get()));
+    } else if (name == "/tokens") {
+      double most = 0;
+      if (kTokens.read(value, most))
+        tokens_ = static_cast<long>(most);
+      else
+        complain("/tokens takes " + kTokens.words() + (value.empty() ? "" : ", not " + value));
+    } else if (name == "/reset") {
       otaro_truncate(model_.get(), 0);
       pending_.clear();
-    } else if (name == "/tokens" && std::atol(value.c_str()) > 0) {
-      tokens_ = std::atol(value.c_str());
-    } else if (name == "/precision" && precision_of(value)) {
-      if (otaro_set_precision(model_.get(), precision_of(value))) complain(otaro_error(model_.get()));
-    } else {
+    } else if (name == "/help") {
       std::fputs(
         "/precision E5M3 ... E5M8   from the next token on; what was read stays\n"
         "/tokens N                  the most that an answer has\n"
         "/reset                     forget the conversation\n"
-        "/quit\n",
+        "/quit, /exit\n",
         stderr);
+    } else {
+      return false;
     }
     return true;
   }
@@ -350,21 +489,19 @@ class Session {
 
   static bool read_line(std::string& line) {
     line.clear();
+    errno = 0;
     for (int c; (c = std::fgetc(stdin)) != EOF;) {
-      if (c == '\n') return true;
+      if (c == '\n') {
+        if (!line.empty() && line.back() == '\r') line.pop_back();
+        return true;
+      }
       line += static_cast<char>(c);
     }
     if (errno == EINTR && !asked_to_stop) {  // a signal for another precision
       std::clearerr(stdin);
-      errno = 0;
       return true;
     }
     return !line.empty();
-  }
-
-  static bool complain(const std::string& why) {
-    std::fprintf(stderr, "otaro-run: %s\n", why.c_str());
-    return false;
   }
 
   std::string precision() const { return "E5M" + std::to_string(otaro_precision(model_.get())); }
@@ -376,6 +513,7 @@ class Session {
   Sampler sampler_;
   std::vector<int32_t> pending_;  // the last token made, which is not read yet
   long tokens_ = options_.tokens;
+  bool noted_ = false;  // that a text is longer than those the model was made for
 };
 
 }  // namespace
@@ -387,12 +525,15 @@ int main(int count, char** words) {
   struct sigaction action = {};
   action.sa_handler = on_signal;
   for (const int signal : {SIGUSR1, SIGUSR2}) sigaction(signal, &action, nullptr);
-  if (options.interactive) sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGINT, &action, nullptr);
+#else
+  std::signal(SIGINT, on_signal);
 #endif
   if (options.interactive) {
     session.converse();
     return 0;
   }
-  std::fputs(options.layout == "{}" ? options.prompt.c_str() : "", stdout);
-  return session.answer(session.laid_out(options.prompt), options.tokens) ? 0 : 1;
+  const std::string echo = options.layout == "{}" ? options.prompt : "";
+  if (!session.answer(session.laid_out(options.prompt), options.tokens, echo)) return 1;
+  return asked_to_stop ? 130 : 0;  // as shells tell of Ctrl-C
 }

@@ -17,10 +17,10 @@ from otaro import _plugin
 from otaro.errors import OtaroError
 
 if TYPE_CHECKING:
-    from otaro.file.pack import pack
     from otaro.runtime.engine import Engine
     from otaro.runtime.hf import SefpConfig
     from otaro.runtime.load import load
+    from otaro.runtime.pack import pack
     from otaro.runtime.precision import at_precision, precisions_of, set_precision, trim
     from otaro.runtime.sample import Sampling
     from otaro.sefp.codec import SefpTensor, encode
@@ -33,7 +33,7 @@ _HOME = {
     "PRECISIONS": "otaro.sefp.precision",
     "encode": "otaro.sefp.codec",
     "SefpTensor": "otaro.sefp.codec",
-    "pack": "otaro.file.pack",
+    "pack": "otaro.runtime.pack",
     "load": "otaro.runtime.load",
     "set_precision": "otaro.runtime.precision",
     "at_precision": "otaro.runtime.precision",

@@ -121,7 +121,7 @@ def test_planes_arrive_in_the_middle_of_a_sequence(library, described):
     cache = decoder.new_cache()
     for number, precision in enumerate(reversed(PRECISIONS)):
         if number:
-            with pytest.raises(OtaroError, match=f"the shards that {precision} needs are not there"):
+            with pytest.raises(OtaroError, match=f"{precision} needs the shard of plane {precision.mantissa_bits}"):
                 model.at(precision)
             model.add((directory / f"model-m{precision.mantissa_bits}.safetensors").read_bytes())
         model.at(precision)
@@ -192,3 +192,51 @@ def test_decoder_json_names_its_model_and_version(described):
     assert len(stated["ropes"]) == 2
     assert [layer["rope"] for layer in stated["layers"]] == [1, 0]
     assert stated["norm_offset"] == 1.0
+
+
+def test_a_shard_that_is_refused_leaves_the_precisions_below_it(library, described):
+    directory = described("llama")
+    base, sound, below, finest = PRECISIONS[5], PRECISIONS[4], PRECISIONS[2], PRECISIONS[0]
+    shards = {plane: directory / f"model-m{plane}.safetensors" for plane in range(3, 9)}
+    whole = shards[5].read_bytes()
+
+    def opened_up_to_4(words):
+        model = Model(library, directory)
+        assert library.otaro_finest(model.handle) == library.otaro_precision(model.handle) == 4
+        for precision in (below, finest):
+            with pytest.raises(OtaroError, match=rf"{precision} .*model-m5.safetensors.*{words}.*complete up to E5M4"):
+                model.at(precision)
+        for precision in (sound, base):
+            model.truncate(0)
+            model.at(precision)
+            assert np.array_equal(model.forward(IDS), expected(directory, IDS, precision))
+        return model
+
+    shards[5].write_bytes(whole[:-1])
+    model = opened_up_to_4("is truncated")
+    assert "model-m5.safetensors: the shard is refused" in library.otaro_damaged(model.handle).decode()
+    assert library.otaro_verify(model.handle)
+    assert "model-m5.safetensors: the shard is refused" in model.error()
+    model.add(whole)
+    assert library.otaro_finest(model.handle) == 5
+    assert not library.otaro_damaged(model.handle)
+    with pytest.raises(OtaroError, match="needs the shard of plane 6; the model is complete up to E5M5"):
+        model.at(finest)
+    shards[5].write_bytes(shards[6].read_bytes())
+    opened_up_to_4("it holds another plane than its name says")
+    shards[5].unlink()
+    model = opened_up_to_4("which is missing")
+    assert not library.otaro_damaged(model.handle)
+    assert not library.otaro_verify(model.handle)
+    shards[3].write_bytes(shards[3].read_bytes()[:-1])
+    with pytest.raises(OtaroError, match=r"model-m3.safetensors: the shard is refused: .* truncated"):
+        Model(library, directory)
+
+
+def test_the_positions_that_a_model_was_made_for(library, described):
+    directory = described("llama")
+    assert library.otaro_trained_positions(Model(library, directory).handle) == 64
+    stated = json.loads((directory / "decoder.json").read_text())
+    del stated["trained_positions"]  # as files of before
+    (directory / "decoder.json").write_text(json.dumps(stated))
+    assert library.otaro_trained_positions(Model(library, directory).handle) == 0

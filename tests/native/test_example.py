@@ -30,6 +30,11 @@ def test_the_example_says_what_the_package_says(compiler, library_path, tiny, tm
         made.append(int(logits.argmax()))
         logits = decoder.forward(made[-1:], cache)
     assert said.stdout.decode() == tokenizer.decode(made, skip_special_tokens=True)
+    for text, words in (("", b"the text holds no token"), ("list " * 600, b"more than 512 tokens"), (b"\xff", b"UTF-8")):
+        refused = subprocess.run([program, directory, text], capture_output=True)
+        assert (refused.returncode, refused.stdout) == (1, b"")
+        assert words in refused.stderr
+    assert subprocess.run([program], capture_output=True).returncode == 2
     refused = subprocess.run([program, tmp_path, "x"], capture_output=True)
     assert refused.returncode == 1
     assert b"is no nested model" in refused.stderr

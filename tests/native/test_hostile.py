@@ -155,6 +155,8 @@ DESCRIPTIONS = {
     "a long rope": ({"ropes": [{"frequencies": [1.0] * 13, "scale": 1}]}, "for a whole head at most"),
     "an absurd frequency": ({"ropes": [{"frequencies": [1e9], "scale": 1}]}, "absurd frequency"),
     "no positions": ({"positions": 0}, "'positions' from 1"),
+    "no trained positions": ({"trained_positions": 0}, "'trained_positions' from 1"),
+    "trained positions as text": ({"trained_positions": "64"}, "'trained_positions' from 1"),
     "no embedding": ({"embedding": {"tensor": NORM}}, "names no packed embedding"),
     "a norm that is packed": ({"norm": QUERY}, "is no tensor that is not packed"),
     "no norm": ({"norm": "nothing"}, "is no tensor that is not packed"),

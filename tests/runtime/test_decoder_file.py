@@ -32,6 +32,13 @@ def test_fused_matrices_and_experts_are_rows_of_their_tensors(make_nested):
     assert layer["experts"] == {"router": "model.layers.1.mlp.gate.weight", "chosen": 2, "normalize": True}
 
 
+def test_packing_describes_what_a_decoder_serves(tmp_path, make_checkpoint):
+    for name, served in (("llama", True), ("gpt2", False)):
+        for overwrite in (False, True):
+            otaro.pack(make_checkpoint(name), tmp_path / name, overwrite=overwrite)
+            assert (tmp_path / name / "decoder.json").exists() == served
+
+
 def test_models_that_no_decoder_serves_are_refused(make_nested):
     directory = make_nested("gpt2")
     with pytest.raises(OtaroError, match="runs in Python only: its architecture is gpt2"):

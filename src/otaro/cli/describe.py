@@ -18,7 +18,7 @@ def describe(
 ) -> None:
     """Write decoder.json into a nested directory: what otaro-run, otaro.h and browsers need to know of its model.
 
-    `otaro pack` does so by itself; this is for directories of before.
+    `otaro pack` and `otaro tune` do so by themselves; this is for directories that were packed before there was such a file.
     """
     from otaro.file.replace import DECODER_FILE
     from otaro.runtime.decoder_file import write_decoder_file

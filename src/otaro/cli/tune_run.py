@@ -92,7 +92,7 @@ class TuningRun:
         return result
 
     def _go(self) -> dict[str, Any]:
-        from otaro.file.pack import pack
+        from otaro.runtime.pack import pack
         from otaro.tune.trainer import UNJUDGED, forget_steps_after, last_good_checkpoint
 
         if (ended := processes.from_first(self._ended)) is not None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils import logging
 
 from otaro.errors import OtaroError
 from otaro.file.atomic import write_text
 from otaro.file.replace import DECODER_FILE
-from otaro.runtime.architectures import ARCHITECTURES, describe, norm_modules, why_not
+from otaro.runtime.architectures import ARCHITECTURES, describe, norm_modules, positions_of, why_not
 from otaro.runtime.description import MATRICES, Description, Layer, Matrix
 from otaro.runtime.load import load
 from otaro.sefp.precision import COARSEST, of_mantissa_bits
@@ -26,7 +27,13 @@ _NUMBERS = ("eps", "scale", "attention_cap", "logit_cap", "embedding_scale", "re
 
 def write_decoder_file(directory: Path) -> None:
     """Put `decoder.json` into a nested directory; refused where no decoder serves the model."""
-    model = load(directory, of_mantissa_bits(COARSEST))
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # nobody asked for a model to be loaded
+    try:
+        model = load(directory, of_mantissa_bits(COARSEST))
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     if reason := why_not(model):
         raise OtaroError(f"{directory} runs in Python only: {reason}")
     write_text(directory / DECODER_FILE, decoder_text(model))
@@ -49,6 +56,7 @@ def decoder_text(model: Any) -> str:
         **{name: _number(getattr(described, name)) for name in _NUMBERS},
         "norm_offset": entry.norm_offset,
         "positions": described.positions,
+        "trained_positions": positions_of(model),
         "ropes": _ropes(described),
         "embedding": _matrix(described.embedding, names),
         "norm": names[id(model.model.norm.weight)],
