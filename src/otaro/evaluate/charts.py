@@ -170,7 +170,8 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     )
     lines = base.mark_line(strokeWidth=2.5).properties(name="lines")
     points = base.mark_point(filled=True, size=70, opacity=1).properties(name="points")
-    return _finish(alt.layer(lines, points, base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N")), 260)
+    names = base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N", color=alt.value("var(--ink)"))
+    return _finish(alt.layer(lines, points, names), 260)
 
 
 def by_size(rows: Sequence[Row]) -> Spec:
