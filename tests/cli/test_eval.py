@@ -47,7 +47,7 @@ def test_an_evaluation_is_a_table_json_and_a_record_that_inspect_shows(model, te
         *(("E5M3", "perplexity"), ("E5M3", "divergence"), ("E5M3", "task"), ("E5M3", "task")),
     ]
     fine, coarse = (next(e["value"] for e in report["entries"] if e["precision"] == name) for name in ("E5M8", "E5M3"))
-    heading = shown[shown.index("precision ") :]
+    heading = shown[shown.index("Quality by precision") :]
     for word in ("perplexity", "cost", "KL", "arc_easy", "acc_norm", "first 3", "average", "tokens/s", "held.txt", "64/64"):
         assert word in heading
     row = next(line for line in shown.splitlines() if "E5M3 " in line and "±" in line)
