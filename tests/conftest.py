@@ -23,6 +23,7 @@ from pathlib import Path
 # tiny share of a tiny tensor must not keep the few cores busy.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("COLUMNS", None)  # pytest's workers are given a width, which is not that of a pipe
 
 # `make sanitize` names another build of the extension. It takes the place of the installed one, before that is imported.
 if _other_build := os.environ.get("OTARO_CPU_MODULE"):

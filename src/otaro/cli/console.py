@@ -38,7 +38,8 @@ class _Console(Console):
         elif all(isinstance(one, str) for one in objects):
             super().print(*objects, **{"soft_wrap": True, **options})
         else:
-            wide = self.width if "COLUMNS" in os.environ else WIDE
+            asked = os.environ.get("COLUMNS", "")
+            wide = int(asked) if asked.isdigit() else WIDE
             drawn = io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)  # which says what lines can be drawn with
             Console(file=drawn, width=wide, emoji=False).print(*objects, **options)
             drawn.seek(0)

@@ -37,6 +37,7 @@ from otaro.file.header import BASE, SCALES, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory, NestedWriter
 from otaro.file.pack import write_config
+from otaro.file.replace import DECODER_FILE
 from otaro.packable import Kind, Packable, embedding_scale, packable
 from otaro.runtime.modules import PackedWeight, SefpConv1D, SefpEmbedding, SefpExperts, SefpLinear, SefpModule
 from otaro.runtime.precision import Attachment, attachment, set_precision
@@ -205,6 +206,10 @@ def save_pretrained(
         for name, tensor in tensors.items():
             writer.append_stored(BASE, name, tensor)
         _save_configs(model, nested.path, writer.directory)
+    if (nested.path / DECODER_FILE).is_file():
+        from otaro.runtime.decoder_file import write_decoder_file  # which loads models, and so needs this module
+
+        write_decoder_file(target)
 
 
 def _unpacked_now(model: Any, nested: NestedDirectory) -> dict[str, torch.Tensor]:
