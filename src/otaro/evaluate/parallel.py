@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_path, library, write_gguf
+from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
@@ -119,9 +119,7 @@ def bench(
             for count in counts:
                 turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], settings.tokens)
             if with_llama and (kind := KINDS.get(str(precision))) is not None:
-                path = gguf_path(model, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
-                if not path.is_file():
-                    write_gguf(model, kind, path)
+                path = gguf_file(nested, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
                 positions = settings.context + settings.tokens + 1
                 theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
                 stack.callback(theirs.close)

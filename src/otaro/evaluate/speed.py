@@ -35,7 +35,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_for, plain_model
-from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
+from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
 from otaro.file.checkpoint import HUB, resolve_nested
@@ -244,10 +244,8 @@ def bench(
             timer.add(TRANSFORMERS, Forward(plain))
         folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
         for kind in kinds:
-            path = gguf_path(model, kind, folder)
-            if not path.is_file():
-                timer.say(f"writing {path.name}")
-                write_gguf(model, kind, path)
+            timer.say(f"a GGUF file of type {kind}")
+            path = gguf_file(nested, kind, folder)
             engine = LlamaCpp(path, threads=threads, positions=settings.positions)
             stack.callback(engine.close)
             others[_llama(kind)] = path.stat().st_size
