@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from otaro.errors import OtaroError, install
-from otaro.evaluate.quality import FULL
+from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS
 
