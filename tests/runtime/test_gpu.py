@@ -403,9 +403,9 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
     for one in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, one, AtOnce)
-    parts = decoder._parts.at(decoder.description.precisions())
-    assert len(parts) == 2 * len(decoder.description.layers)
-    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, parts))
+    parts, bits = decoder._parts, decoder.description.precisions()
+    assert len(parts.at(bits)) == 2 * len(decoder.description.layers)
+    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, parts.ahead(bits)))
     assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
 
 

@@ -160,6 +160,13 @@ class Parts:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._known: dict[tuple[int, bytes], Part] = {}
+        self._stream: Any = None
+
+    def ahead(self, bits: bytes) -> Ahead:
+        """All parts at these precisions, for a chunk."""
+        device, dtype = self._description.device, self._description.dtype
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return Ahead(self.at(bits), self._stream, device, dtype)
 
     def at(self, bits: bytes) -> list[Part]:
         """In the order in which they are needed, where matrices are packed at all; made once."""
@@ -184,20 +191,20 @@ class Parts:
         return Part(made, self._description.dtype)
 
 
-class _Ahead:
-    """Decodes parts by a stream of its own, each while the one before it is multiplied with."""
+class Ahead:
+    """Decodes parts by another stream, each while the one before it is multiplied with on torch's current one."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Part], stream: Any, device: torch.device, dtype: torch.dtype) -> None:
         self._parts, self._number = parts, -1
-        self._now, self._stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self._now, self._stream = torch.cuda.current_stream(device), stream
         self._decoded, self._multiplied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
         self._buffers = []
         for turn in range(2):
             size = max((part.size for part in parts[turn::2]), default=0)
-            self._buffers.append(torch.empty(size, dtype=dtype, device=device))
-            if device.type == "cuda":
-                self._buffers[turn].record_stream(self._stream)  # which may still write where a prompt was given up
+            # Memory of the other stream: it has its next owner there, should a prompt be given up while it is written to.
+            with torch.cuda.stream(stream):
+                self._buffers.append(torch.empty(size, dtype=dtype, device=device))
             self._multiplied[turn].record(self._now)  # whatever had this memory before is done then
         self._decode(0)
 
@@ -233,12 +240,12 @@ class CudaPromptSteps(_Attention, CudaSteps):
 
     query_dtype = torch.float16
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, parts: Sequence[Part]) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead) -> None:
         CudaSteps.__init__(self, device)
         _Attention.__init__(self, dtype, sequence, past)
         if device.type == "cuda":
             nvrtc.enter_context(self._gpu)
-        self._weights = _Ahead(parts, device, dtype)
+        self._weights = weights
         self._stream = torch.cuda.current_stream(device).cuda_stream
         self._made: dict[tuple[Any, ...], nvrtc.Launch] = {}
 
