@@ -59,8 +59,8 @@ def main() -> None:
     say(", ".join(f"{key}: {value}" for key, value in about.items()))
     try:
         found.append(peers.marlin())
-    except (ImportError, AttributeError) as error:
-        say(f"without Marlin: {error}")
+    except (ImportError, AttributeError) as reason:
+        say(f"without Marlin: {reason}")
     errors = {peer.name: peer.check() for peer in found}
     for name, error in errors.items():
         say(f"{name}: a small product is off by {error:.1e}{'' if error < peers.TOLERANCE else ', WRONG'}")

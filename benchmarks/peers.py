@@ -105,7 +105,7 @@ class Peer:
 def anybcq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     """Any-Precision at 3, 4 and 8 bits, AnyBCQ at 3 and 4."""
     source = checkout / "anybcq" / "inference" / "custom_kernel"
-    library = _library("anybcq", _ANYBCQ, [source / "anyprec.cu", source / "anybcq.cu"], source, folder, arch, "-std=c++17")
+    library = _library("anybcq", _ANYBCQ, [source / "anyprec.cu", source / "anybcq.cu"], [source], folder, arch, "-std=c++17")
     for bits in (3, 4, 8):
         yield _any_precision(library, bits)
     for bits in (3, _BCQ_BITS):
@@ -149,7 +149,7 @@ def matgptq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     source = checkout / "inference_lib" / "matgptq_cuda" / "csrc"
     flags = ("-std=c++20", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", f"-DTARGET_CUDA_ARCH={arch}")
     files = [source / "matgptq_gemm.cu", source / "utils.cpp"]
-    library = _library("matgptq", _MATGPTQ, files, source / "include", folder, arch, *flags, f"-I{source}")
+    library = _library("matgptq", _MATGPTQ, files, [source, source / "include"], folder, arch, *flags)
     for bits in (3, 4, 8):
         yield _matgptq(library, bits)
 
@@ -236,18 +236,13 @@ def _error(
     return off if off == off else float("inf")
 
 
-def _library(name: str, wrapper: str, sources: list[Path], include: Path, folder: Path, arch: str, *flags: str) -> Any:
+def _library(name: str, wrapper: str, sources: list[Path], includes: list[Path], folder: Path, arch: str, *flags: str) -> Any:
     """Compiled, unless it was before."""
     if missing := [str(one) for one in sources if not one.is_file()]:
         sys.exit(f"--{name}: there is no {missing[0]}; give the folder of a checkout")
-    parts = [
-        *(one.read_bytes() for one in (*sources, *sorted(include.glob("*.*h")))),
-        *_HEADERS.values(),
-        wrapper,
-        arch,
-        *flags,
-    ]
-    digest = hashlib.sha256(b"\0".join(one if isinstance(one, bytes) else one.encode() for one in parts)).hexdigest()[:16]
+    headers = [header for include in includes for header in sorted(include.glob("*.*h"))]
+    words = [one.encode() for one in (*_HEADERS.values(), wrapper, arch, *flags)]
+    digest = hashlib.sha256(b"\0".join([*(one.read_bytes() for one in (*sources, *headers)), *words])).hexdigest()[:16]
     path = folder / f"{name}-{digest}.so"
     if not path.exists():
         made = folder / f"{name}-{digest}"
@@ -258,8 +253,8 @@ def _library(name: str, wrapper: str, sources: list[Path], include: Path, folder
         print(f"building {name}, half a minute", flush=True)
         command = [
             _nvcc(), "-shared", "-O3", "-Xcompiler", "-fPIC,-w", "-w", "--threads", "0",
-            f"-gencode=arch=compute_{arch},code=sm_{arch}", *flags, f"-I{made}", f"-I{include}", *map(str, sources),
-            str(made / "wrapper.cu"), "-o", str(made / "made.so"),
+            f"-gencode=arch=compute_{arch},code=sm_{arch}", *flags, f"-I{made}", *(f"-I{one}" for one in includes),
+            *map(str, sources), str(made / "wrapper.cu"), "-o", str(made / "made.so"),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
