@@ -404,7 +404,7 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
     for one in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, one, AtOnce)
     parts, bits = decoder._parts, decoder.description.precisions()
-    assert len(parts.at(bits)) == 2 * len(decoder.description.layers)
+    assert len(parts.at(bits)) == 3 * len(decoder.description.layers)
     monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, parts.ahead(bits)))
     assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
 

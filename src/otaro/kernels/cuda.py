@@ -36,6 +36,7 @@ _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
 _FEW = 2  # tokens that `linear` takes; `batch` takes more
 _COLUMNS = (8, MOST_TOKENS)  # tokens that `batch` is compiled for
+_DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 
@@ -349,26 +350,25 @@ def _decode(packed: Packed, ids: torch.Tensor | None, out: torch.Tensor) -> torc
 
 
 def decoding(matrices: Sequence[Packed], dtype: torch.dtype, ids: torch.Tensor | None = None) -> nvrtc.Launch:
-    """A launch that decodes up to four matrices of one kind, or of a matrix the rows `ids`.
+    """A launch that decodes up to four matrices of one form, or of a matrix the rows `ids`.
 
     Where to is for the caller to say: `fields.out`, an address for each.
     """
     like = matrices[0]
-    if len(matrices) > DECODED or any((one.bits, *one[4:6]) != (like.bits, *like[4:6]) for one in matrices):
-        raise KernelError(f"one launch decodes {DECODED} matrices of one precision, group size and reconstruction")
+    if len(matrices) > DECODED or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
+        raise KernelError(f"one launch decodes {DECODED} matrices of one length, precision, group size and reconstruction")
     kernel = nvrtc.kernel(
         "rows.cu", "decode", _device(like.base), DTYPE=_TYPES[dtype], BITS=like.bits, TRUNCATE=like.truncate,
-        IDS=ids is not None,
+        GROUP_SIZE=like.group_size, IDS=ids is not None,
     )  # fmt: skip
     counts = [len(one.base) for one in matrices] if ids is None else [len(ids)]
-    words = [4 * blocks(one.length) for one in matrices]
-    threads = min(256, -(-max(words) // _WARP) * _WARP)
-    across = [-(-count // threads) for count in words]
-    ends = list(accumulate(along * min(-(-count // 4), 4096) for along, count in zip(across, counts, strict=True)))
+    words = 4 * blocks(like.length)
+    threads = min(256, -(-words // _WARP) * _WARP)
+    ends = list(accumulate(min(-(-count // _DECODED_ROWS), 4096) for count in counts))
     return kernel.bound(
-        (ends[-1],), threads, packed=[packed_fields(one) for one in matrices], out=(), counts=counts,
-        lengths=[one.length for one in matrices], first_block=[0, *ends, *[ends[-1]] * (DECODED - len(ends))], across=across,
-        ids=ids, group_size=like.group_size,
+        (-(-words // threads), ends[-1]), threads, packed=[packed_fields(one) for one in matrices], out=(), counts=counts,
+        first_block=[0, *ends, *[ends[-1]] * (DECODED - len(ends))], ids=ids, length=like.length,
+        blocks=blocks(like.length), groups=-(-like.length // like.group_size),
     )  # fmt: skip
 
 

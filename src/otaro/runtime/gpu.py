@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
@@ -94,6 +93,8 @@ class GpuDecoder(BaseDecoder):
         self._routed = any(layer.experts is not None for layer in description.layers)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
+        # What decodes weights beside it has to leave the GPU to it, and no stream's priority is below the usual one.
+        self._prompts = torch.cuda.Stream(description.device, priority=-1) if self._on_gpu else None
         self._step = 0
         self._going: Arranged | None = None
         self._order: list[list[int]] = [[]] * RING  # of the tokens of the last steps, as callers gave them
@@ -158,8 +159,9 @@ class GpuDecoder(BaseDecoder):
                 start += len(some)
                 wanted = "all" if all_logits else "last" if start == len(tokens) else "none"
                 if left > MAX_TOKENS:
-                    with torch.cuda.device(self.description.device) if self._on_gpu else nullcontext():
+                    with torch.cuda.stream(self._prompts):
                         found = self._read(some, cache, sequence, now, wanted)
+                    self._enter_stream()
                 else:
                     self._set(some, range(cache.lengths[sequence], cache.lengths[sequence] + len(some)), [sequence] * len(some))
                     found = self._run(len(some), [Span(slice(0, len(some)), now)], cache, wanted)

@@ -1,8 +1,8 @@
 """The steps of a decoder for prompts: many tokens of one sequence, by decoded weights and the library's attention.
 
 Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's
-own type. Weights are decoded for one product and forgotten; on a GPU of ours half a layer at a time, by a
-second stream, while the other half is multiplied with.
+own type. Weights are decoded for one product and forgotten; on a GPU of ours a second stream decodes those of
+the next layer while those of this one are multiplied with.
 
 A prompt of some hundred tokens takes a GPU no longer than it takes the host to ask for it. So what is asked for
 at every layer is made once for all of them (`CudaPromptSteps`), and but for addresses stays as it is.
@@ -29,7 +29,8 @@ CHUNK = 4096
 """Tokens read at a time."""
 _PARTS = 4096  # that are known at most
 _ALIGNED = 128  # numbers, so that the library finds a decoded matrix as it finds a tensor
-_ATTENTION, _MLP = (MATRICES[:3], MATRICES[3:4]), (MATRICES[4:6], MATRICES[6:])  # products of a layer
+_PRODUCTS = (((0, 3), (3, 4)), ((4, 6),), ((6, 7),))  # of a layer, by their matrices' numbers, part by part
+_TURNS = len(_PRODUCTS)
 _SCORES = 1 << 26  # that are in memory at a time, where they are capped: the library's attention does not
 
 
@@ -140,7 +141,7 @@ class Part:
             self.size += -self.size % _ALIGNED
         by_kind: dict[Any, list[Packed]] = {}
         for one in chain(*products):
-            by_kind.setdefault((one.bits, one.group_size, one.truncate), []).append(one)
+            by_kind.setdefault((one.bits, one[3:6]), []).append(one)
         self._launches = [
             (cuda.decoding(same, dtype), [dtype.itemsize * self.places[one.base.data_ptr()] for one in same])
             for same in by_kind.values()
@@ -155,11 +156,12 @@ class Part:
 
 
 class Parts:
-    """Of a model: of every layer what precedes its MLP, and the MLP."""
+    """Of a model, three to a layer: what attention multiplies with, gate and up, down."""
 
     def __init__(self, description: Description) -> None:
         self._description = description
         self._known: dict[tuple[int, bytes], Part] = {}
+        self._last: tuple[bytes, list[Part]] = (b"", [])
         self._stream: Any = None
 
     def ahead(self, bits: bytes) -> Ahead:
@@ -170,66 +172,71 @@ class Parts:
 
     def at(self, bits: bytes) -> list[Part]:
         """In the order in which they are needed, where matrices are packed at all; made once."""
+        if self._last[0] == bits:
+            return self._last[1]
         if len(self._known) > _PARTS:
             self._known.clear()
         found = []
         for number, layer in enumerate(self._description.layers):
             first = 1 + len(MATRICES) * number
-            for start, products in ((first, _ATTENTION), (first + 4, _MLP)):
-                key = (start, bits[start : start + sum(map(len, products))])
+            for products in _PRODUCTS:
+                start, end = first + products[0][0], first + products[-1][1]
+                key = (start, bits[start:end])
                 if key not in self._known:
-                    self._known[key] = self._part(layer, start, products, bits)
+                    self._known[key] = self._part(layer, first, products, bits)
                 found.append(self._known[key])
-        return [part for part in found if part.size]
+        self._last = (bits, [part for part in found if part.size])
+        return self._last[1]
 
-    def _part(self, layer: Layer, start: int, products: Sequence[Sequence[str]], bits: bytes) -> Part:
+    def _part(self, layer: Layer, first: int, products: Sequence[tuple[int, int]], bits: bytes) -> Part:
         made = []
-        for names in products:
-            seen = [matrix.at(bits[number]) for matrix, number in layer.those(*names, first=start)]
+        for start, end in products:
+            those = layer.those(*MATRICES[start:end], first=first + start)
+            seen = [matrix.at(bits[number]) for matrix, number in those]
             made.append([one for one in seen if isinstance(one, Packed)])
-            start += len(names)
         return Part(made, self._description.dtype)
 
 
 class Ahead:
-    """Decodes parts by another stream, each while the one before it is multiplied with on torch's current one."""
+    """Decodes parts by another stream, up to a layer ahead of what is multiplied with on torch's current one."""
 
     def __init__(self, parts: Sequence[Part], stream: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self._parts, self._number = parts, -1
+        self._parts, self._number, self._left = parts, -1, 0
         self._now, self._stream = torch.cuda.current_stream(device), stream
-        self._decoded, self._multiplied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+        self._decoded, self._multiplied = ([torch.cuda.Event() for _ in _PRODUCTS] for _ in range(2))
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
         self._buffers = []
-        for turn in range(2):
-            size = max((part.size for part in parts[turn::2]), default=0)
+        for turn in range(_TURNS):
+            size = max((part.size for part in parts[turn::_TURNS]), default=0)
             # Memory of the other stream: it has its next owner there, should a prompt be given up while it is written to.
             with torch.cuda.stream(stream):
                 self._buffers.append(torch.empty(size, dtype=dtype, device=device))
             self._multiplied[turn].record(self._now)  # whatever had this memory before is done then
-        self._decode(0)
+            self._decode(turn)
 
     def matrix(self, weight: Packed, rows: int) -> torch.Tensor:
         """Decoded, and those that follow up to so many rows, transposed. Whatever is launched next may read it."""
-        address = weight.base.data_ptr()
-        while self._number < 0 or address not in self._parts[self._number].places:
-            self._next()
-        turn, place = self._number % 2, self._parts[self._number].places[address]
+        if not self._left:
+            self._number += 1
+            self._left = len(self._parts[self._number].places)
+            self._now.wait_event(self._decoded[self._number % _TURNS])
+        turn, place = self._number % _TURNS, self._parts[self._number].places[weight.base.data_ptr()]
         key = (turn, place, rows, weight.length)
         if key not in self._views:
             values = self._buffers[turn][place : place + rows * weight.length]
             self._views[key] = values.view(rows, weight.length).t()
         return self._views[key]
 
-    def _next(self) -> None:
-        if self._number >= 0:
-            self._multiplied[self._number % 2].record(self._now)
-        self._number += 1
-        self._decode(self._number + 1)
-        self._now.wait_event(self._decoded[self._number % 2])
+    def done(self, matrices: int) -> None:
+        """With so many; where it was the last of its part, the same part of the next layer is decoded over it."""
+        self._left -= matrices
+        if not self._left:
+            self._multiplied[self._number % _TURNS].record(self._now)
+            self._decode(self._number + _TURNS)
 
     def _decode(self, number: int) -> None:
         if number < len(self._parts):
-            turn = number % 2
+            turn = number % _TURNS
             self._stream.wait_event(self._multiplied[turn])
             self._parts[number].decode(self._buffers[turn].data_ptr(), self._stream.cuda_stream)
             self._decoded[turn].record(self._stream)
@@ -318,6 +325,7 @@ class CudaPromptSteps(_Attention, CudaSteps):
             tokens, rows = outs[0].shape[0], sum(out.shape[1] for out in outs)
             whole = outs[0].as_strided((tokens, rows), outs[0].stride())
             torch.mm(x.data, self._weights.matrix(packed[0], rows), out=whole)
+            self._weights.done(len(packed))
         else:
             for weight, out, bias in zip(packed, outs, biases, strict=True):
                 matrix = self._weights.matrix(weight, out.shape[1])
@@ -325,6 +333,7 @@ class CudaPromptSteps(_Attention, CudaSteps):
                     torch.mm(x.data, matrix, out=out)
                 else:
                     torch.addmm(bias.to(x.data.dtype), x.data, matrix, out=out)
+                self._weights.done(1)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -1,7 +1,7 @@
 // Activations to integers, and packed rows to values.
 //
 // Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS,
-// TRUNCATE, IDS.
+// TRUNCATE, GROUP_SIZE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -41,16 +41,14 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 
 constexpr int kDecoded = 4;
 
-// Up to four matrices of one precision and group size, each by blocks of its own.
+// Up to four matrices of one length, precision and group size, each by rows of blocks of its own.
 struct Decode {
   Packed packed[kDecoded];
-  Stored* out[kDecoded];  // [counts, lengths]
-  int counts[kDecoded];   // of rows
-  int lengths[kDecoded];
-  int first_block[kDecoded + 1];
-  int across[kDecoded];  // blocks that a row takes
-  const int64_t* ids;    // rows of the only matrix to decode, or null for all
-  int group_size;
+  Stored* out[kDecoded];          // [counts, length]
+  int counts[kDecoded];           // of rows
+  int first_block[kDecoded + 1];  // of blockIdx.y
+  const int64_t* ids;             // rows of the only matrix to decode, or null for all
+  int length, blocks, groups;     // of a row
 };
 
 #ifdef BITS
@@ -104,32 +102,29 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
   wait_for_predecessor();
   int matrix = 0;
 #pragma unroll
-  for (int m = 1; m < kDecoded; ++m) matrix += static_cast<int>(blockIdx.x) >= p.first_block[m];
+  for (int m = 1; m < kDecoded; ++m) matrix += static_cast<int>(blockIdx.y) >= p.first_block[m];
   const Packed& packed = p.packed[matrix];
-  const int count = p.counts[matrix], length = p.lengths[matrix], across = p.across[matrix],
-            here = static_cast<int>(blockIdx.x) - p.first_block[matrix],
-            stride = (p.first_block[matrix + 1] - p.first_block[matrix]) / across,
-            word = here % across * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x),
-            start = 8 * word, in_block = word % kBaseWords;
+  const uint32_t word = blockIdx.x * blockDim.x + threadIdx.x, start = 8 * word, in_block = word % kBaseWords,
+                 length = p.length, blocks = p.blocks, groups = p.groups;
   if (start >= length) return;
-  const int blocks = (length + kBlock - 1) / kBlock, groups = (length + p.group_size - 1) / p.group_size,
-            block = word / kBaseWords, group = start / p.group_size;
+  const int count = p.counts[matrix], stride = p.first_block[matrix + 1] - p.first_block[matrix];
   const float factor = step_factor(packed, kMeans.shift + kAt - (kMeans.factor - 1));
-  for (int first = here / across; first < count; first += kAtOnce * stride) {
+  for (int first = static_cast<int>(blockIdx.y) - p.first_block[matrix]; first < count;
+       first += kAtOnce * stride) {
     uint32_t base[kAtOnce], planes[kAtOnce][kPlanesUsed ? kPlanesUsed : 1];
     int scales[kAtOnce];
     bool there[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      int64_t row = min(first + r * stride, count - 1);
-      if (IDS) row = p.ids[row];
-      there[r] = !IDS || (row >= 0 && row < packed.rows);
-      if (!there[r]) row = 0;
-      const int64_t at = row * blocks + block;
+      int64_t number = min(first + r * stride, count - 1);
+      if (IDS) number = p.ids[number];
+      there[r] = !IDS || (number >= 0 && number < packed.rows);
+      const uint32_t row = there[r] ? number : 0;
+      const uint64_t at = static_cast<uint64_t>(row) * blocks + word / kBaseWords;
       base[r] = __ldg(packed.base + kBaseWords * at + in_block);
 #pragma unroll
       for (int k = 0; k < kPlanesUsed; ++k) planes[r][k] = __ldg(packed.planes[k] + at) >> (2 * in_block);
-      scales[r] = __ldg(packed.scales + row * groups + group);
+      scales[r] = __ldg(packed.scales + static_cast<uint64_t>(row) * groups + start / GROUP_SIZE);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
@@ -139,9 +134,9 @@ extern "C" __global__ void decode(const __grid_constant__ Decode p) {
       decode_eight(base[r], planes[r], step_of(scales[r], factor), values);
       if (!there[r])
         for (float& value : values) value = from_bits(kNan);
-      Stored* out = p.out[matrix] + static_cast<int64_t>(number) * length + start;
+      Stored* out = p.out[matrix] + static_cast<uint64_t>(static_cast<uint32_t>(number)) * length + start;
       if (length % 8) {
-        for (int i = 0; i < 8 && start + i < length; ++i) out[i] = Float::store(values[i]);
+        for (uint32_t i = 0; i < 8 && start + i < length; ++i) out[i] = Float::store(values[i]);
       } else {  // so rows, and eights, lie at multiples of 16 bytes
         store_eight<Float>(out, values);
       }
