@@ -18,6 +18,7 @@ import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune import sliced
+from otaro.tune.checkpoints import last_complete_checkpoint, last_good_checkpoint
 from otaro.tune.config import BEST, Options
 from otaro.tune.data import collate
 from otaro.tune.fake_quant import Precisely, prepare, restore
@@ -25,8 +26,6 @@ from otaro.tune.trainer import (
     OtaroMixin,
     OtaroTrainer,
     TrainingError,
-    last_complete_checkpoint,
-    last_good_checkpoint,
     losses_by_precision,
     reaches_all,
 )
