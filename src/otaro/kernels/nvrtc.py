@@ -92,7 +92,7 @@ class Launch:
             self.on(handle)
 
     def on(self, handle: int) -> None:
-        """On the stream with this handle, where the thread is in its GPU's context: a third of what a call costs."""
+        """On the stream with this handle, by a thread that is in its GPU's context."""
         if self._empty:
             return
         self._config.stream = handle
