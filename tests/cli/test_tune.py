@@ -133,7 +133,7 @@ def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch
     assert {name: stated["options"][name] for name in added} == added
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora", "4"], ["--method", "otaro"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [[], ["--lora", "4"]], ids=" ".join)  # of other methods: tests/tune/test_resume.py
 def test_resuming_needs_no_other_option_and_ends_in_the_same_weights(text, tmp_path, flags):
     if "--lora" in flags:
         pytest.importorskip("peft", reason="peft is not installed")
