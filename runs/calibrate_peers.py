@@ -10,8 +10,8 @@
 llm-compressor (`pip install llmcompressor`), int4 with a float16 scale per group, columns in its static order; embedding and
 head stay in float16, as it leaves them. All see the windows of text that `otaro pack --calibrate` sees. `measure` takes values
 out of the files (GGUF types and compressed-tensors dequantized, nested models at E5M3 to E5M5) and reads the text with them by
-transformers in float32, in the windows of `otaro eval`: what is compared is weights, not kernels. Bits are those of the whole
-model, norms and all.
+transformers in float32, in the windows of `otaro eval`: what is compared is weights, not kernels. Bits are those of all
+tensors, norms too.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def gptq(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Perplexity on a text or its beginning, and bits per weight."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
@@ -146,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> None:
         if path.is_file():
             checkpoint = Checkpoint(path)
             take(checkpoint.read)
-            rows.append(row(path.stem, 8 * path.stat().st_size / weights))
+            rows.append(row(path.stem, 8 * sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors) / weights))
         elif (path / "model-m3.safetensors").is_file():
             nested = otaro.load(path)
             for precision in ("E5M5", "E5M4", "E5M3"):
