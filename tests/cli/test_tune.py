@@ -92,6 +92,7 @@ def test_what_was_tuned_is_what_is_opened_and_measured(text, tmp_path):
     assert torch.equal(norm, stored["model.norm.weight"])
 
 
+@pytest.mark.slow  # forty steps
 def test_tuning_for_all_precisions_helps_the_coarsest_most(text, tmp_path):
     result = tune(text, tmp_path / "run", "--steps", 40, "--lr", "1e-3", "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
