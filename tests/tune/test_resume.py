@@ -141,9 +141,8 @@ KILLS = {
         ("between steps", 11, 9),
         ("before the completion mark", 12, 9),
     ],
-    # Weights are averaged from the seventh step on.
+    # Uniform draws; weights are averaged from the seventh step on.
     "best": [("between steps", 4, 3), ("after saving the optimizer", 9, 6), ("after the backward pass", 10, 9)],
-    "uniform": [("between steps", 4, 3), ("after saving the optimizer", 6, 3), ("after the backward pass", 10, 9)],
 }
 
 
