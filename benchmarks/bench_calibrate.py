@@ -46,7 +46,7 @@ class Words:
         return {"input_ids": torch.tensor([[int(word) for word in content.split()]])}
 
 
-def write_random(directory: Path, layers: int, shape: dict[str, int]) -> None:
+def write_random(directory: Path, layers: int, shape: dict[str, int], device: str) -> None:
     """A checkpoint of random weights, bfloat16."""
     config = LlamaConfig(**shape, num_hidden_layers=layers, rms_norm_eps=1e-5, tie_word_embeddings=False, dtype="bfloat16")
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def write_random(directory: Path, layers: int, shape: dict[str, int]) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     tensors = {
-        name: torch.ones(one.shape) if "norm" in name else torch.randn(one.shape, dtype=torch.bfloat16) * 0.02
+        name: torch.ones(one.shape) if "norm" in name else torch.randn(one.shape, device=device).mul_(0.02).cpu()
         for name, one in model.state_dict().items()
     }
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
@@ -73,7 +73,7 @@ def main() -> None:
     text.load_tokenizer = lambda directory: Words()
     ids = torch.randint(0, shape["vocab_size"], (arguments.samples * text.LENGTH,))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        write_random(Path(folder) / "model", arguments.layers, shape)
+        write_random(Path(folder) / "model", arguments.layers, shape, arguments.device)
         moments: dict[str, float] = {}
 
         def note(what: str, done: int, total: int) -> None:

@@ -34,7 +34,8 @@ from common import finish
 
 import otaro
 from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
-from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, write_gguf
+from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file
+from otaro.file.io import NestedDirectory
 from otaro.file.planes import pack_codes
 from otaro.kernels import cpu
 from otaro.sefp.codec import encode
@@ -187,14 +188,11 @@ def nested_model(folder: Path, layers: int, vocabulary: int) -> Path:
 
 def engine(name: str, directory: Path, folder: Path) -> Engine:
     """What reads tokens by that name."""
-    model = otaro.load(directory, PRECISIONS[-1] if name not in map(str, PRECISIONS) else name)
-    if name == "transformers":
-        return Forward(plain_model(model))
-    if name not in KINDS.values():
-        return DecodePath(model)
-    path = folder / f"{directory.name}-{name}.gguf"
-    write_gguf(model, name, path)
-    return LlamaCpp(path, threads=1, positions=4 * CONTEXT)
+    if name in KINDS.values():
+        path = gguf_file(NestedDirectory(directory), name, folder)
+        return LlamaCpp(path, threads=1, positions=4 * CONTEXT)
+    model = otaro.load(directory, PRECISIONS[-1] if name == "transformers" else name)
+    return Forward(plain_model(model)) if name == "transformers" else DecodePath(model)
 
 
 def one_token(count: Stepper, reader: Engine) -> int:

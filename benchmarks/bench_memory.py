@@ -14,10 +14,7 @@ the bits that were tuned; 8 x 512 tokens over 262,144 words in less than a third
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,13 +25,13 @@ from typing import Any
 
 import torch
 from common import finish
-from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, TrainerCallback, TrainingArguments, logging
+from training import Clock, release, train
+from transformers import AutoModelForCausalLM, LlamaConfig, logging
 
 from otaro.sefp.precision import Precision
 from otaro.tune import memory, sliced
 from otaro.tune.config import BEST, Options
 from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare
-from otaro.tune.trainer import OtaroTrainer
 
 LORA_BYTES = 30e9
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -71,9 +68,7 @@ class Bench:
         row = self.rows[name]
         told = {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
         print(f"{name:44} {told}", flush=True)
-        gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        release(self.device)
 
     def promise(self, words: str, kept: Callable[[], bool]) -> None:
         """Note whether it held; a case that failed keeps none."""
@@ -102,53 +97,20 @@ class Bench:
 
     def train(self, model: Any, options: Options, batch: tuple[int, int], steps: int = 8, **more: Any) -> dict[str, Any]:
         """Seconds a step of the later half, and memory."""
-        sequences, length = (batch[0], 32) if self.tiny else batch
-        tokens = torch.randint(3, model.config.vocab_size, (sequences * steps, length))
-        clock = Clock(self.device)
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with tempfile.TemporaryDirectory() as scratch:
-            arguments = TrainingArguments(
-                scratch, per_device_train_batch_size=sequences, max_steps=steps, learning_rate=1e-5, report_to=[],
-                bf16=True, use_cpu=self.device == "cpu", save_strategy="no", logging_strategy="no",
-                disable_tqdm=True, logging_nan_inf_filter=False, **{"optim": "adamw_torch_fused", **more},
-            )  # fmt: skip
-            data = [{"input_ids": row, "labels": row} for row in tokens]
-            trainer = OtaroTrainer(model=model, args=arguments, train_dataset=data, otaro=options)
-            trainer.judge = lambda: 0.0  # so that the average is kept, though nothing is held out
-            plan = trainer._plan()
-            trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(clock)
-            trainer.train()
-        result: dict[str, Any] = {"seconds_a_step": clock.typical(), "foretold_gb": plan.on_device / 1e9}
+        clock = Clock(self.device)
+        plan = train(model, options, (batch[0], 32) if self.tiny else batch, steps, clock, bf16=True, **more)
+        seconds = clock.seconds()
+        result: dict[str, Any] = {"seconds_a_step": statistics.median(seconds[len(seconds) // 2 :])}
+        result["foretold_gb"] = plan.on_device / 1e9
         if self.device == "cuda":
             result["taken_gb"] = torch.cuda.max_memory_allocated() / 1e9
             result["held_gb"] = torch.cuda.max_memory_reserved() / 1e9
         result |= {"copies_on_host": plan.copies_on_host, "hold": plan.hold}
-        trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
-        trainer.anchor = trainer.average = None
-        trainer.accelerator.free_memory()
         return result
-
-
-class Clock(TrainerCallback):  # type: ignore[misc] # transformers is not typed
-    """The end of each step, the GPU's work included."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.times = device, list[float]()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-
-    def typical(self) -> float:
-        """Of the later half."""
-        steps = [later - earlier for earlier, later in itertools.pairwise(self.times)]
-        return statistics.median(steps[len(steps) // 2 :])
 
 
 @contextmanager

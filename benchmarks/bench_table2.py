@@ -82,8 +82,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 5)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to a file too")
-    # Other ways to cut the work of the quantize kernel: for whoever changes it.
-    parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     parts = asked.only.split(",")
     if unknown := [part for part in parts if part not in SECTIONS]:
@@ -95,7 +93,7 @@ def main() -> None:
     rounds = asked.rounds or (5 if asked.quick else 15)
     about = {**machine(), **gpu.machine()}
     say(", ".join(f"{key}: {value}" for key, value in about.items()))
-    settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick, asked.variants)
+    settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick)
     gpu.release()
     say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
     results: dict[str, Any] = {"copy_bytes_per_s": settings.copy_rate}

@@ -11,30 +11,18 @@ is what tensors took on the GPU at most while counted steps ran, without the all
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
 import statistics
 import sys
-import tempfile
-import time
 from typing import Any
 
 import torch
 from common import finish
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    logging,
-)
+from training import Clock, release, train
+from transformers import AutoModelForCausalLM, LlamaConfig, logging
 
 from otaro.sefp.precision import PRECISIONS
 from otaro.tune import memory
 from otaro.tune.config import BEST, Options
-from otaro.tune.trainer import OtaroTrainer
 
 METHODS: dict[str, Options | None] = {
     "trainer": None,
@@ -48,53 +36,17 @@ METHODS: dict[str, Options | None] = {
 }
 
 
-class Clock(TrainerCallback):  # type: ignore[misc] # transformers is not typed
-    """Seconds of each step, the GPU's work included."""
-
-    def __init__(self, device: str, ignored: int) -> None:
-        self.device, self.ignored, self.times = device, ignored, list[float]()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            if state.global_step == self.ignored:
-                torch.cuda.reset_peak_memory_stats()
-        self.times.append(time.perf_counter())
-
-
 def turn(a: argparse.Namespace, weights: Any, name: str, options: Options | None, compiled: bool) -> tuple[list[float], float]:
     """One contender's turn: seconds of the counted steps, and the peak of memory in bytes."""
     memory.ROOM = 0.0 if "made again" in name else 1.0  # of the device that may be filled
     model = AutoModelForCausalLM.from_config(weights["config"], dtype=torch.float32)
     model.load_state_dict(weights["state"], assign=False)
-    tokens = torch.randint(3, model.config.vocab_size, (a.batch_size * a.steps, a.sequence_length))
-    examples = [{"input_ids": row, "labels": row} for row in tokens]
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5, report_to=[],
-            optim="adamw_torch_fused", bf16=a.device == "cuda", use_cpu=a.device == "cpu",
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, logging_nan_inf_filter=False,
-        )  # fmt: skip
-        common = {"model": model, "args": arguments, "train_dataset": examples}
-        trainer = Trainer(**common) if options is None else OtaroTrainer(**common, otaro=options)
-        trainer.judge = lambda: 0.0  # so that weights are averaged, though nothing is held out
-        if compiled:
-            OtaroTrainer.compile_steps(trainer)
-        clock = Clock(a.device, a.ignored)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(clock)
-        trainer.train()
+    clock, batch = Clock(a.device, a.ignored), (a.batch_size, a.sequence_length)
+    train(model, options, batch, a.steps, clock, compiled=compiled, bf16=a.device == "cuda")
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] if a.device == "cuda" else 0
-    counted = clock.times[a.ignored - 1 :]
-    seconds = [later - earlier for earlier, later in itertools.pairwise(counted)]
-    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
-    trainer.accelerator.free_memory()
-    del trainer, model, common
-    gc.collect()
-    if a.device == "cuda":
-        torch.cuda.empty_cache()
-    return seconds, float(peak)
+    del model
+    release(a.device)
+    return clock.seconds()[a.ignored - 1 :], float(peak)
 
 
 def main() -> None:

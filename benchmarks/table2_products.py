@@ -24,7 +24,6 @@ CHECKED = 48  # rows
 TOLERANCE = 1e-3  # relative error of a product; integers of 16 bits are good for 1e-4
 BATCH_SHAPE = (28672, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-VARIANTS = ((1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16))  # of the quantize kernel
 
 
 class Settings(NamedTuple):
@@ -34,7 +33,6 @@ class Settings(NamedTuple):
     copy_rate: float
     """Bytes a second of a plain copy."""
     quick: bool = False
-    variants: bool = False
 
 
 def say(text: str = "") -> None:
@@ -260,18 +258,13 @@ def print_batch(results: dict[str, dict[str, Any]]) -> None:
 
 def quantize(asked: Settings) -> dict[str, Any]:
     """The fused quantize kernel of tuning: share of the speed of a copy, weights read once and written once."""
-    from otaro.tune import fused
-
-    launches = [fused.BEST]
-    if asked.variants:
-        launches += [fused.Launch(tile, warps) for tile, warps in VARIANTS if (tile, warps) != fused.BEST]
     results: dict[str, Any] = {}
     say(f"\nquantizing for a tuning step at E5M4 (copy: {asked.copy_rate / 1e12:.2f} TB/s)")
     say(f"{'':56}{'MB':>9}{'us':>9}{'TB/s':>7}{'of copy':>9}{'host, us':>10}")
     for model, shapes in weight_sets(asked.quick):
         weights = [torch.randn(shape, device=gpu.DEVICE) * 0.02 for shape in shapes]
         for out in (torch.bfloat16, torch.float32):
-            results |= quantized_set(model, weights, out, launches, asked)
+            results |= quantized_set(model, weights, out, asked)
         del weights
         gpu.release()
     return results
@@ -284,37 +277,32 @@ def weight_sets(quick: bool) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     yield "SmolLM2-135M", [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)] * 30
 
 
-def quantized_set(
-    model: str, weights: list[torch.Tensor], out: torch.dtype, launches: list[Any], asked: Settings
-) -> dict[str, Any]:
+def quantized_set(model: str, weights: list[torch.Tensor], out: torch.dtype, asked: Settings) -> dict[str, Any]:
     """Time the kernel on one set of weights into one type, and torch's plain conversion of as many weights beside it."""
     from otaro.tune import fused
 
     count = sum(weight.numel() for weight in weights)
     size = count * (weights[0].element_size() + out.itemsize)
 
-    def run(launch: Any, _: int = 0) -> list[torch.Tensor]:
-        return fused.quantize_all(weights, 4, GROUP_SIZE, "midpoint", out, launch)
+    def run(_: int = 0) -> list[torch.Tensor]:
+        return fused.quantize_all(weights, 4, GROUP_SIZE, "midpoint", out, fused.BEST)
 
     flat, target = torch.randn(count, device=gpu.DEVICE), torch.empty(count, dtype=out, device=gpu.DEVICE)
-    contenders = {str(launch): capture(partial(run, launch), 8) for launch in launches}
-    contenders["torch's copy_"] = capture(lambda _: target.copy_(flat), 8)
+    ours, copy = f"tile {fused.BEST.tile}, {fused.BEST.warps} warps", "copy_"
+    contenders = {ours: capture(run, 8), copy: capture(lambda _: target.copy_(flat), 8)}
     some = weights[0][:64].contiguous()
     expected = fake_quant.quantize(some.cpu(), 4, GROUP_SIZE, "midpoint").to(out)
     seconds = medians(alternate(contenders, asked.rounds))
     results = {}
-    for launch in [*launches, None]:
-        name = "torch's copy_" if launch is None else str(launch)
-        rate = size / seconds[name]
-        host = host_seconds(partial(run, launch)) if launch is not None else 0.0
-        wrong = launch is not None and not torch.equal(run(launch)[0][:64].cpu(), expected)
-        kind = "copy_" if launch is None else f"tile {launch.tile}, {launch.warps} warps"
-        title = f"{model} to {str(out).removeprefix('torch.')}: {kind}"
+    for name in contenders:
+        rate, title = size / seconds[name], f"{model} to {str(out).removeprefix('torch.')}: {name}"
+        host = host_seconds(run) if name == ours else 0.0
+        wrong = name == ours and not torch.equal(run()[0][:64].cpu(), expected)
         share = f"{rate / asked.copy_rate:9.0%}{host * 1e6:10.0f}{' WRONG' if wrong else ''}"
         say(f"{title:56}{size / 1e6:9.1f}{seconds[name] * 1e6:9.1f}{rate / 1e12:7.2f}{share}")
         results[title] = {
             "seconds": seconds[name], "bytes": size, "of_copy": rate / asked.copy_rate, "host_seconds": host, "wrong": wrong,
-            "best": launch == fused.BEST,
+            "best": name == ours,
         }  # fmt: skip
     return results
 

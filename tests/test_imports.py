@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "serve": {"sefp", "file", "runtime", "(top)"},
     "web": {"sefp", "file", "runtime", "(top)"},
     "vllm": {"sefp", "file", "kernels", "runtime"},
-    "evaluate": {"sefp", "file", "kernels", "runtime", "readable", "tokens", "packable"},
+    "evaluate": {"sefp", "file", "export", "kernels", "runtime", "readable", "tokens", "packable"},
     "calibrate": {"sefp", "file", "runtime", "tokens", "packable"},
     "tune": {"sefp", "builtin", "readable", "tokens", "packable"},
     "cli": {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from otaro.evaluate.charts import altair, precision_colour, similarity_colour, svg
+from otaro.evaluate.charts import Row, altair, of_rows, precision_colour, svg, with_numbers
 from otaro.sefp.precision import GROUP_SIZE, Precision
 from runs.study import plan
 from runs.study.plan import BENCHES, BIG, COLUMNS, FULL, NAMES, Bench
@@ -21,7 +21,7 @@ ONE, OWN, INT4 = "one file for all six, tuned once", "six models, one for each",
 ROUNDED, WHOLE = "tuned as usual, rounded", "tuned as usual, 16 bits"
 SERIES = {ONE: "var(--run-1)", OWN: "var(--run-3)", INT4: "var(--run-5)", ROUNDED: "var(--run-2)", WHOLE: "var(--before)"}
 
-Row = dict[str, Any]
+_chart = partial(of_rows, width=340)
 
 
 def task_figure(results: Results, benches: Sequence[Bench]) -> Any:
@@ -150,9 +150,7 @@ def observation_figure(results: Results, models: Sequence[str]) -> Any:
         base = _chart(rows, f"{model}: cosine of gradients").encode(
             x=alt.X("one:N", sort=NAMES, title=None), y=alt.Y("other:N", sort=NAMES, title=None)
         )
-        ink = alt.condition("datum.value < 0.75", alt.value("#fff"), alt.value("#111"))
-        numbers = base.mark_text(fontSize=10).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
-        heat = alt.layer(base.mark_rect().encode(color=similarity_colour(alt, 0.5, "value", legend=False)), numbers)
+        heat = alt.layer(*with_numbers(base, 0.5, legend=False))
         count = 1 + max(module["layer"] or 0 for module in line["modules"])
         means = [
             {"precision": name, "layer": layer, "value": statistics.fmean(of_layer)}
@@ -194,11 +192,6 @@ def _method_colour(alt: Any, rows: Sequence[Row]) -> Any:
     scale = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
     present = [name for name in COLOURS if any(row["method"] == name for row in rows)]
     return alt.Color("method:N", scale=scale, legend=alt.Legend(title=None, orient="top", values=present))
-
-
-def _chart(rows: Iterable[Row], title: str = "") -> Any:
-    chart = altair().Chart(altair().Data(values=list(rows)))
-    return chart.properties(width=340, height=240, **({"title": title} if title else {}))
 
 
 def figures(results: Results, *, small: bool) -> dict[str, str]:

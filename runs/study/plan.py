@@ -82,6 +82,8 @@ class Row:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     schedule: Literal["cosine", "constant"] = "cosine"
     clip: float = 1.0
+    start: Literal["plain", "calibrated"] = "plain"
+    """The bench's model, or what `otaro pack --calibrate` made of it: its E5M8."""
     quantizer: str = "sefp"
     """Or another grid to round to, of `quantizers.py`."""
     judged: bool = True
@@ -104,7 +106,7 @@ class Row:
         if self.options is not None:
             ours, plain = self.options.to_dict(), DEFAULTS.to_dict()
             stated["options"] = {name: value for name, value in ours.items() if name == "method" or value != plain[name]}
-        for name, usual in (("judged", True), ("held_out", 0.0)):  # which older rows do not state
+        for name, usual in (("judged", True), ("held_out", 0.0), ("start", "plain")):  # which older rows do not state
             if stated[name] == usual:
                 stated.pop(name)
         stated["steps"] = self.steps or BENCHES[self.bench].steps
@@ -267,6 +269,13 @@ def recipe_rows(bench: Bench, seed: int, others_at: int = SEEDS[1]) -> Iterator[
         yield Row(bench.name, HALF, candidates()[HALF], seed, rate_of="best")
 
 
+def start_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """`best` from calibrated weights, at rates of its own; at the first seed also how these are before."""
+    if seed == SEEDS[0]:
+        yield Row(bench.name, "none, calibrated", None, start="calibrated")
+    yield from swept(bench, Method("best, calibrated start", BEST, extra={"start": "calibrated"}), seed)
+
+
 def candidate_rows(bench: Bench) -> Iterator[Row]:
     """What may take the place of `best`, at its rate and one seed."""
     yield from (Row(bench.name, name, options, SEEDS[0], rate_of="best") for name, options in candidates().items())
@@ -369,6 +378,7 @@ def blocks() -> dict[str, list[Job]]:
         ],
         "the paper as written": [row for bench in papers for row in paper_rows(bench, first)],
         "the format": [row for bench in models for row in format_rows(bench, first)],
+        "from calibrated weights": [row for seed in SEEDS for bench in models for row in start_rows(bench, seed)],
         "the paper as written, two seeds more": [
             *(row for seed in later for row in paper_rows(of_stories, seed)),
             *(row for seed in later for row in paper_rows(of_smol, seed)),
@@ -429,6 +439,7 @@ def small() -> list[Job]:
     rows: list[Row] = []
     for seed in SEEDS:
         rows += [*recipe_rows(bench, seed, others_at=SEEDS[0]), *dedicated_rows(bench, seed), *search_rows(bench, seed)]
+        rows += start_rows(bench, seed)
         # In ten steps the search takes the same path at any lambda, and no accumulator fills.
         rows += [row for name in ("uniform", "bps", "otaro") for row in swept(longer, KNOWN[name], seed)]
         rows += [*recipe_rows(experts, seed), *search_rows(experts, seed)]

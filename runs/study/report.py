@@ -213,6 +213,19 @@ def _paired(results: Results, bench: Bench, name: str, other: str, column: str, 
     return _percent(paired(results, bench, name, other, column, measure))
 
 
+def calibrated(results: Results, bench: Bench) -> str:
+    """Whether calibrated weights are a better start, seeds paired."""
+    before, after = ("none", "none, calibrated"), ("best", "best, calibrated start")
+    text = method_table(results, bench.name, [*before, *after])
+    gaps = [
+        [f"{_called(theirs)}, {told}", *(_paired(results, bench, theirs, ours, column, measure) for column in NAMES)]
+        for ours, theirs in (before, after)
+        for told, measure in (("test", "perplexity"), ("held-out", "heldout"))
+    ]
+    text += table(["against plain weights", *NAMES], gaps)
+    return text + _chosen_rates(results, bench, after) + results.source(bench.name, [*before, *after])
+
+
 def equal_compute(results: Results, bench: Bench) -> str:
     """Part 1 at equal compute."""
     names = ("best, equal compute", "fixed", "best", "fixed, a sixth")
@@ -391,7 +404,7 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     found |= {f"regime, {bench.name}": partial(regime, results, bench) for bench in regimes}
     found |= {f"paper, {bench.name}": partial(as_written, results, bench) for bench in papers}
     kinds = {"against fixed": against_fixed, "choice": choice}
-    kinds |= {"truncate": truncated, "equal compute": equal_compute}
+    kinds |= {"truncate": truncated, "equal compute": equal_compute, "calibrated": calibrated}
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
     found |= {f"task, {bench.name}": partial(task, results, bench) for bench in longer}

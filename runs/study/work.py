@@ -24,7 +24,9 @@ from transformers.utils import logging
 
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.builtin.documentation import documentation_text
+from otaro.calibrate.run import pack_calibrated
 from otaro.evaluate.machine import cpu_name
+from otaro.export.run import export
 from otaro.sefp.precision import Precision
 from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
 from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
@@ -57,6 +59,23 @@ class Places:
         """The folder of the mixture of experts."""
         return self.models / ("study-moe-small" if bench.data == "builtin" else "study-moe")
 
+    def calibrated(self, bench: Bench) -> Path:
+        """The folder of the bench's model as calibration made it."""
+        return self.models / f"study-calibrated-{bench.model}"
+
+    def checkpoint(self, bench: Bench) -> Path:
+        """The folder of the bench's model; of a mixture of experts its tokenizer's."""
+        return MODEL_DIR if bench.model in ("builtin", "moe") else self.models / bench.model
+
+    def texts(self, bench: Bench, scratch: Path) -> tuple[Path, Path]:
+        """What is tuned on and what is measured by."""
+        if bench.data == "wikitext":
+            return self.file("wikitext-2/valid.txt"), self.file("wikitext-2/test.txt")
+        tuning, measuring = scratch / "tuning.txt", scratch / "measuring.txt"
+        tuning.write_text(documentation_text("tuning")[: SMALL_TEXT if bench.data == "builtin" else None])
+        measuring.write_text(documentation_text("heldout"))
+        return tuning, measuring
+
     def file(self, name: str) -> Path:
         """A file of the data folder."""
         if self.data is None:
@@ -76,14 +95,14 @@ class Held:
 
     model: Any
     tokenizer: Any
-    start: list[torch.Tensor]
+    starts: dict[str, list[torch.Tensor]]
     compiled_divergence: Any = None
     benches: dict[str, Material] = field(default_factory=dict)
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def reset(self, start: str) -> None:
         """Back to the first weights."""
-        torch._foreach_copy_(list(self.model.parameters()), self.start)
+        torch._foreach_copy_(list(self.model.parameters()), self.starts[start])
 
 
 @dataclass
@@ -111,9 +130,9 @@ class Worker:
     def run(self, row: Row, lr: float) -> Result:
         """The row's line for the results."""
         bench = BENCHES[row.bench]
-        held, material = self._prepared(bench)
+        held, material = self._prepared(bench, row.start)
         started = time.perf_counter()
-        held.reset()
+        held.reset(row.start)
         line: Result = {"key": row.key, "bench": row.bench, "name": row.name, "seed": row.seed}
         line |= {"lr": lr if row.options else None, "settings": row.settings()}
         try:
@@ -246,25 +265,28 @@ class Worker:
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    def _prepared(self, bench: Bench) -> tuple[Held, Material]:
+    def _prepared(self, bench: Bench, start: str) -> tuple[Held, Material]:
         name = bench.model if bench.model != "moe" else str(self.places.moe(bench))
         if name not in self.held:
             self.held[name] = self._loaded(bench)
         held = self.held[name]
         if bench.name not in held.benches:
             held.benches[bench.name] = self._material(bench, held.tokenizer)
+        if start not in held.starts:
+            held.starts[start] = _weights(self._model(self.places.calibrated(bench)))
         return held, held.benches[bench.name]
 
     def _loaded(self, bench: Bench) -> Held:
-        own = bench.model in ("builtin", "moe")
-        directory = MODEL_DIR if own else self.places.models / bench.model
+        directory = self.places.checkpoint(bench)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         if bench.model == "moe":
-            model = moe.load(self.places.moe(bench), bench.data == "builtin")
+            model = moe.load(self.places.moe(bench), bench.data == "builtin").to(self.places.device)
         else:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        model = model.to(self.places.device)
-        return Held(model, tokenizer, [parameter.detach().clone() for parameter in model.parameters()])
+            model = self._model(directory)
+        return Held(model, tokenizer, {"plain": _weights(model)})
+
+    def _model(self, directory: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(self.places.device)
 
     def _material(self, bench: Bench, tokenizer: Any) -> Material:
         join, length = collate(padding_id(tokenizer)), bench.sequence_length
@@ -281,7 +303,7 @@ class Worker:
             training, heldout = split(rows, bench.held_out, 1)
         else:
             with tempfile.TemporaryDirectory() as scratch:
-                tuning, measuring = self._texts(bench, Path(scratch))
+                tuning, measuring = self.places.texts(bench, Path(scratch))
                 # The published rows were made before blocks began with the beginning-of-text token. Of the study's models
                 # stories15M alone has a tokenizer that writes one: with it, new rows would not compare with the old ones.
                 training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
@@ -292,14 +314,9 @@ class Worker:
         unseen, judged = (batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED))
         return Material(training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window), questions)
 
-    def _texts(self, bench: Bench, scratch: Path) -> tuple[Path, Path]:
-        """What is tuned on and what is measured by."""
-        if bench.data == "wikitext":
-            return self.places.file("wikitext-2/valid.txt"), self.places.file("wikitext-2/test.txt")
-        tuning, measuring = scratch / "tuning.txt", scratch / "measuring.txt"
-        tuning.write_text(documentation_text("tuning")[: SMALL_TEXT if bench.data == "builtin" else None])
-        measuring.write_text(documentation_text("heldout"))
-        return tuning, measuring
+
+def _weights(model: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:
@@ -374,18 +391,44 @@ def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) ->
         bench = BENCHES[job.bench]
         if chosen_rate(job, done) is None:
             return False
-        if bench.model == "moe" and not (places.moe(bench) / moe.WEIGHTS).is_file():
-            if not claims.take(f"make {places.moe(bench).name}"):
-                return False
-            small = bench.data == "builtin"
-            text = None if small else places.file("alpaca/alpaca_5000.json")
-            try:
-                loss = moe.make(places.moe(bench), text, places.device, small=small)
-            except Exception as error:  # as with rows: what needs it stays missing
-                print(f"{places.moe(bench).name}: FAILED: {type(error).__name__}: {error}", flush=True)
-                return False
-            print(f"trained {places.moe(bench).name}, loss {loss:.2f}", flush=True)
+        if bench.model == "moe" and not _made(places.moe(bench) / moe.WEIGHTS, claims, partial(_train_moe, bench, places)):
+            return False
+        if job.start == "calibrated" and not _made(places.calibrated(bench), claims, partial(calibrate, bench, places)):
+            return False
     return claims.take(job.key)
+
+
+def _made(path: Path, claims: Claims, make: Callable[[], str]) -> bool:
+    """Whether what rows start from is there; the first to ask makes it."""
+    if path.exists():
+        return True
+    if not claims.take(f"make {path.parent.name} {path.name}"):
+        return False
+    try:
+        print(make(), flush=True)
+    except Exception as error:  # as with rows: what needs it stays missing
+        print(f"{path}: FAILED: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def _train_moe(bench: Bench, places: Places) -> str:
+    small = bench.data == "builtin"
+    text = None if small else places.file("alpaca/alpaca_5000.json")
+    loss = moe.make(places.moe(bench), text, places.device, small=small)
+    return f"trained {places.moe(bench).name}, loss {loss:.2f}"
+
+
+def calibrate(bench: Bench, places: Places) -> str:
+    """`otaro pack --calibrate` on the text that is tuned on, and `otaro export --to hf` of its E5M8."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tuning, _ = places.texts(bench, Path(scratch))
+        content = tuning.read_text()
+        content = content[: round((1 - 2 * HELD_OUT) * len(content))]  # of tokens as many are held out, give or take
+        packed = Path(scratch) / "packed"
+        made = pack_calibrated(places.checkpoint(bench), packed, content, device=places.device)
+        export(packed, places.calibrated(bench), precision=NAMES[0], to="hf")
+    return f"calibrated {places.calibrated(bench).name} on {made.tokens} tokens"
 
 
 def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:

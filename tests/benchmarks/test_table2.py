@@ -159,12 +159,12 @@ def test_quantizing(modules, pretended, monkeypatch, capsys):
     monkeypatch.setattr(pretended, "alternate", lambda contenders, rounds: {name: [1e-9] for name in contenders})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     bench, *_ = modules
-    results = {"quantize": pretended.quantize(pretended.Settings(1, 4e12, variants=True))}
+    results = {"quantize": pretended.quantize(pretended.Settings(1, 4e12))}
     assert not list(bench.wrong(results))
     bars = list(bench.judged(results))
     assert len(bars) == 2
     assert all(bar.holds for bar in bars)
-    assert "tile 8192" in capsys.readouterr().out
+    assert "tile 4096, 8 warps" in capsys.readouterr().out
 
 
 def test_transformers_decodes_after_its_context(modules, pretended, monkeypatch):

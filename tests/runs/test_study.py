@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import otaro
 from otaro.builtin import MODEL_DIR
+from otaro.calibrate.run import pack_calibrated
 from otaro.evaluate.harness import evaluate_tasks
 from otaro.sefp.precision import PRECISIONS
 from otaro.tokens import begins_with_bos
 from otaro.tune.config import Options
+from otaro.tune.data import load_data, split
 from otaro.tune.fake_quant import quantize
 from runs import boundaries, convert_llama2c
 from runs.study import parts, plan, report, work, zeroshot
@@ -320,6 +322,33 @@ def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_p
     assert (lines[1]["last"], lines[1]["average"], lines[1]["kept"]) == (1.0, 0.0, "average")
 
 
+def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(monkeypatch, tmp_path):
+    texts = []
+
+    def pack(model, out, content, *, device):
+        texts.append(content)
+        return pack_calibrated(model, out, content, samples=2, device=device)
+
+    monkeypatch.setattr(work, "pack_calibrated", pack)
+    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], test_tokens=256))
+    where, claims = places(tmp_path), work.Claims(tmp_path / "claims")
+    claims.folder.mkdir()
+    plain = plan.Row("small", "none", None, measured=("full", "E5M8"))
+    calibrated = replace(plain, name="none, calibrated", start="calibrated")
+    assert work._ready(calibrated, {}, where, claims)  # whoever asks first makes them
+    assert work._ready(replace(calibrated, seed=1), {}, where, claims)
+    worker = work.Worker(where)
+    before, after, again = (worker.run(row, 0.0)["perplexity"] for row in (plain, calibrated, plain))
+    assert before == again
+    assert after["full"] not in before.values()
+    tuning, _ = where.texts(plan.BENCHES["small"], tmp_path)
+    heldout = split(load_data(tuning, worker.held["builtin"].tokenizer, 64), work.HELD_OUT, 0)[1]
+    (content,) = texts
+    end = worker.held["builtin"].tokenizer.decode(heldout[0]["input_ids"])
+    assert tuning.read_text().startswith(content)
+    assert end not in content
+
+
 def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
     where = places(tmp_path)
     for version, value in ((1, 5.0), (2, 4.0)):
@@ -481,6 +510,17 @@ def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path
     shown = report.equal_compute(Results(where.results), plan.BENCHES["SmolLM2-135M"])
     assert "| `best, equal compute` against `fixed:`, 6 models |  |  |  |  |  | **+5.00 ± 21.21%** |" in shown
     assert "| `fixed:`, 6 models, a sixth against `best` |  |  |  |  |  | **+50.00%** |" in shown
+
+
+def test_what_calibrated_weights_are_worth_as_a_start_is_told_at_the_seeds_that_both_have(tmp_path):
+    where = places(tmp_path)
+    made = [("none", 0, 20.0), ("none, calibrated", 0, 15.0), ("best", 0, 10.0), ("best", 1, 12.0)]
+    for name, seed, value in [*made, ("best, calibrated start", 1, 11.4)]:
+        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed, "lr": 1.5e-4}
+        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
+    shown = report.calibrated(Results(where.results), plan.BENCHES["stories15M"])
+    assert "| before, calibrated, test |  |  |  |  |  | -25.00% |" in shown
+    assert "| `best, calibrated start`, held-out |  |  |  |  |  | -5.00% |" in shown
 
 
 def test_prose_outside_the_marks_stays():

@@ -21,6 +21,7 @@ Rows are independent of each other, and columns go by falling H_jj: those that m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 
 import torch
@@ -68,32 +69,66 @@ def compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, err
 @torch.inference_mode()  # which a thread has to ask for itself
 def _compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, errors: Errors) -> torch.Tensor:
     """Columns come first in here, then precisions, then rows: what is done at a time lies together."""
-    (rows, columns), levels = weight.shape, len(LEVELS)
-    steps = scales.T.contiguous() / 2**FINEST
-    inverses = torch.where(steps == 0, 0.0, 1 / steps)
-    groups = (errors.order // group_size).tolist()
+    (rows, columns), levels, device = weight.shape, len(LEVELS), weight.device
+    steps = (scales.T / 2**FINEST)[errors.order // group_size]
     targets = weight.T[errors.order].unsqueeze(1).repeat(1, levels, 1)
-    codes = torch.empty(columns, rows, dtype=torch.int16, device=weight.device)
-    missed = torch.empty(_BLOCK, levels, rows, device=weight.device)
-    choice = _Choice(weight.device)
+    codes = torch.empty(columns, rows, dtype=torch.int16, device=device)
+    missed = torch.empty(_BLOCK, levels, rows, device=device)
+    block = _Block(device)
+    choose = block.captured(levels, rows) if device.type == "cuda" and columns >= 2 * _BLOCK else block
     for first in range(0, columns, _BLOCK):
         last = min(first + _BLOCK, columns)
-        for at in range(last - first):
-            column = first + at
-            target = targets[column]
-            if at:
-                moved = missed[:at].view(at, -1).T.mv(errors.moves[first:column, column])
-                target = target - moved.view(levels, rows)
-            group = groups[column]
-            chosen = choice(target * inverses[group])
-            codes[column] = chosen
-            torch.sub(target, choice.values(chosen).mul_(steps[group]), out=missed[at])
+        parts = targets[first:last], steps[first:last], errors.moves[first:last, first:last]
+        (choose if last - first == _BLOCK else block)(*parts, codes[first:last], missed[: last - first])
         if last < columns:
-            error = missed[: last - first].view(last - first, -1)
+            error = missed.view(_BLOCK, -1)
             targets[last:].view(columns - last, -1).addmm_(errors.moves[first:last, last:].T, error, alpha=-1)
     placed = torch.empty_like(codes)
     placed[errors.order] = codes
     return placed.T
+
+
+class _Block:
+    """Some columns, one after the other: each is moved by what those before it missed, and gets its codes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._choice = _Choice(device)
+
+    def __call__(
+        self, targets: torch.Tensor, steps: torch.Tensor, moves: torch.Tensor, codes: torch.Tensor, missed: torch.Tensor
+    ) -> None:
+        """Writes `codes` [columns, rows] and, for what comes after them, `missed` [columns, precisions, rows]."""
+        inverses = torch.where(steps == 0, 0.0, 1 / steps)
+        for at, target in enumerate(targets):
+            if at:
+                target = target - missed[:at].view(at, -1).T.mv(moves[:at, at]).view_as(target)
+            chosen = self._choice(target * inverses[at])
+            codes[at] = chosen
+            torch.sub(target, self._choice.values(chosen).mul_(steps[at]), out=missed[at])
+
+    def captured(self, levels: int, rows: int) -> Callable[..., None]:
+        """The same for whole blocks as one CUDA graph: a column is some ninety launches, and each waits for Python."""
+        shapes = (_BLOCK, levels, rows), (_BLOCK, rows), (_BLOCK, _BLOCK), (_BLOCK, rows), (_BLOCK, levels, rows)
+        types = torch.float32, torch.float32, torch.float32, torch.int16, torch.float32
+        own = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in zip(shapes, types, strict=True)]
+        stream = torch.cuda.Stream(self._device)  # libraries make their workspaces outside of captures
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self(*own)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self(*own)
+
+        def replay(*parts: torch.Tensor) -> None:
+            for mine, given in zip(own[:3], parts, strict=False):
+                mine.copy_(given)
+            graph.replay()
+            for mine, given in zip(own[3:], parts[3:], strict=True):
+                given.copy_(mine)
+
+        return replay
 
 
 class _Choice:

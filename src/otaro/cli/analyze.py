@@ -285,7 +285,7 @@ def _show_weights(result: dict[str, Any]) -> None:
 
 
 def _show_path(result: dict[str, Any]) -> None:
-    from otaro.evaluate.quality import FULL
+    from otaro.evaluate.records import FULL
     from otaro.evaluate.run_folder import FULL_PASS
 
     sequence, applied, steps = result["sequence"], result["applied"], result["steps"]

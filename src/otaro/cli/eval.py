@@ -159,7 +159,8 @@ def open_text(source: str) -> Text:
 
 
 def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    from otaro.evaluate.quality import FULL, task_averages
+    from otaro.evaluate.quality import task_averages
+    from otaro.evaluate.records import FULL
 
     subject = evaluation.subject
     return {

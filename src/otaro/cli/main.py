@@ -93,8 +93,8 @@ def wait_asleep() -> None:
     """Have OpenMP's threads wait for each other asleep; libraries read this when torch is first imported.
 
     Of themselves they spin. Where another process has a core, the thread that all wait for is not running, and they spin
-    its time away: a `pack` of 2 s was seen to take 52 (it has threads of its own since). benchmarks/bench_busy.py measures
-    it. Whoever has set one of these variables has chosen.
+    its time away: a `pack` of 2 s was seen to take 52 (it has threads of its own since); more in
+    benchmarks/results/epyc-2cores-busy.txt. Whoever has set one of these variables has chosen.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -108,7 +108,8 @@ def _cells(group: dict[str, Entry], write: Callable[[Entry], str]) -> dict[str, 
 
 def _apart(entries: list[Entry], device: str | None, coding: Coding | None) -> str:
     """The lines of a heading that name device and coding, where there is more than one."""
-    from otaro.evaluate.quality import FULL, coding_of
+    from otaro.evaluate.quality import coding_of
+    from otaro.evaluate.records import FULL
 
     devices = {entry.get("device") for entry in entries}
     codings = {coding_of(entry) for entry in entries if entry["precision"] != FULL}
@@ -128,7 +129,7 @@ def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
 
 
 def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
-    from otaro.evaluate.quality import FULL
+    from otaro.evaluate.records import FULL
 
     for group in _grouped(entries, "perplexity"):
         best, first = next(iter(group.items()))
@@ -149,7 +150,8 @@ def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
     """What keys and values were kept in downwards; the precisions of the weights across, each with what packing costs."""
     from rich.table import Table
 
-    from otaro.evaluate.quality import PRECISION_NAMES, identity
+    from otaro.evaluate.quality import identity
+    from otaro.evaluate.records import PRECISION_NAMES
 
     tables: dict[tuple[Any, ...], dict[str, dict[str, dict[str, Entry]]]] = {}
     for entry in entries:

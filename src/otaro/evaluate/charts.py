@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal
 
 from otaro.errors import OtaroError, install
-from otaro.evaluate.quality import FULL
+from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS
 
@@ -71,6 +71,21 @@ def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
     return drawn.replace(">", f"><style>{rules[theme] if theme else both}</style>", 1) + "\n"
 
 
+def of_rows(rows: Iterable[Row], title: str = "", width: int | None = None) -> Any:
+    """A chart of data from files; with a width, a panel of a figure in a file."""
+    chart = altair().Chart(altair().Data(values=list(rows)))
+    return chart if width is None else chart.properties(width=width, height=240, **({"title": title} if title else {}))
+
+
+def _tips(*fields: str | tuple[str, str | None, str | None]) -> list[Any]:
+    """What hovering shows: fields, or fields with a title and the form of a number."""
+    alt, found = altair(), []
+    for field, title, form in ((one, None, None) if isinstance(one, str) else one for one in fields):
+        told = {"title": title, "format": form}
+        found.append(alt.Tooltip(field, **{name: value for name, value in told.items() if value}))
+    return found
+
+
 def shown(precision: str) -> str:
     """A precision as people read it."""
     return "full" if precision == FULL else precision
@@ -108,16 +123,12 @@ def by_precision(
     shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=colour["legend"])
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
     dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)
-    tooltip = [
-        alt.Tooltip("run:N"),
-        alt.Tooltip("name:N", title="precision"),
-        alt.Tooltip("value:Q", title=title, format=",.4~g"),
-    ]
+    tooltip = _tips("run:N", ("name:N", "precision", None), ("value:Q", title, ",.4~g"))
     if dashed:
-        tooltip.append(alt.Tooltip("stage:N", title="tuning"))
+        tooltip += _tips(("stage:N", "tuning", None))
     if any("error" in row for row in data):
-        tooltip.append(alt.Tooltip("error:Q", title="standard error", format=".2~g"))
-    base = alt.Chart(alt.Data(values=data)).encode(x=x, y=y, color=colour, detail="stage:N")
+        tooltip += _tips(("error:Q", "standard error", ".2~g"))
+    base = of_rows(data).encode(x=x, y=y, color=colour, detail="stage:N")
     layers = [
         base.transform_filter("!datum.full").mark_line(strokeWidth=2.5).encode(strokeDash=dash).properties(name="lines"),
         base.mark_point(filled=True, size=70, opacity=1).encode(shape=shape, tooltip=tooltip).properties(name="points"),
@@ -134,10 +145,10 @@ def sizes(rows: Sequence[Row]) -> Spec:
     """Bytes at each precision beside 16-bit weights; `rows` have name, megabytes and text."""
     alt = altair()
     order = [row["name"] for row in rows]
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
+    base = of_rows(rows).encode(
         y=alt.Y("name:N", sort=order, title=None, axis=alt.Axis(domain=False, labelPadding=8)),
         x=alt.X("megabytes:Q", title="megabytes", axis=alt.Axis(grid=True)),
-        tooltip=[alt.Tooltip("name:N", title="precision"), alt.Tooltip("text:N", title="size")],
+        tooltip=_tips(("name:N", "precision", None), ("text:N", "size", None)),
     )
     bars = base.mark_bar(cornerRadiusEnd=2, height=18).properties(name="bars")
     bars = bars.encode(color=alt.Color("name:N", scale=_precision_scale(alt, "FP16"), legend=None))
@@ -157,16 +168,11 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     first = next((row["run"] for row in data), None)
     named = [highest[row["precision"], row["megabytes"]] for row in data if row["run"] == first]
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
-    base = alt.Chart(alt.Data(values=labelled)).encode(
+    base = of_rows(labelled).encode(
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
         y=alt.Y("value:Q", title="perplexity", scale=scale),
         color=_run_colour(alt, runs, {row["run"] for row in data}),
-        tooltip=[
-            alt.Tooltip("run:N"),
-            alt.Tooltip("precision:N"),
-            alt.Tooltip("megabytes:Q", title="MB", format=",.4~g"),
-            alt.Tooltip("value:Q", title="perplexity", format=",.4~g"),
-        ],
+        tooltip=_tips("run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")),
     )
     lines = base.mark_line(strokeWidth=2.5).properties(name="lines")
     points = base.mark_point(filled=True, size=70, opacity=1).properties(name="points")
@@ -179,15 +185,11 @@ def by_size(rows: Sequence[Row]) -> Spec:
     alt = altair()
     kinds = alt.Scale(domain=["fit", "one precision"], range=["var(--run-1)", "var(--before)"])
     legend = alt.Legend(title=None, orient="top")
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
+    base = of_rows(rows).encode(
         x=alt.X("bits:Q", title=BITS, scale=alt.Scale(zero=False)),
         y=alt.Y("value:Q", title="divergence (nats)", scale=alt.Scale(zero=True)),
         color=alt.Color("kind:N", scale=kinds, legend=legend),
-        tooltip=[
-            alt.Tooltip("name:N", title="precision"),
-            alt.Tooltip("bits:Q", title=BITS, format=".3f"),
-            alt.Tooltip("value:Q", title="divergence", format=".4f"),
-        ],
+        tooltip=_tips(("name:N", "precision", None), ("bits:Q", BITS, ".3f"), ("value:Q", "divergence", ".4f")),
     )
     lines = base.mark_line(strokeWidth=2).properties(name="lines")
     return _finish(alt.layer(lines, base.mark_point(filled=True, size=70, opacity=1).properties(name="points")), 240)
@@ -214,9 +216,9 @@ def training(log: Sequence[Step]) -> Spec:
         "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
         "color": precision_colour(alt, {row["precision"] for row in points}),
     }
-    tooltip = [alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("loss:Q", format=".4f")]
-    steps = alt.Chart(alt.Data(values=points)).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
-    lines = alt.Chart(alt.Data(values=means)).mark_line(strokeWidth=2).encode(**encoding)
+    tooltip = _tips("step:Q", "precision:N", ("loss:Q", None, ".4f"))
+    steps = of_rows(points).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
+    lines = of_rows(means).mark_line(strokeWidth=2).encode(**encoding)
     return _finish(alt.layer(lines.properties(name="lines"), steps.properties(name="points")), 240)
 
 
@@ -235,20 +237,15 @@ def path(log: Sequence[Step]) -> Spec:
         for (number, name), (count, held) in counts.items()
     ]  # fmt: skip
     present = {row["precision"] for row in rows}
-    tooltip = [
-        alt.Tooltip("steps:N", title="step"),
-        alt.Tooltip("precision:N"),
-        alt.Tooltip("count:Q", title="steps at it"),
-        alt.Tooltip("held:Q", title="of these held back"),
-    ]
+    counts_told = (("count:Q", "steps at it", None), ("held:Q", "of these held back", None))
     order = [shown(name) for name in NAMES if shown(name) in present]
-    chart = alt.Chart(alt.Data(values=rows)).mark_rect(stroke=None).encode(
+    chart = of_rows(rows).mark_rect(stroke=None).encode(
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis(alt)),
         x2="to:Q",
         y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
         color=precision_colour(alt, present, legend=False),
         opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
-        tooltip=tooltip,
+        tooltip=_tips(("steps:N", "step", None), "precision:N", *counts_told),
     )  # fmt: skip
     return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
 
@@ -262,11 +259,11 @@ def scores(log: Sequence[Step]) -> Spec:
         for step in thinned
         for name, score in step.scores.items()
     ]  # fmt: skip
-    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5).encode(
+    chart = of_rows(rows).mark_line(strokeWidth=1.5).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
         y=alt.Y("score:Q", title="score", scale=alt.Scale(zero=False)),
         color=precision_colour(alt, {row["precision"] for row in rows}),
-        tooltip=[alt.Tooltip("step:Q"), alt.Tooltip("precision:N"), alt.Tooltip("score:Q", format=".3f")],
+        tooltip=_tips("step:Q", "precision:N", ("score:Q", None, ".3f")),
     )  # fmt: skip
     return _finish(chart.properties(name="lines"), 200)
 
@@ -282,17 +279,21 @@ def similarity(names: Sequence[str], matrix: Sequence[Sequence[float | None]]) -
     ]
     order = [shown(name) for name in names]
     low = low_end(row["similarity"] for row in rows)
-    base = alt.Chart(alt.Data(values=rows)).encode(
+    base = of_rows(rows).encode(
         x=alt.X("one:N", sort=order, title=None, axis=alt.Axis(orient="top", labelAngle=0, domain=False)),
         y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
-        tooltip=[alt.Tooltip("one:N"), alt.Tooltip("other:N"), alt.Tooltip("similarity:Q", format=".4f")],
+        tooltip=_tips("one:N", "other:N", ("similarity:Q", None, ".4f")),
     )
-    cells = base.mark_rect().encode(color=similarity_colour(alt, low, legend=False)).properties(name="cells")
-    dark_cell = f"datum.similarity < {(low + 1) / 2}"
-    numbers = base.mark_text(fontSize=12).encode(
-        text=alt.Text("similarity:Q", format=".2f"), color=alt.condition(dark_cell, alt.value("#fff"), alt.value("#111"))
-    )
-    return _finish(alt.layer(cells, numbers), 44 * len(order))
+    cells, numbers = with_numbers(base, low, "similarity", legend=False, size=12)
+    return _finish(alt.layer(cells.properties(name="cells"), numbers), 44 * len(order))
+
+
+def with_numbers(base: Any, low: float, field: str = "value", *, legend: bool = True, size: int = 10) -> tuple[Any, Any]:
+    """The cells of a heat map of cosines above `low`, and the number in each."""
+    alt = altair()
+    ink = alt.condition(f"datum.{field} < {(low + 1) / 2}", alt.value("#fff"), alt.value("#111"))
+    numbers = base.mark_text(fontSize=size).encode(text=alt.Text(f"{field}:Q", format=".2f"), color=ink)
+    return base.mark_rect().encode(color=_similarity_colour(alt, low, field, legend=legend)), numbers
 
 
 def similarity_by_module(gradients: dict[str, Any]) -> Spec:
@@ -311,11 +312,11 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     widest = f"{names[0]} and {names[-1]}"
     choice = alt.binding_select(options=[f"{names[i]} and {names[j]}" for i, j in pairs], name="Gradients at ")
     pair = alt.param(name="pair", value=widest, bind=choice)
-    chart = alt.Chart(alt.Data(values=rows)).transform_filter("datum.pair === pair").mark_rect().encode(
+    chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect().encode(
         x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
         y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
-        color=similarity_colour(alt, low_end(row["similarity"] for row in rows), legend=True),
-        tooltip=[alt.Tooltip("module:N"), alt.Tooltip("pair:N"), alt.Tooltip("similarity:Q", format=".4f")],
+        color=_similarity_colour(alt, low_end(row["similarity"] for row in rows), legend=True),
+        tooltip=_tips("module:N", "pair:N", ("similarity:Q", None, ".4f")),
     )  # fmt: skip
     height = 24 * len({row["projection"] for row in rows}) + 20
     return _finish(chart.add_params(pair).properties(name="cells"), height)
@@ -330,11 +331,11 @@ def norm_error(gradients: dict[str, Any]) -> Spec:
         for number, error in enumerate(errors, 1)
         if math.isfinite(error)
     ]
-    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
+    chart = of_rows(rows).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
         x=alt.X("batch:Q", title="batch", axis=_step_axis(alt)),
         y=alt.Y("error:Q", title="relative error of the gradient norm"),
         color=precision_colour(alt, {row["precision"] for row in rows}),
-        tooltip=[alt.Tooltip("precision:N"), alt.Tooltip("batch:Q"), alt.Tooltip("error:Q", format=".4f")],
+        tooltip=_tips("precision:N", "batch:Q", ("error:Q", None, ".4f")),
     )  # fmt: skip
     return _finish(chart.properties(name="lines"), 240)
 
@@ -348,12 +349,11 @@ def noise(gradients: dict[str, Any]) -> Spec:
         for n, ratio, expected in zip(figures["n"], figures["ratio"], figures["one_over_sqrt_n"], strict=True)
         if n > 0 and ratio > 0 and expected > 0 and math.isfinite(ratio)
     ]
-    base = alt.Chart(alt.Data(values=rows)).encode(
+    base = of_rows(rows).encode(
         x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
     )
     colour = precision_colour(alt, {row["precision"] for row in rows})
-    tooltip = [alt.Tooltip("precision:N"), alt.Tooltip("n:Q", title="N"), alt.Tooltip("ratio:Q", format=".4f"),
-               alt.Tooltip("expected:Q", title="as 1/√N", format=".4f")]  # fmt: skip
+    tooltip = _tips("precision:N", ("n:Q", "N", None), ("ratio:Q", None, ".4f"), ("expected:Q", "as 1/√N", ".4f"))
     y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
     base = base.encode(color=colour)
     lines = base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, tooltip=tooltip).properties(name="lines")
@@ -416,7 +416,6 @@ def precision_colour(alt: Any, present: set[str], *, legend: bool = True, channe
     return getattr(alt, channel)("precision:N", scale=_precision_scale(alt), legend=shown_legend)
 
 
-def similarity_colour(alt: Any, low: float, field: str = "similarity", *, legend: bool = True) -> Any:
-    """Of a cosine between `low` and 1."""
+def _similarity_colour(alt: Any, low: float, field: str = "similarity", *, legend: bool = True) -> Any:
     bar = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f") if legend else None
     return alt.Color(f"{field}:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from otaro.evaluate.charts import shown
-from otaro.evaluate.quality import FULL, coding_of, comparable_tasks, task_averages
+from otaro.evaluate.quality import coding_of, comparable_tasks, task_averages
+from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, Run
 
 Entry = Mapping[str, Any]

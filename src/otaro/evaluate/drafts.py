@@ -10,9 +10,10 @@ The acceptance at a position is the share of the drafts long enough to have a to
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from otaro.errors import OtaroError
 from otaro.evaluate.machine import processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import threads_for_a_while
+from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
-from otaro.kernels import ops
 from otaro.runtime.architectures import positions_of
 from otaro.runtime.draft import Draft
 from otaro.runtime.load import load, load_tokenizer
@@ -34,7 +35,6 @@ from otaro.sefp.precision import Precision
 
 PLAIN = "none"
 _AGAIN = "\n\nThe same text again:\n\n"
-_PAUSE = 0.02  # seconds between turns, as in `speed`
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,16 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class Drafts(Measured):
     """Everything `otaro bench --draft` shows."""
 
-    model: str
-    device: str
-    machine: str
-    threads: int
-    kernels: str
-    kernels_reason: str
     precision: str
     settings: Settings
     rows: list[Drafted]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        settings = {**asdict(self.settings), "kv": self.settings.kv and str(self.settings.kv)}
-        rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
-        return {**asdict(self), "settings": settings, "rows": rows}
+        return {**super().to_dict(), "rows": [{**asdict(row), "verdict": row.verdict} for row in self.rows]}
 
 
 def bench(
@@ -114,7 +106,6 @@ def bench(
     judge = nested.finest if precision is None else known(nested, precision)
     nested.require(finest_of(judge))
     with threads_for_a_while(settings.threads) as threads:
-        kernels, reason = ops.backend(place.device)
         model, tokenizer = load(nested.path, judge, device=place.device), load_tokenizer(nested.path)
         texts = _texts(tokenizer, text, settings)
         needed = max(len(ids) for some in texts.values() for ids in some) + settings.tokens
@@ -122,12 +113,7 @@ def bench(
             raise OtaroError(f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}")
         found = _take_turns(model, judge, wanted, texts, settings, progress)
     return Drafts(
-        model=str(nested.path),
-        device=place.kind,
-        machine=place.name,
-        threads=threads,
-        kernels=kernels,
-        kernels_reason=reason,
+        **about(nested, place, threads),
         precision=str(judge),
         settings=settings,
         rows=[_row(kind, draft, found[kind]) for draft in wanted for kind in texts],
@@ -151,8 +137,8 @@ def _texts(tokenizer: Any, text: str, settings: Settings) -> dict[str, list[list
     return {"prose": prose, "copy": copy}
 
 
-Found = dict[str, list[tuple[float, Generation]]]
-"""By draft: seconds and report of every text."""
+Found = dict[str, list[Generation]]
+"""By draft: the report of the shortest turn of every text."""
 
 
 def _take_turns(
@@ -163,28 +149,24 @@ def _take_turns(
     settings: Settings,
     progress: Progress,
 ) -> dict[str, Found]:
-    total, done = (1 + settings.rounds) * (1 + len(drafts)) * sum(map(len, texts.values())), 0
+    contenders: dict[str, Draft | None] = {PLAIN: None, **{str(draft): draft for draft in drafts}}
+    total, done = (1 + settings.rounds) * len(contenders) * sum(map(len, texts.values())), count()
     found: dict[str, Found] = {}
     for kind, prompts in texts.items():
-        best: Found = {str(draft): [] for draft in [PLAIN, *drafts]}
-        for number, ids in enumerate(prompts):
-            said: list[int] = []
-            for turn in range(1 + settings.rounds):
-                for draft in (None, *drafts):
-                    progress(f"{kind}, draft {draft or PLAIN}", done, total)
-                    time.sleep(_PAUSE)
-                    tokens, report = _continued(model, ids, judge, draft, settings)
-                    said = said or tokens
-                    if tokens != said:
-                        raise OtaroError(f"--draft {draft}: {judge} alone says something else; this must not be: tell us")
-                    mine = best[str(draft or PLAIN)]
-                    if turn == 0:
-                        mine.append((float("inf"), report))
-                    elif report.decode_seconds < mine[number][0]:
-                        mine[number] = (report.decode_seconds, report)
-                    done += 1
+        best: Found = {name: [] for name in contenders}
+
+        def say(name: str, kind: str = kind) -> None:
+            progress(f"{kind}, draft {name}", next(done), total)
+
+        for ids in prompts:
+            turns = {name: partial(_continued, model, ids, judge, draft, settings) for name, draft in contenders.items()}
+            timed = in_turns(turns, settings.rounds, say)
+            for name, made in timed.items():
+                if any(tokens != timed[PLAIN][0][0] for tokens, _ in made):
+                    raise OtaroError(f"--draft {name}: {judge} alone says something else; this must not be: tell us")
+                best[name].append(min((report for _, report in made), key=lambda report: report.decode_seconds))
         found[kind] = best
-    progress("", done, total)
+    progress("", total, total)
     return found
 
 
@@ -209,9 +191,9 @@ def _continued(
 
 def _row(kind: str, draft: Draft, found: Found) -> Drafted:
     def rate(name: str) -> float:
-        return sum(report.new_tokens - 1 for _, report in found[name]) / sum(seconds for seconds, _ in found[name])
+        return sum(one.new_tokens - 1 for one in found[name]) / sum(one.decode_seconds for one in found[name])
 
-    reports = [report for _, report in found[str(draft)]]
+    reports = found[str(draft)]
     longest = max(len(report.drafted) for report in reports)
     drafted, right = ([sum(sum(one[at : at + 1]) for one in some) for at in range(longest)]
                       for some in ([one.drafted for one in reports], [one.accepted for one in reports]))  # fmt: skip

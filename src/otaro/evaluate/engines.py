@@ -7,7 +7,6 @@ for all others. `plain_model` makes an ordinary model of the decoded weights, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -163,17 +162,6 @@ class Forward(OurEngine):
         """Of keys and values, once something was read."""
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)
         return float(held / self._cache.get_seq_length())
-
-
-def plain_weights(model: Any, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a nested model at its finest, by their names in an ordinary checkpoint; tied ones once."""
-    attached = attachment(model)
-    finest = attached.nested.finest
-    for name, tensor in model.state_dict().items():
-        yield name, tensor.to(dtype)
-    for packed in dict.fromkeys(module.packed for module in attached.modules.values()):
-        packed.reach(finest.mantissa_bits)
-        yield packed.name, packed.decode(finest.mantissa_bits, dtype).reshape(packed.shape)
 
 
 def plain_model(model: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -39,7 +39,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL
+from otaro.evaluate.records import FULL
 from otaro.evaluate.weights import place
 from otaro.packable import Kind, packable
 from otaro.sefp.codec import Reconstruction, encode

@@ -11,25 +11,24 @@ for, which decodes as many sequences in one batch.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_path, library, write_gguf
+from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
+from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB
 from otaro.file.fits import Fit
 from otaro.file.hub import Hub
-from otaro.kernels import ops
 from otaro.runtime.architectures import packed_modules
 from otaro.runtime.load import load
 from otaro.runtime.precision import attachment, chosen_bits
@@ -39,7 +38,6 @@ from otaro.sefp.precision import Precision
 
 ALONE = "decoder alone"
 MIXED = "mixed"
-_PAUSE = 0.02  # seconds between turns, as in `speed`
 
 
 @dataclass(frozen=True)
@@ -58,23 +56,13 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(Measured):
     """Everything `otaro bench --parallel` shows."""
 
-    model: str
-    device: str
-    machine: str
-    threads: int
-    kernels: str
-    kernels_reason: str
     settings: Settings
     cache_bytes: int
     """Of keys and values of all sequences, at the end."""
     rows: list[Together]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "settings": self.settings.to_dict()}
 
 
 Turn = Callable[[], tuple[float, int]]
@@ -106,7 +94,6 @@ def bench(
     nested, chosen = open_at(directory, precisions, hub)
     with ExitStack() as stack:
         threads = stack.enter_context(threads_for_a_while(settings.threads))
-        kernels, reason = ops.backend(place.device)
         model = load(nested.path, chosen[-1], device=place.device)
         scheduler = Scheduler(model, max_sequences=max(counts), kv=settings.kv)
         if (wanted := settings.context + settings.tokens) > scheduler.context:
@@ -119,9 +106,7 @@ def bench(
             for count in counts:
                 turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], settings.tokens)
             if with_llama and (kind := KINDS.get(str(precision))) is not None:
-                path = gguf_path(model, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
-                if not path.is_file():
-                    write_gguf(model, kind, path)
+                path = gguf_file(nested, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
                 positions = settings.context + settings.tokens + 1
                 theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
                 stack.callback(theirs.close)
@@ -131,37 +116,20 @@ def bench(
             for count in counts:
                 if count > 1:
                     turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
-        seconds = _take_turns(turns, settings.rounds, progress)
+        total, done = (1 + settings.rounds) * len(turns), itertools.count()
+        timed = in_turns(turns, settings.rounds, lambda key: progress(f"{key[0]}, {key[1]} at once", next(done), total))
+        progress("", total, total)
+        seconds = {key: [taken / tokens for taken, tokens in rounds] for key, rounds in timed.items()}
         return Parallel(
-            model=str(nested.path),
-            device=place.kind,
-            machine=place.name,
-            threads=threads,
-            kernels=kernels,
-            kernels_reason=reason,
+            **about(nested, place, threads),
             settings=settings,
             cache_bytes=scheduler.cache_bytes,
             rows=[_row(what, count, seconds) for what, count in turns],
         )
 
 
-def _take_turns(turns: dict[tuple[str, int], Turn], rounds: int, progress: Progress) -> dict[tuple[str, int], list[float]]:
-    """Seconds per token of all of a contender's sequences together, round by round."""
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in turns}
-    total, done = (1 + rounds) * len(turns), 0
-    for number in range(1 + rounds):
-        for (what, count), turn in turns.items():
-            progress(f"{what}, {count} at once", done, total)
-            time.sleep(_PAUSE)
-            taken, tokens = turn()
-            if number:
-                seconds[what, count].append(taken / tokens)
-            done += 1
-            progress(f"{what}, {count} at once", done, total)
-    return seconds
-
-
 def _row(what: str, count: int, seconds: dict[tuple[str, int], list[float]]) -> Together:
+    """`seconds` are those of a token of all sequences together, round by round."""
     mine = seconds[what, count]
     total, one = 1 / median(mine), seconds.get((what, 1))
     gain = None if one is None else median(alone / together for alone, together in zip(one, mine, strict=True))
@@ -176,7 +144,7 @@ def _prompts(vocabulary: int, count: int, length: int) -> list[list[int]]:
 def _ours(
     place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision | Fit], tokens: int
 ) -> Turn:
-    pairs = list(zip(prompts, islice(cycle(precisions), len(prompts)), strict=True))
+    pairs = list(zip(prompts, itertools.islice(itertools.cycle(precisions), len(prompts)), strict=True))
 
     def submitted(count: int) -> list[Any]:
         return [

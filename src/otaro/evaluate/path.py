@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError, PrecisionError
-from otaro.evaluate.quality import FULL
+from otaro.errors import OtaroError
+from otaro.evaluate import records
 from otaro.evaluate.run_folder import has_full_pass, read_tuning, recipe_of
-from otaro.sefp.precision import Precision
 
 MOST_POINTS = 500  # of counts and scores over time; more cannot be told apart in a figure
 
@@ -24,24 +22,24 @@ def analyze_path(run: Path) -> dict[str, Any]:
     probability for random draws, nothing where there was no choice. `recipe` and `full_pass`, whether every step has a pass in
     full precision besides, are those of config.json; None without it.
     """
-    records = read_log(run / "log.jsonl")
+    steps = read_log(run / "log.jsonl")
     tuning = read_tuning(run / "config.json") if (run / "config.json").is_file() else None
-    sequence = [record["precision"] for record in records]
-    scored = {name for record in records for name in record["scores"]}
-    precisions = sorted({*sequence, *scored}, key=_bits, reverse=True)
-    points = min(len(records), MOST_POINTS)
-    shown = [(point + 1) * len(records) // points - 1 for point in range(points)]
+    sequence = [record["precision"] for record in steps]
+    scored = {name for record in steps for name in record["scores"]}
+    precisions = sorted({*sequence, *scored}, key=records.PRECISION_NAMES.index)
+    points = min(len(steps), MOST_POINTS)
+    shown = [(point + 1) * len(steps) // points - 1 for point in range(points)]
     counts = {name: list(accumulate(int(taken == name) for taken in sequence)) for name in precisions}
     return {
-        "steps": len(records),
+        "steps": len(steps),
         "recipe": tuning and recipe_of(tuning),
         "full_pass": tuning and has_full_pass(tuning),
         "precisions": precisions,
         "sequence": sequence,
-        "applied": [record["applied"] for record in records],
+        "applied": [record["applied"] for record in steps],
         "at": [index + 1 for index in shown],
         "counts": {name: [counts[name][index] for index in shown] for name in precisions},
-        "scores": {name: [records[index]["scores"].get(name) for index in shown] for name in precisions if name in scored},
+        "scores": {name: [steps[index]["scores"].get(name) for index in shown] for name in precisions if name in scored},
     }
 
 
@@ -49,23 +47,23 @@ def read_log(log: Path) -> list[dict[str, Any]]:
     """One record per optimizer step. Lines about the end are no steps and are left out."""
     if not log.is_file():
         raise OtaroError(f"{log.parent} holds no {log.name}; give the folder that `otaro tune --out` wrote")
-    records: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     try:
         lines = log.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise OtaroError(f"{log} is not the log of a tuning run: it is no UTF-8 ({error.reason})") from None
     for number, line in enumerate(lines, 1):
         try:
-            record = _checked(json.loads(line), len(records) + 1)
+            record = _checked(json.loads(line), len(steps) + 1)
         except RecursionError:
             raise OtaroError(f"{log} line {number} is not a step of a tuning run: it is nested too deeply") from None
         except ValueError as error:  # that of json as well
             raise OtaroError(f"{log} line {number} is not a step of a tuning run: {error}") from None
         if not _about_the_end(record):
-            records.append(record)
-    if not records:
+            steps.append(record)
+    if not steps:
         raise OtaroError(f"{log} records no step yet")
-    return records
+    return steps
 
 
 def _checked(record: Any, step: int) -> dict[str, Any]:
@@ -73,32 +71,12 @@ def _checked(record: Any, step: int) -> dict[str, Any]:
         raise ValueError("it is no JSON object")
     if _about_the_end(record):
         return record
-    if missing := [key for key in ("step", "precision", "scores", "applied") if key not in record]:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+    records.check(records.ChosenStep, record)
     if record["step"] != step:
-        raise ValueError(f"it is about step {record['step']!r}, and {step} is due")
-    if not isinstance(record["applied"], bool):
-        raise ValueError(f"applied is {record['applied']!r}, not true or false")
-    scores = record["scores"]
-    if not isinstance(scores, dict) or not all(score is None or _is_score(score) for score in scores.values()):
-        raise ValueError("scores are not numbers by precision")
-    for name in (record["precision"], *scores):
-        _bits(name)
+        raise ValueError(f"it is about step {record['step']}, and {step} is due")
     return record
 
 
 def _about_the_end(record: dict[str, Any]) -> bool:
     """Gradients left over, or whether averaged weights were kept."""
     return "leftover" in record or "averaged" in record
-
-
-def _is_score(value: Any) -> bool:
-    return (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and isfinite(value))
-
-
-def _bits(name: str) -> float:
-    """Mantissa bits, to sort by; full precision comes first."""
-    try:
-        return float("inf") if name == FULL else Precision(name).mantissa_bits
-    except PrecisionError as error:
-        raise ValueError(str(error)) from None

@@ -6,15 +6,17 @@ Drawn as the report's are, in the same colours; a file follows the light or dark
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from otaro.evaluate import charts
-from otaro.evaluate.charts import Row, Spec, altair, precision_colour, shown, similarity_colour, svg
+from otaro.evaluate.charts import Spec, altair, of_rows, precision_colour, shown, svg
 from otaro.evaluate.run_folder import NAMES
 from otaro.sefp.precision import PRECISIONS
 
 WIDTH = 420  # of a panel
+_chart = partial(of_rows, width=WIDTH)
 SHADES = ("var(--run-1)", "var(--run-3)", "var(--run-5)", "var(--run-2)", "var(--run-4)", "var(--run-6)")
 
 
@@ -48,11 +50,6 @@ def _wide(spec: Spec, title: str) -> Spec:
     return {**spec, "width": 2 * WIDTH, "title": title}
 
 
-def _chart(rows: Iterable[Row], title: str = "") -> Any:
-    chart = altair().Chart(altair().Data(values=list(rows)))
-    return chart.properties(width=WIDTH, height=240, **({"title": title} if title else {}))
-
-
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
@@ -77,10 +74,7 @@ def _similarity(result: dict[str, Any]) -> Any:
         x=alt.X("one:N", sort=names, title=None, axis=alt.Axis(domain=False, labelAngle=-90)),
         y=alt.Y("other:N", sort=names, title=None, axis=alt.Axis(domain=False)),
     )
-    ink = alt.condition(f"datum.value < {(low + 1) / 2}", alt.value("#fff"), alt.value("#111"))
-    cells = base.mark_rect().encode(color=similarity_colour(alt, low, "value"))
-    numbers = base.mark_text(fontSize=10).encode(text=alt.Text("value:Q", format=".2f"), color=ink)
-    layered = alt.layer(cells, numbers, data=alt.Data(values=rows)).properties(width=200, height=200)
+    layered = alt.layer(*charts.with_numbers(base, low), data=alt.Data(values=rows)).properties(width=200, height=200)
     title = "Cosine similarity of the gradients at two precisions (projections: mean over layers)"
     return layered.facet(facet=alt.Facet("panel:N", sort=list(panels), title=None), columns=4, title=title)
 

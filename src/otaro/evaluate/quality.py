@@ -17,143 +17,36 @@ may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions f
 Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
 nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
 
-A record travels with its model and so comes from strangers: nothing in it is believed before it has been checked, and names are
-free of control characters, which could otherwise speak to the terminal that shows them.
+A record travels with its model and so comes from strangers: nothing in it is believed before `records` has checked it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from otaro.errors import OtaroError, PrecisionError
+from otaro.errors import OtaroError
+from otaro.evaluate import records
 from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
+from otaro.evaluate.records import FULL, IDENTITY, PRECISION_NAMES
 from otaro.file.atomic import update_text, write_text
-from otaro.file.coding import Coding, is_group_size, is_reconstruction
-from otaro.file.fits import fit_name, is_fit
+from otaro.file.coding import Coding
 from otaro.file.header import untrusted_json
 from otaro.file.replace import QUALITY_FILE
-from otaro.sefp.precision import PRECISIONS
 
 SCHEMA = 1
-FULL = "fp"  # the precision that an unquantized checkpoint has
-PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
+CODING = ("group_size", "reconstruction")
 _LARGEST = 1 << 24  # bytes of a file; thousands of entries
-LONGEST = 4096  # characters of a string
-_HUGE = 1e300
 
 Entry = dict[str, Any]
-Check = Callable[[object], bool]
 
 
 class QualityError(OtaroError):
     """A quality record that is damaged, or of another model."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and -_HUGE < value < _HUGE  # so neither NaN nor infinity
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator] # it is a number
-
-
-def _is_share(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator] # it is a number
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 63
-
-
-def _is_whole(value: object) -> bool:
-    return _is_count(value) or (type(value) is int and value == 0)
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST and value.isprintable()
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-def _is_flag(value: object) -> bool:
-    return type(value) is bool
-
-
-def _is_kv(value: object) -> bool:
-    return isinstance(value, str) and value in ("float16", *PRECISION_NAMES[1:])
-
-
-def _is_precision(value: object) -> bool:
-    return isinstance(value, str) and value in PRECISION_NAMES
-
-
-def _is_chosen(value: object) -> bool:
-    """One for all tensors, or the name of a fit in its one spelling."""
-    try:
-        return _is_precision(value) or (isinstance(value, str) and is_fit(value) and fit_name(value) == value)
-    except PrecisionError:
-        return False
-
-
-def _is_date(value: object) -> bool:
-    try:
-        return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
-    except ValueError:
-        return False
-
-
-def _are_versions(value: object) -> bool:
-    return isinstance(value, dict) and len(value) < 32 and all(map(_is_name, [*value.keys(), *value.values()]))
-
-
-def _or_null(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-CODING = {"group_size": is_group_size, "reconstruction": is_reconstruction}
-_AT: dict[str, Check] = {
-    "precision": _is_chosen,
-    "fit_sha256": _is_digest,
-    **CODING,
-    "device": _is_name,
-    "reference_model": _is_digest,
-}
-_ON_TEXT: dict[str, Check] = {
-    "text": _is_name,
-    "text_sha256": _is_digest,
-    "window": _is_count,
-    "tokens": _is_count,
-    "bos": _is_flag,
-    "kv": _is_kv,
-}
-IDENTITY: dict[str, dict[str, Check]] = {
-    "perplexity": {**_AT, **_ON_TEXT, "stride": _is_count},
-    "divergence": {**_AT, **_ON_TEXT, "reference": _is_precision},
-    "task": {**_AT, "task": _is_name, "limit": _or_null(_is_count), "data_sha256": _or_null(_is_digest)},
-}
-OUTCOME: dict[str, dict[str, Check]] = {
-    "perplexity": {"value": _is_positive, "tokens_per_second": _is_positive},
-    "divergence": {"kl": _is_number, "agreement": _is_share},
-    "task": {
-        "metric": _is_name,
-        "value": _is_number,
-        "stderr": _or_null(_is_number),
-        "samples": _is_count,
-        "truncated": _is_whole,
-    },
-}
-CIRCUMSTANCES: dict[str, Check] = {"command": _is_name, "date": _is_date, "versions": _are_versions}
-# Other writers may not know them, or they do not apply.
-OPTIONAL = {*CODING, "fit_sha256", "bos", "kv", "reference_model", "reference", "data_sha256", "truncated", "device"}
 
 
 def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -260,36 +153,11 @@ def _text(quality: Quality) -> str:
 
 def parse_quality(text: str, older: Coding | None = None) -> Quality:
     """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
-    raw = untrusted_json(text)
-    if not isinstance(raw, dict) or raw.keys() != {"schema", "model", "entries"}:
-        raise ValueError("it does not consist of schema, model and entries")
-    if raw["schema"] != SCHEMA:
-        raise ValueError(f"its schema is {str(raw['schema'])[:20]!r}, this program reads {SCHEMA}")
-    if not _is_digest(raw["model"]):
-        raise ValueError("its model is not a SHA-256")
-    if not isinstance(raw["entries"], list):
-        raise ValueError("its entries are not a list")
-    for number, entry in enumerate(raw["entries"]):
-        _check_entry(f"entry {number}", entry)
+    raw = records.check(records.Quality, untrusted_json(text))
     entries = tuple(entry if coding_of(entry) else with_coding(entry, older) for entry in raw["entries"])
     if len({identity(entry) for entry in entries}) != len(entries):
         raise ValueError("two entries are about the same measurement")
     return Quality(raw["model"], entries)
-
-
-def _check_entry(where: str, entry: object) -> None:
-    if not isinstance(entry, dict) or not isinstance(kind := entry.get("kind"), str) or kind not in IDENTITY:
-        raise ValueError(f"{where} is of no known kind")
-    fields = {**IDENTITY[kind], **OUTCOME[kind], **CIRCUMSTANCES}
-    if odd := (entry.keys() ^ {"kind", *fields}) - (OPTIONAL - entry.keys()):
-        raise ValueError(f"{where} lacks, or should not have, {min(odd)[:40]!r}")
-    for name in entry.keys() & fields.keys():
-        if not fields[name](entry[name]):
-            raise ValueError(f"{where}: {name} is {str(entry[name])[:40]!r}")
-    if is_fit(entry["precision"]) != ("fit_sha256" in entry):
-        raise ValueError(f"{where}: fit_sha256 goes with the name of a fit, and with no other precision")
-    if len(entry.keys() & CODING) == 1 or (entry["precision"] == FULL and coding_of(entry)):
-        raise ValueError(f"{where}: group_size and reconstruction go together, and full precision has neither")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cel
 from otaro.evaluate.charts import BITS, shown
 from otaro.evaluate.comparable import About, Measured, Series, averages, by_text, otherwise, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
-from otaro.evaluate.quality import FULL
+from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, FULL_PASS, NAMES, Run, has_full_pass, is_finite, recipe_of
 from otaro.evaluate.samples import Samples
 from otaro.file.atomic import write_text

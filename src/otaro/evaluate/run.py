@@ -28,7 +28,8 @@ from otaro.evaluate.kv import KvReader
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.perplexity import Loss
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL, LONGEST, Entry, Record, identity, with_coding
+from otaro.evaluate.quality import Entry, Record, identity, with_coding
+from otaro.evaluate.records import FULL, LONGEST
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
 from otaro.evaluate.windows import Meter, ModelReader, Reader, Windows, choose_window, read

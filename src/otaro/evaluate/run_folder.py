@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from otaro.errors import OtaroError
+from otaro.evaluate import records
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL, PRECISION_NAMES, Entry, coding_of, identity, read_quality
+from otaro.evaluate.quality import Entry, coding_of, identity, read_quality
+from otaro.evaluate.records import FULL, PRECISION_NAMES
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.fits import Fit, read_fits
 from otaro.file.header import BASE, shard_name
@@ -31,6 +33,7 @@ from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
 
 T = TypeVar("T")
+Stage = Literal["before", "after"]
 BEFORE = "before tuning"
 """What the baseline is called that runs share; a folder of that very name is called by its path."""
 NAMES = PRECISION_NAMES
@@ -40,8 +43,7 @@ FULL_PASS = (
     "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as usual has them: they "
     "need no steps of their own"
 )
-BENCH_SETTINGS = ("prompt_tokens", "tokens", "context", "rounds")
-_LARGEST = 1 << 53  # integers beyond are not exact in a browser
+BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 
 
@@ -68,7 +70,7 @@ class Run:
     tuning: dict[str, Any] | None
     """config.json of `otaro tune`."""
     log: list[Step]
-    held_out: dict[Literal["before", "after"], dict[str, float]]
+    held_out: dict[Stage, dict[str, float]]
     """Perplexity on data held out from the tuning, by precision."""
     held_out_tokens: int | None
     """How many tokens that is, where it is told."""
@@ -152,8 +154,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         held_out_tokens=held_out_tokens,
         quality=quality,
         coding=coding or _coding_of(models, quality),
-        gradients=_first(_read_gradients(home / "analysis" / "gradients.json") for home in homes),
-        weights=_first(_read_weights(home / "analysis" / "weights.json") for home in homes),
+        gradients=_first(read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes),
+        weights=_first(read_record(home / "analysis" / "weights.json", records.Weights) for home in homes),
         checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
@@ -171,7 +173,7 @@ def recipe_of(tuning: dict[str, Any]) -> str:
 def has_full_pass(tuning: dict[str, Any]) -> bool:
     """Whether every step has a pass in full precision beside the one at the precision drawn."""
     share = tuning["options"].get("full")
-    return _is_number(share) and share > 0
+    return records.is_exact(share) and share > 0
 
 
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
@@ -196,8 +198,23 @@ def read_json(path: Path) -> Any:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise OtaroError(f"{path} is damaged: not JSON ({error}); make it again or remove it") from None
-    _need(isinstance(stored, dict), path, "not a JSON object")
+    if not isinstance(stored, dict):
+        raise OtaroError(f"{path} is damaged: not a JSON object; make it again or remove it")
     return stored
+
+
+def read_record(path: Path, kind: Any) -> Any:
+    """The same, checked to be a record of a kind."""
+    stored = read_json(path)
+    return stored and check_record(path, kind, stored)
+
+
+def check_record(path: Path, kind: Any, stored: Any, where: str = "") -> Any:
+    """What is stored, if it is a record of a kind."""
+    try:
+        return records.check(kind, stored)
+    except ValueError as error:
+        raise OtaroError(f"{path} is damaged: {where}{error}; make it again or remove it") from None
 
 
 def read_tuning(path: Path) -> dict[str, Any]:
@@ -205,25 +222,13 @@ def read_tuning(path: Path) -> dict[str, Any]:
     stored = read_json(path)
     if stored is None:
         raise OtaroError(f"{path} is missing, though a log or perplexities of a run lie beside it")
-    for key, kind in {"model": str, "data": str, "options": dict, "training": dict}.items():
-        _need(isinstance(stored.get(key), kind), path, f'no proper "{key}"')
-    _need(isinstance(stored.setdefault("versions", {}), dict), path, 'no proper "versions"')
-    return dict(stored)
+    return dict(check_record(path, records.Tuning, {"versions": {}, **stored}))
 
 
-def _read_held_out(path: Path) -> tuple[dict[Literal["before", "after"], dict[str, float]], int | None]:
-    stored = read_json(path) or {}
-    found: dict[Literal["before", "after"], dict[str, float]] = {}
-    stages: tuple[Literal["before", "after"], ...] = ("before", "after")
-    for stage in stages:
-        if stage in stored:
-            values = stored[stage]
-            sound = isinstance(values, dict) and values.keys() <= set(NAMES) and all(map(_is_perplexity, values.values()))
-            _need(sound, path, f'"{stage}" does not map precisions to perplexities')
-            found[stage] = values
-    tokens = stored.get("tokens")
-    _need(tokens is None or (type(tokens) is int and 0 < tokens < _LARGEST), path, '"tokens" is not a number of tokens')
-    return found, tokens
+def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | None]:
+    stored = read_record(path, records.HeldOut) or {}
+    stages: tuple[Stage, ...] = ("before", "after")
+    return {stage: stored[stage] for stage in stages if stage in stored}, stored.get("tokens")
 
 
 def _read_log(path: Path) -> Iterator[Step]:
@@ -234,84 +239,20 @@ def _read_log(path: Path) -> Iterator[Step]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             raise OtaroError(f"{path} is damaged: line {number} is not JSON; `otaro tune --resume` mends it") from None
-        sound = isinstance(record, dict) and type(record.get("step")) is int and 0 < record["step"] < _LARGEST
-        _need(sound, path, f'line {number} has no proper "step"')
-        if "precision" not in record:  # the last line: what delayed accumulation had left over
+        if isinstance(record, dict) and "precision" not in record:  # about the end: what was left over
             continue
-        plain = record.get("cross_entropy", record.get("loss"))
-        sound = record["precision"] in NAMES and _is_number(record.get("loss")) and _is_number(plain)
-        _need(sound, path, f'line {number} has no proper "precision" and "loss"')
-        scores = record.get("scores") or {}
-        _need(isinstance(scores, dict) and scores.keys() <= set(NAMES), path, f'line {number} has strange "scores"')
-        finite = {name: float(score) for name, score in scores.items() if _is_number(score) and math.isfinite(score)}
+        check_record(path, records.TrainedStep, record, f"line {number}: ")
+        plain, scores = record.get("cross_entropy", record["loss"]), record.get("scores") or {}
+        numbers = {name: float(one) for name, one in scores.items() if records.is_exact(one)}
+        finite = {name: one for name, one in numbers.items() if math.isfinite(one)}
         yield Step(record["step"], record["precision"], record["loss"], plain, record.get("applied") is not False, finite)
 
 
 def _read_bench(path: Path) -> dict[str, Any] | None:
-    stored = read_json(path)
+    stored = read_record(path, records.Bench)
     if stored is None:
         return None
-    for key, kind in {"machine": str, "kernels": str, "threads": int, "device": str, "settings": dict}.items():
-        _need(isinstance(stored.get(key), kind), path, f'no proper "{key}"')
-    counts = [stored["settings"].get(key) for key in BENCH_SETTINGS]
-    _need(all(type(one) is int and 0 <= one < _LARGEST for one in counts), path, '"settings" lack a number')
-    rows = stored.get("precisions")
-    _need(isinstance(rows, list) and bool(rows), path, 'no proper "precisions"')
-    for row in stored["precisions"]:
-        sound = isinstance(row, dict) and isinstance(row.get("precision"), str)
-        sound = sound and all(_is_perplexity(row.get(key)) for key in ("prefill", "decode", "weight_bytes"))
-        _need(sound and _is_number_or_null(row.get("switch")), path, "a precision lacks its speeds")
     return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}  # no fits
-
-
-def _read_gradients(path: Path) -> dict[str, Any] | None:
-    stored = read_json(path)
-    if stored is None:
-        return None
-    names: Any = stored.get("precisions")
-    _need(isinstance(names, list) and bool(names) and all(name in NAMES for name in names), path, 'no proper "precisions"')
-    _need(_is_matrix(stored.get("overall"), len(names)), path, '"overall" is not a matrix of the precisions')
-    modules = stored.get("modules", [])
-    _need(isinstance(modules, list), path, '"modules" is not a list')
-    for module in modules:
-        sound = isinstance(module, dict) and isinstance(module.get("projection"), str) and isinstance(module.get("module"), str)
-        sound = sound and isinstance(module.get("layer"), int | None) and _is_matrix(module.get("matrix"), len(names))
-        _need(sound, path, 'a part of "modules" lacks module, projection, layer or a matrix of the precisions')
-    for precision, noise in _mapping(stored, "noise", path).items():
-        lists: list[Any] = [noise.get(key) for key in ("n", "ratio", "one_over_sqrt_n")] if isinstance(noise, dict) else []
-        sound = len(lists) == 3 and all(isinstance(some, list) and all(map(_is_number, some)) for some in lists)
-        _need(
-            sound and len({len(some) for some in lists}) == 1, path, f'"noise" at {precision} is not three lists of one length'
-        )
-    for precision, fit in _mapping(stored, "fit", path).items():
-        sound = isinstance(fit, dict) and all(_is_number(fit.get(key)) for key in ("x", "y_mean", "y_std"))
-        _need(sound, path, f'"fit" at {precision} lacks x, y_mean or y_std')
-    for precision, errors in _mapping(stored, "norm_error", path).items():
-        sound = isinstance(errors, list) and all(map(_is_number, errors))
-        _need(sound, path, f'"norm_error" at {precision} is not a list of numbers')
-    return dict(stored)
-
-
-def _read_weights(path: Path) -> dict[str, Any] | None:
-    stored = read_json(path)
-    if stored is None:
-        return None
-    _need(bool(stored.get("overall")), path, 'no "overall"')
-    for size, figures in _mapping(stored, "overall", path, keys=None).items():
-        sound = size.isdecimal() and isinstance(figures, dict)
-        sound = sound and all(_is_number_or_null(figures.get(key)) for key in ("outlier_groups", "zeros"))
-        for key in ("lost", "error"):
-            sound = sound and isinstance(figures.get(key), dict) and figures[key].keys() <= set(NAMES)
-            sound = sound and all(map(_is_number_or_null, figures[key].values()))
-        _need(sound, path, f'"overall" at group size {size!r} lacks figures or has strange ones')
-    return dict(stored)
-
-
-def _mapping(stored: dict[str, Any], key: str, path: Path, keys: Sequence[str] | None = NAMES) -> dict[str, Any]:
-    found = stored.get(key, {})
-    sound = isinstance(found, dict) and (keys is None or found.keys() <= set(keys))
-    _need(sound, path, f'"{key}" is not an object' + (" by precision" if keys else ""))
-    return dict(found)
 
 
 def _without_repeats(entries: Iterable[Entry]) -> list[Entry]:
@@ -329,26 +270,3 @@ def is_finite(value: float | None) -> bool:
 
 def _first(found: Iterable[T | None]) -> T | None:
     return next((some for some in found if some is not None), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
-
-
-def _is_perplexity(value: Any) -> bool:
-    return _is_number(value) and not value <= 0  # a run that diverged may have left NaN or infinity
-
-
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_matrix(value: Any, size: int) -> bool:
-    rows = value if isinstance(value, list) else []
-    sound = (isinstance(row, list) and len(row) == size and all(map(_is_number_or_null, row)) for row in rows)
-    return len(rows) == size and all(sound)
-
-
-def _need(condition: bool, path: Path, what: str) -> None:
-    if not condition:
-        raise OtaroError(f"{path} is damaged: {what}; make it again or remove it")

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,15 +35,15 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_for, plain_model
-from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_path, library, write_gguf
+from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
+from otaro.evaluate.turns import PAUSE, Measured, about
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, bytes_of, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
-from otaro.kernels import ops
 from otaro.runtime.footprint import weight_bytes_per_token
 from otaro.runtime.load import load
 from otaro.runtime.precision import set_precision
@@ -55,7 +55,6 @@ READ_BYTES = 1 << 28
 SWITCHES = 200
 BUDGET = 180.0  # seconds for a model outside the decode path
 _TRIED = 16  # tokens of a prompt by which its time is estimated
-_PAUSE = 0.02  # seconds between turns: threads of the last contender that still wait for work go to sleep
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,6 @@ class Settings:
     def positions(self) -> int:
         """The longest sequence it takes."""
         return max(self.prompt_tokens, self.context + self.tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "kv": self.kv and str(self.kv)}
 
     def seconds(self, prompt_token: float, token: float) -> float:
         """What a turn takes, if a token of a prompt and one that is decoded take so long."""
@@ -164,17 +159,9 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Measured):
     """Everything `otaro bench` shows."""
 
-    model: str
-    device: str
-    """cpu or cuda."""
-    machine: str
-    """The processor or the GPU."""
-    threads: int
-    kernels: str
-    kernels_reason: str
     path: str
     """What computes a token: our decode path, or transformers and why."""
     kv_type: str
@@ -190,11 +177,6 @@ class Bench:
     bars: list[Bar]
     cut_from: Settings | None = None
     """What was asked for, where it would have taken too long."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        told = {name: one and one.to_dict() for name, one in (("settings", self.settings), ("cut_from", self.cut_from))}
-        return {**asdict(self), **told}
 
 
 def bench(
@@ -222,7 +204,6 @@ def bench(
     asked = settings
     with ExitStack() as stack:
         threads = stack.enter_context(threads_for_a_while(settings.threads))
-        kernels, reason = ops.backend(place.device)
         _check_positions(load(nested.path, chosen[-1]).config, settings)
         before = place.held_bytes()  # the model is gone again, what Python imported for it stays and does not count
         model = load(nested.path, chosen[-1], device=place.device)
@@ -244,10 +225,8 @@ def bench(
             timer.add(TRANSFORMERS, Forward(plain))
         folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
         for kind in kinds:
-            path = gguf_path(model, kind, folder)
-            if not path.is_file():
-                timer.say(f"writing {path.name}")
-                write_gguf(model, kind, path)
+            timer.say(f"a GGUF file of type {kind}")
+            path = gguf_file(nested, kind, folder)
             engine = LlamaCpp(path, threads=threads, positions=settings.positions)
             stack.callback(engine.close)
             others[_llama(kind)] = path.stat().st_size
@@ -276,12 +255,7 @@ def bench(
             )
         ratios = _ratios(rounds, [str(p) for p in chosen], others)
         return Bench(
-            model=str(nested.path),
-            device=place.kind,
-            machine=place.name,
-            threads=threads,
-            kernels=kernels,
-            kernels_reason=reason,
+            **about(nested, place, threads),
             path=f"transformers: {why_not}" if why_not else DECODE_PATH,
             kv_type=_kv_type(model, ours, settings),
             settings=settings,
@@ -373,7 +347,7 @@ class _Timer:
 
     def _turn(self, name: str) -> tuple[float, float]:
         self.say(name)
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
         engine, prompt, context = self._engines[name], self._settings.prompt_tokens, self._settings.context
         engine.keep(0)
         prefill = self._place.seconds(lambda: engine.feed(self._ids[:prompt]))

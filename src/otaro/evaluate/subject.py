@@ -27,7 +27,8 @@ import torch
 from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import FULL, PRECISION_NAMES, in_order
+from otaro.evaluate.quality import in_order
+from otaro.evaluate.records import FULL, PRECISION_NAMES
 from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
 from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
 from otaro.file.fits import Fit, finest_of, fit_name, is_fit, known

@@ -1,0 +1,309 @@
+"""The files that measuring leaves and reads again: what each of their fields may be, in one place, for pydantic to check.
+
+Files travel with models and runs and so come from strangers. `check` looks at all of one and changes nothing of it:
+numbers stay as they were written. Fields that are not named here are let through in what a run leaves, and refused in a
+quality record. Names are free of control characters, which could otherwise speak to the terminal that shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date
+from functools import cache
+from math import isfinite
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+
+from otaro.file.coding import is_group_size, is_reconstruction
+from otaro.file.fits import fit_name, is_fit
+from otaro.file.header import is_digest
+from otaro.sefp.precision import PRECISIONS
+
+FULL = "fp"  # the precision that an unquantized checkpoint has
+PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
+LONGEST = 4096  # characters of a string
+_EXACT = 1 << 53  # integers beyond are not exact in a browser
+_HUGE = 1e300
+
+
+def check(kind: Any, stored: object) -> Any:
+    """What is stored, if it is such a record; else a ValueError that names the first field that is not as it should be."""
+    try:
+        _adapter(kind).validate_python(stored, strict=True)
+    except ValidationError as error:
+        raise ValueError(_worded(error)) from None
+    return stored
+
+
+_adapter = cache(TypeAdapter)
+
+
+def _worded(error: ValidationError) -> str:
+    """`entries.0.window: input should be greater than 0, not '-1'`."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    tagged = first["type"].startswith("union_tag")
+    what = "it should be of a known kind" if tagged else first["msg"].removeprefix("Value error, ")[:200]
+    where = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
+    told = f"{where}: {what[:1].lower()}{what[1:]}".removeprefix(": ")
+    if first["type"] not in ("missing", "extra_forbidden") and not isinstance(first["input"], dict | list):
+        told += f", not {str(first['input'])[:40]!r}"
+    return told if told.isprintable() else ascii(told)
+
+
+def _rule(holds: Callable[[Any], bool], words: str) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        try:
+            sound = holds(value)
+        except ValueError:  # a PrecisionError is one
+            sound = False
+        if not sound:
+            raise ValueError(words)
+        return value
+
+    return checked
+
+
+def is_exact(value: object) -> bool:
+    """Whether it is a number, and one that a browser reads as it is."""
+    return type(value) is float or (type(value) is int and abs(value) < _EXACT)
+
+
+def _is_chosen(value: str) -> bool:
+    """One for all tensors, or the name of a fit in its one spelling."""
+    return value in PRECISION_NAMES or (is_fit(value) and fit_name(value) == value)
+
+
+# What runs leave ------------------------------------------------------------------------------------------------------
+
+_choices = ", ".join(PRECISION_NAMES)
+PrecisionName = Annotated[str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))]
+Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]  # a run may leave NaN or infinity
+Finite = Annotated[Number, AfterValidator(_rule(isfinite, "it should be finite"))]
+Above = Annotated[Number, AfterValidator(_rule(lambda value: not value <= 0, "it should be above zero"))]
+Whole = Annotated[int, Field(ge=0, lt=_EXACT)]
+Positive = Annotated[int, Field(gt=0, lt=_EXACT)]
+Matrix = list[list[Number | None]]
+
+
+class Tuning(TypedDict):
+    """config.json of a tuning run, as far as it is needed here."""
+
+    model: str
+    data: str
+    options: dict[str, Any]
+    training: dict[str, Any]
+    versions: dict[str, Any]
+
+
+class HeldOut(TypedDict):
+    """perplexity.json of a tuning run."""
+
+    before: NotRequired[dict[PrecisionName, Above]]
+    after: NotRequired[dict[PrecisionName, Above]]
+    tokens: NotRequired[Positive | None]
+
+
+class TrainedStep(TypedDict):
+    """A line of log.jsonl about a step, as a report needs it."""
+
+    step: Positive
+    precision: PrecisionName
+    loss: Number
+    cross_entropy: NotRequired[Number]
+    scores: NotRequired[dict[PrecisionName, Any] | None]
+
+
+class ChosenStep(TypedDict):
+    """The same, as the analysis of a path needs it."""
+
+    step: Positive
+    precision: PrecisionName
+    scores: dict[PrecisionName, Finite | None]
+    applied: bool
+
+
+class _Timed(TypedDict):
+    precision: str
+    prefill: Above
+    decode: Above
+    weight_bytes: Above
+    switch: NotRequired[Number | None]
+
+
+class BenchSettings(TypedDict):
+    """How long the turns of a bench were."""
+
+    prompt_tokens: Whole
+    tokens: Whole
+    context: Whole
+    rounds: Whole
+
+
+class Bench(TypedDict):
+    """bench.json: what `otaro bench --json` printed."""
+
+    machine: str
+    kernels: str
+    threads: int
+    device: str
+    settings: BenchSettings
+    precisions: Annotated[list[_Timed], Field(min_length=1)]
+
+
+class _Module(TypedDict):
+    module: str
+    projection: str
+    layer: NotRequired[int | None]
+    matrix: Matrix
+
+
+class _Noise(TypedDict):
+    n: list[Number]
+    ratio: list[Number]
+    one_over_sqrt_n: list[Number]
+
+
+class _LineFit(TypedDict):
+    x: Number
+    y_mean: Number
+    y_std: Number
+
+
+class _Gradients(TypedDict):
+    precisions: Annotated[list[PrecisionName], Field(min_length=1)]
+    overall: Matrix
+    modules: NotRequired[list[_Module]]
+    noise: NotRequired[dict[PrecisionName, Annotated[_Noise, AfterValidator(_rule(_is_even, "its lists are uneven"))]]]
+    fit: NotRequired[dict[PrecisionName, _LineFit]]
+    norm_error: NotRequired[dict[PrecisionName, list[Number]]]
+
+
+def _is_even(noise: _Noise) -> bool:
+    return len(noise["n"]) == len(noise["ratio"]) == len(noise["one_over_sqrt_n"])
+
+
+def _are_square(found: _Gradients) -> bool:
+    size = len(found["precisions"])
+    matrices = [found["overall"], *(module["matrix"] for module in found.get("modules", []))]
+    return all(len(matrix) == size and all(len(row) == size for row in matrix) for matrix in matrices)
+
+
+Gradients = Annotated[_Gradients, AfterValidator(_rule(_are_square, "overall or a module is not a matrix of the precisions"))]
+"""gradients.json of `otaro analyze`."""
+
+
+class _Groups(TypedDict):
+    outlier_groups: NotRequired[Number | None]
+    zeros: NotRequired[Number | None]
+    lost: dict[PrecisionName, Number | None]
+    error: dict[PrecisionName, Number | None]
+
+
+class Weights(TypedDict):
+    """weights.json of `otaro analyze`, by group size."""
+
+    overall: Annotated[dict[Annotated[str, Field(pattern=r"^\d+$")], _Groups], Field(min_length=1)]
+
+
+# The quality record ---------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Field(gt=0, lt=1 << 63)]
+Figure = Annotated[float, AfterValidator(_rule(lambda value: abs(value) < _HUGE, "it should be finite"))]  # NaN is not
+Speed = Annotated[Figure, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST), AfterValidator(_rule(str.isprintable, "it should be printable"))]
+Digest = Annotated[str, AfterValidator(_rule(is_digest, "it should be a SHA-256"))]
+Day = Annotated[str, AfterValidator(_rule(lambda value: date.fromisoformat(value).isoformat() == value, "it should be a date"))]
+_closed = with_config(ConfigDict(extra="forbid"))
+_KV = ("float16", *PRECISION_NAMES[1:])
+
+
+class At(TypedDict):
+    """What every entry is identified by, besides its kind."""
+
+    precision: Annotated[str, AfterValidator(_rule(_is_chosen, f"it should be a fit or one of {_choices}"))]
+    fit_sha256: NotRequired[Digest]
+    group_size: NotRequired[Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]]
+    reconstruction: NotRequired[Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]]
+    device: NotRequired[Name]
+    reference_model: NotRequired[Digest]
+
+
+class OnText(At):
+    """What entries about a text are identified by."""
+
+    text: Name
+    text_sha256: Digest
+    window: Count
+    tokens: Count
+    bos: NotRequired[bool]
+    kv: NotRequired[Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]]
+
+
+class _Made(TypedDict):
+    command: Name
+    date: Day
+    versions: Annotated[dict[Name, Name], Field(max_length=31)]
+
+
+@_closed
+class _Perplexity(OnText, _Made):
+    kind: Literal["perplexity"]
+    stride: Count
+    value: Speed
+    tokens_per_second: Speed
+
+
+@_closed
+class _Divergence(OnText, _Made):
+    kind: Literal["divergence"]
+    reference: NotRequired[PrecisionName]
+    kl: Figure
+    agreement: Annotated[float, Field(ge=0, le=1)]
+
+
+@_closed
+class _Task(At, _Made):
+    kind: Literal["task"]
+    task: Name
+    limit: Count | None
+    data_sha256: NotRequired[Digest | None]
+    metric: Name
+    value: Figure
+    stderr: Figure | None
+    samples: Count
+    truncated: NotRequired[Annotated[int, Field(ge=0, lt=1 << 63)]]
+
+
+def _has_its_fit(entry: At) -> bool:
+    return is_fit(entry["precision"]) == ("fit_sha256" in entry)
+
+
+def _has_its_coding(entry: At) -> bool:
+    stated = entry.keys() & {"group_size", "reconstruction"}
+    return len(stated) == 0 or (len(stated) == 2 and entry["precision"] != FULL)
+
+
+Entry = Annotated[
+    Annotated[_Perplexity | _Divergence | _Task, Field(discriminator="kind")],
+    AfterValidator(_rule(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision")),
+    AfterValidator(_rule(_has_its_coding, "group_size and reconstruction go together, and full precision has neither")),
+]
+
+
+@_closed
+class Quality(TypedDict):
+    """quality.json."""
+
+    schema: Literal[1]
+    model: Digest
+    entries: list[Entry]
+
+
+IDENTITY = {
+    "perplexity": (*OnText.__annotations__, "stride"),
+    "divergence": (*OnText.__annotations__, "reference"),
+    "task": (*At.__annotations__, "task", "limit", "data_sha256"),
+}
+"""The fields that tell entries of a kind apart."""
