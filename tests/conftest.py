@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A file goes to one process, and these take the longest: what starts last must be short.
-    long = ["test_readme.py", "test_study.py", "test_proof.py", "test_demo.py", "test_tune_processes.py"]
+    long = ["test_study.py", "test_proof.py", "test_demo.py", "test_tune_processes.py"]
     long += ["test_trainer.py", "test_tune.py", "test_hub.py", "test_distributed.py", "test_resume.py", "test_threads.py"]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 

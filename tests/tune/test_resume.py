@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from otaro.tune.trainer import ACCUMULATOR_STEM, AVERAGE_STEM, STATE_FILE, forget_steps_after, last_complete_checkpoint
+from otaro.tune.checkpoints import forget_steps_after, last_complete_checkpoint
+from otaro.tune.trainer import ACCUMULATOR_STEM, AVERAGE_STEM, STATE_FILE
 
 ACCUMULATOR, AVERAGE = f"{ACCUMULATOR_STEM}.safetensors", f"{AVERAGE_STEM}.safetensors"
 
@@ -22,7 +23,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from otaro.tune.config import BEST, Options
-from otaro.tune.trainer import OtaroTrainer, forget_steps_after, last_complete_checkpoint
+from otaro.tune.checkpoints import forget_steps_after, last_complete_checkpoint
+from otaro.tune.trainer import OtaroTrainer
 
 directory, checkpoint, method, kills, settings = json.loads({told!r})
 directory = Path(directory)
@@ -139,9 +141,8 @@ KILLS = {
         ("between steps", 11, 9),
         ("before the completion mark", 12, 9),
     ],
-    # Weights are averaged from the seventh step on.
+    # Uniform draws; weights are averaged from the seventh step on.
     "best": [("between steps", 4, 3), ("after saving the optimizer", 9, 6), ("after the backward pass", 10, 9)],
-    "uniform": [("between steps", 4, 3), ("after saving the optimizer", 6, 3), ("after the backward pass", 10, 9)],
 }
 
 

@@ -18,6 +18,7 @@ import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune import sliced
+from otaro.tune.checkpoints import last_complete_checkpoint, last_good_checkpoint
 from otaro.tune.config import BEST, Options
 from otaro.tune.data import collate
 from otaro.tune.fake_quant import Precisely, prepare, restore
@@ -25,8 +26,6 @@ from otaro.tune.trainer import (
     OtaroMixin,
     OtaroTrainer,
     TrainingError,
-    last_complete_checkpoint,
-    last_good_checkpoint,
     losses_by_precision,
     reaches_all,
 )
@@ -591,6 +590,7 @@ def test_weights_that_are_shared_out_are_quantized_as_they_are_and_multiplied_in
     assert child.stdout.splitlines()[-1] == "{('torch.float32', 'torch.bfloat16')}"
 
 
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "qwen3_moe"])  # a tied head, biases, experts
 def test_every_weight_of_a_model_is_reached_by_the_loss_unless_one_is_not_used(random_model, architecture):
     """Experts are told apart from an unused weight: those in one stack have a gradient whichever is taken."""
     model = random_model(architecture).float()

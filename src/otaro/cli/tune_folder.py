@@ -97,7 +97,7 @@ class RunFolder:
             return False
         if not self.config.exists():  # it is the first to be written; whatever else is there is not ours
             return names <= {"checkpoints"} and not any(self.checkpoints.iterdir()) if names else True
-        from otaro.tune.trainer import last_complete_checkpoint
+        from otaro.tune.checkpoints import last_complete_checkpoint
 
         return last_complete_checkpoint(self.checkpoints) is None
 

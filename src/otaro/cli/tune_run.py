@@ -93,7 +93,8 @@ class TuningRun:
 
     def _go(self) -> dict[str, Any]:
         from otaro.runtime.pack import pack
-        from otaro.tune.trainer import UNJUDGED, forget_steps_after, last_good_checkpoint
+        from otaro.tune.checkpoints import forget_steps_after, last_good_checkpoint
+        from otaro.tune.trainer import UNJUDGED
 
         if (ended := processes.from_first(self._ended)) is not None:
             more = "--epochs" if self.training.steps is None else "--steps"
@@ -392,7 +393,7 @@ class TuningRun:
     def kept(self) -> str:
         """What a run that ended early leaves behind, and how to go on."""
         from otaro.file.run import command_to_resume
-        from otaro.tune.trainer import last_good_checkpoint
+        from otaro.tune.checkpoints import last_good_checkpoint
 
         if last := last_good_checkpoint(self.folder.checkpoints):
             return f"kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"

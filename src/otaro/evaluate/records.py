@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 
 from otaro.file.coding import is_group_size, is_reconstruction
 from otaro.file.fits import fit_name, is_fit
+from otaro.file.header import is_digest
 from otaro.sefp.precision import PRECISIONS
 
 FULL = "fp"  # the precision that an unquantized checkpoint has
@@ -42,16 +43,22 @@ _adapter = cache(TypeAdapter)
 def _worded(error: ValidationError) -> str:
     """`entries.0.window: input should be greater than 0, not '-1'`."""
     first = error.errors(include_url=False, include_context=False)[0]
-    what = first["msg"].removeprefix("Value error, ")[:200]
+    tagged = first["type"].startswith("union_tag")
+    what = "it should be of a known kind" if tagged else first["msg"].removeprefix("Value error, ")[:200]
     where = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
-    found = "" if first["type"] == "missing" else f", not {str(first['input'])[:40]!r}"
-    told = f"{where}: {what[:1].lower()}{what[1:]}{found}".removeprefix(": ")
+    told = f"{where}: {what[:1].lower()}{what[1:]}".removeprefix(": ")
+    if first["type"] not in ("missing", "extra_forbidden") and not isinstance(first["input"], dict | list):
+        told += f", not {str(first['input'])[:40]!r}"
     return told if told.isprintable() else ascii(told)
 
 
 def _rule(holds: Callable[[Any], bool], words: str) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
-        if not holds(value):
+        try:
+            sound = holds(value)
+        except ValueError:  # a PrecisionError is one
+            sound = False
+        if not sound:
             raise ValueError(words)
         return value
 
@@ -64,14 +71,14 @@ def is_exact(value: object) -> bool:
 
 
 def _is_chosen(value: str) -> bool:
-    """One for all tensors, or the name of a fit in its one spelling; a PrecisionError is a ValueError."""
+    """One for all tensors, or the name of a fit in its one spelling."""
     return value in PRECISION_NAMES or (is_fit(value) and fit_name(value) == value)
 
 
 # What runs leave ------------------------------------------------------------------------------------------------------
 
 _choices = ", ".join(PRECISION_NAMES)
-PrecisionName = Annotated[str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it is none of {_choices}"))]
+PrecisionName = Annotated[str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))]
 Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]  # a run may leave NaN or infinity
 Finite = Annotated[Number, AfterValidator(_rule(isfinite, "it should be finite"))]
 Above = Annotated[Number, AfterValidator(_rule(lambda value: not value <= 0, "it should be above zero"))]
@@ -168,7 +175,7 @@ class _Gradients(TypedDict):
     precisions: Annotated[list[PrecisionName], Field(min_length=1)]
     overall: Matrix
     modules: NotRequired[list[_Module]]
-    noise: NotRequired[dict[PrecisionName, Annotated[_Noise, AfterValidator(_rule(_is_even, "its lists differ in length"))]]]
+    noise: NotRequired[dict[PrecisionName, Annotated[_Noise, AfterValidator(_rule(_is_even, "its lists are uneven"))]]]
     fit: NotRequired[dict[PrecisionName, _LineFit]]
     norm_error: NotRequired[dict[PrecisionName, list[Number]]]
 
@@ -203,11 +210,11 @@ class Weights(TypedDict):
 # The quality record ---------------------------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(gt=0, lt=1 << 63)]
-Figure = Annotated[float, Field(gt=-_HUGE, lt=_HUGE)]  # so neither NaN nor infinity
-Speed = Annotated[float, Field(gt=0, lt=_HUGE)]
-Name = Annotated[str, Field(min_length=1, max_length=LONGEST), AfterValidator(_rule(str.isprintable, "it is not printable"))]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Day = Annotated[str, AfterValidator(_rule(lambda value: date.fromisoformat(value).isoformat() == value, "it is no date"))]
+Figure = Annotated[float, AfterValidator(_rule(lambda value: abs(value) < _HUGE, "it should be finite"))]  # NaN is not
+Speed = Annotated[Figure, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST), AfterValidator(_rule(str.isprintable, "it should be printable"))]
+Digest = Annotated[str, AfterValidator(_rule(is_digest, "it should be a SHA-256"))]
+Day = Annotated[str, AfterValidator(_rule(lambda value: date.fromisoformat(value).isoformat() == value, "it should be a date"))]
 _closed = with_config(ConfigDict(extra="forbid"))
 _KV = ("float16", *PRECISION_NAMES[1:])
 
@@ -215,10 +222,10 @@ _KV = ("float16", *PRECISION_NAMES[1:])
 class At(TypedDict):
     """What every entry is identified by, besides its kind."""
 
-    precision: Annotated[str, AfterValidator(_rule(_is_chosen, f"it is neither a fit nor one of {_choices}"))]
+    precision: Annotated[str, AfterValidator(_rule(_is_chosen, f"it should be a fit or one of {_choices}"))]
     fit_sha256: NotRequired[Digest]
-    group_size: NotRequired[Annotated[int, AfterValidator(_rule(is_group_size, "it is no multiple of 32"))]]
-    reconstruction: NotRequired[Annotated[str, AfterValidator(_rule(is_reconstruction, "there is no such one"))]]
+    group_size: NotRequired[Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]]
+    reconstruction: NotRequired[Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]]
     device: NotRequired[Name]
     reference_model: NotRequired[Digest]
 
@@ -231,7 +238,7 @@ class OnText(At):
     window: Count
     tokens: Count
     bos: NotRequired[bool]
-    kv: NotRequired[Annotated[str, AfterValidator(_rule(_KV.__contains__, "it is no type of keys and values"))]]
+    kv: NotRequired[Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]]
 
 
 class _Made(TypedDict):

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -41,13 +40,14 @@ from transformers import Trainer, TrainerCallback
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.sefp.precision import Precision
 from otaro.tune.accumulate import release, withhold
+from otaro.tune.checkpoints import COMPLETE_FILE, age, last_good_checkpoint
 from otaro.tune.config import Options, recipe
 from otaro.tune.fake_quant import Precisely, prepare
 from otaro.tune.memory import Batch, Plan, Run
 from otaro.tune.sliced import Distillation, SlicedHead, SliceLoss, slice_loss
 from otaro.tune.steady import Anchor, WeightAverage, local
 
-STATE_FILE, COMPLETE_FILE = "otaro_state.json", "otaro_complete"
+STATE_FILE = "otaro_state.json"
 ACCUMULATOR_STEM, AVERAGE_STEM = "otaro_accumulator", "otaro_average"
 UNJUDGED = "nothing is held out to judge the mean of the weights by: the run ends with the last ones"
 JUDGED = 128
@@ -541,7 +541,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
                 mark.touch()
             if limit:
                 best = self.state.best_model_checkpoint
-                for old in sorted(run.glob("checkpoint-*"), key=_age)[:-limit]:
+                for old in sorted(run.glob("checkpoint-*"), key=age)[:-limit]:
                     if old != mark.parent and (best is None or old != Path(best)):
                         shutil.rmtree(old, ignore_errors=True)
 
@@ -563,54 +563,6 @@ class _SteadyCallback(TrainerCallback):  # type: ignore[misc] # transformers is 
 
 class OtaroTrainer(OtaroMixin, Trainer):  # type: ignore[misc]
     """transformers' Trainer, tuning for all precisions."""
-
-
-def last_complete_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
-    return max(_complete_checkpoints(directory), key=_age, default=None)
-
-
-def last_good_checkpoint(directory: Path) -> Path | None:
-    """The newest one that is complete, and whose weights, as far as they are in safetensors files, are all finite."""
-    newest_first = sorted(_complete_checkpoints(directory), key=_age, reverse=True)
-    return next((checkpoint for checkpoint in newest_first if _is_finite(checkpoint)), None)
-
-
-def _complete_checkpoints(directory: Path) -> list[Path]:
-    return [path.parent for path in directory.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-
-
-def _is_finite(checkpoint: Path) -> bool:
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 # a file, not a mapping
-                values = tensors.get_tensor(name)
-                if values.numel() and not torch.linalg.vector_norm(values.float(), torch.inf).isfinite():
-                    return False
-    return True
-
-
-def _age(checkpoint: Path) -> tuple[bool, int]:
-    """Sorts incomplete checkpoints before complete ones, and old before new."""
-    return (checkpoint / COMPLETE_FILE).exists(), int(checkpoint.name.rpartition("-")[2])
-
-
-def forget_steps_after(log: Path, step: int) -> None:
-    """Drop what a killed run logged after the checkpoint it will resume from."""
-    if log.is_file():
-        kept = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
-        new = log.with_name(log.name + ".new")
-        new.write_text("".join(line + "\n" for line in kept))
-        new.replace(log)
-
-
-def _step_of(line: str) -> float:
-    try:
-        record = json.loads(line)
-        after = "leftover" in record or "averaged" in record  # the last checkpoint
-        return float("inf") if after else float(record["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # cut off by the kill
 
 
 def _unlabelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
