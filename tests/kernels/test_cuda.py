@@ -330,7 +330,7 @@ def test_small_products_of_every_count_are_those_of_the_reference(tokens):
 @pytest.mark.parametrize("tokens", [3, 8, 13, 16, 17, 31, 33, 64])
 def test_small_products_of_whole_steps_are_those_of_the_reference(tokens):
     """On Hopper by a kernel of their own; many rows, so that clusters have several tiles."""
-    for turn, (length, rows) in enumerate([(1024, (70, 130)), (2048, (33,)), (4096, (9000,))]):
+    for turn, (length, rows) in enumerate([(1024, (70, 130)), (2048, (33,)), (1024, (4500,))]):
         bits, truncate = GRIDS[(tokens + 5 * turn) % len(GRIDS)]
         matrices = [make_packed(count, length, 64, seed=count).at(bits, truncate) for count in rows]
         x = make_activations(tokens, length)

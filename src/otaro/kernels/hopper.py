@@ -15,11 +15,11 @@ from otaro.sefp.precision import COARSEST
 
 CLUSTER, THREADS, ROWS = 2, 640, 64
 """Blocks of a cluster, threads of a block, rows of a tile: constants of hopper.cu."""
+TOKENS = (8, 16, 32)
+"""That a cluster may have: TOKENS of hopper.cu."""
 COMPILERS = ("NVRTC 13.0",)
-"""Those whose machine code was looked at (docs/gpu.md): others might use registers that the matrix units still read."""
+"""Those whose machine code was searched by runs/wgmma_registers.py; others might use registers that matrix units still read."""
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
-_TOKENS = {8: (8,), 16: (16,)}  # of a cluster, for up to so many
-_MORE_TOKENS = (32, 16)
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 
 
@@ -48,8 +48,8 @@ def has_instructions(device: int) -> bool:
 
 @cache
 def _columns(device: int, tokens: int, units: int, bits: int) -> int | None:
-    """As measured on an H200."""
-    some = next((these for most, these in _TOKENS.items() if tokens <= most), _MORE_TOKENS)
+    """As measured on an H200: all of them at once, or 32, or 16 in passes."""
+    some = next(((one,) for one in TOKENS[:-1] if tokens <= one), (32, 16))
     return next((one for one in some if _stages(device, one, units, bits) >= _LEAST_STAGES), None)
 
 
