@@ -158,19 +158,19 @@ def counted() -> Iterator[dict[str, int]]:
                 count["library"] += 1
             return func(*args, **(kwargs or {}))
 
-    launch = nvrtc.Kernel.__call__
+    launch = nvrtc.Launch.on
 
-    def counting(self: nvrtc.Kernel, *args: Any, **fields: Any) -> Any:
+    def counting(self: nvrtc.Launch, handle: int) -> None:
         count["kernels"] += 1
-        launch(self, *args, **fields)
+        launch(self, handle)
 
-    kernels: Any = nvrtc.Kernel
-    kernels.__call__ = counting
+    launches: Any = nvrtc.Launch
+    launches.on = counting
     try:
         with Count():  # type: ignore[no-untyped-call]
             yield count
     finally:
-        kernels.__call__ = launch
+        launches.on = launch
 
 
 def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:

@@ -6,14 +6,21 @@ let engine;
 const asked = {
   async open() {
     engine = await Engine.open(1);
-    engine.describe(await (await fetch("model/decoder.json")).text());
+    engine.describe(await (await fetch("/model/decoder.json")).text());
     for (let bits = 3; bits <= 8; bits++) {
-      const bytes = new Uint8Array(await (await fetch(`model/model-m${bits}.safetensors`)).arrayBuffer());
+      const bytes = new Uint8Array(await (await fetch(`/model/model-m${bits}.safetensors`)).arrayBuffer());
       const at = engine.room(bytes.length);
       engine.bytes(at, bytes.length).set(bytes);
       engine.addShard(at, bytes.length);
     }
     return {};
+  },
+  read({ bits, prompt }) {
+    engine.precision = bits;
+    engine.truncate(0);
+    const started = performance.now();
+    engine.forward(prompt);
+    return { mean: (performance.now() - started) / 1e3 / prompt.length };
   },
   decode({ bits, prompt, count }) {
     engine.precision = bits;

@@ -35,6 +35,20 @@ _COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U
 _COMPILER += ("-g", "-fsanitize=address") if os.environ.get("OTARO_SANITIZE") else ()  # as .ci/sanitize asks
 
 
+class Launch:
+    """Made as one on a GPU is; streams are all the same."""
+
+    def __init__(self, launch, grid, threads, shared, fields):
+        self._launch, self._threads, self._shared, self.fields = launch, threads, shared, fields
+        self._grid = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
+
+    def __call__(self, stream=None):
+        within = self._launch(ctypes.byref(self.fields), self._grid, self._threads, self._shared)
+        assert within, f"the kernel wrote beyond the {self._shared} bytes of shared memory that it was given"
+
+    on = __call__
+
+
 class Kernel:
     """Called as a kernel on a GPU is."""
 
@@ -43,12 +57,10 @@ class Kernel:
         self._launch.restype = ctypes.c_bool
 
     def __call__(self, grid, threads, shared=0, /, **fields):
-        across = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
-        within = self._launch(ctypes.byref(cuda_structs.filled(self._parameters, fields)), across, threads, shared)
-        assert within, f"the kernel wrote beyond the {shared} bytes of shared memory that it was given"
+        self.bound(grid, threads, shared, **fields)()
 
     def bound(self, grid, threads, shared=0, /, **fields):
-        return lambda stream=None: self(grid, threads, shared, **fields)
+        return Launch(self._launch, grid, threads, shared, cuda_structs.filled(self._parameters, fields))
 
     def blocks_per_multiprocessor(self, threads, shared=0):
         return 1

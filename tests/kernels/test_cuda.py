@@ -293,7 +293,40 @@ def test_emulated_rows_are_those_of_the_reference(emulation, shape):
             assert same_bits(got, law)
 
 
+def decoded_at_once(device, dtype, bits, length, *counts):
+    """What one launch makes of several matrices, and what it should make of them."""
+    packed = [make_packed(rows, length, 64, seed=rows).at(bits, False) for rows in counts]
+    outs = [torch.full((rows + 1, length), 7.0, dtype=dtype, device=device) for rows in counts]
+    launch = cuda.decoding([one if device == "cpu" else on_gpu(one) for one in packed], dtype)
+    for number, out in enumerate(outs):
+        launch.fields.out[number] = out.data_ptr()
+    launch()
+    for one, out in zip(packed, outs, strict=True):
+        yield out.cpu(), torch.cat((reference.decode(one, dtype), torch.full((1, one.length), 7.0, dtype=dtype)))
+
+
+@pytest.mark.parametrize("bits", [3, 6, 8])
+def test_emulated_matrices_are_decoded_at_once(emulation, bits):
+    for got, expected in decoded_at_once("cpu", torch.float16, bits, 200, 9, 1, 40, 2):
+        assert same_bits(got, expected)
+
+
+def test_matrices_of_two_kinds_are_not_decoded_at_once():
+    two = [make_packed(4, 64, 64).at(bits, False) for bits in (3, 4)]
+    for some in (two, [two[0]] * 5):
+        with pytest.raises(KernelError, match="one launch decodes 4 matrices of one length, precision"):
+            cuda.decoding(some, torch.float16)
+
+
 # With one
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", cuda._TYPES, ids=str)
+def test_small_matrices_are_decoded_at_once(dtype):
+    for bits in (4, 8):
+        for got, expected in decoded_at_once("cuda", dtype, bits, 2112, 9, 1, 300, 2):
+            assert same_bits(got, expected), f"E5M{bits}"
 
 
 @needs_gpu

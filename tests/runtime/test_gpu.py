@@ -6,6 +6,7 @@ Truth is the model in float64 on decoded weights; the error may be at most twice
 import gc
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
 
@@ -377,6 +378,8 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
 class AtOnce:
     """A stream or an event where there is no GPU: everything is done when it is asked for."""
 
+    cuda_stream = 0
+
     def __init__(self, *given):
         pass
 
@@ -400,10 +403,10 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
     for one in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, one, AtOnce)
-    launches = {}
-    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, launches))
+    parts, bits = decoder._parts, decoder.description.precisions()
+    assert len(parts.at(bits)) == 3 * len(decoder.description.layers)
+    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, parts.ahead(bits)))
     assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
-    assert launches
 
 
 @pytest.mark.parametrize(
@@ -417,7 +420,12 @@ def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, m
 
     def kernel(file, name, device, **given):
         constants.setdefault(name, set()).update(given)
-        return lambda *launch, **fields: launched.append(name)
+
+        def launch(*sizes, **fields):
+            launched.append(name)
+
+        launch.bound = lambda *sizes, **fields: partial(launch, *sizes, **fields)
+        return launch
 
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", kernel)
     monkeypatch.setattr(cuda_steps.cuda, "products", lambda *args, **kwargs: launched.append("linear"))

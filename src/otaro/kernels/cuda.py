@@ -24,6 +24,8 @@ from otaro.sefp.precision import COARSEST
 MOST_TOKENS = 64
 """Of one call of `products`: one launch on Hopper, elsewhere one for every 16 where rows are not too long for shared memory."""
 MATRICES = 3
+DECODED = 4
+"""Matrices of one launch of `decoding`."""
 INTEGER_TOKENS = (48, 48, 48, 32, 32, 32)
 """Up to so many tokens integers are faster at E5M3, E5M4, ..., up to a third more on Hopper; for more, weights are decoded and
 multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the nearer one."""
@@ -34,6 +36,7 @@ _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
 _FEW = 2  # tokens that `linear` takes; `batch` takes more
 _COLUMNS = (8, 16)  # tokens that `batch` is compiled for
+_DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 
@@ -365,22 +368,32 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
 
 def _decode(packed: Packed, ids: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if out.numel():
-        decoding(_aligned_rows(packed), out, ids)()
+        launch = decoding([_aligned_rows(packed)], out.dtype, ids)
+        launch.fields.out[0] = out.data_ptr()
+        launch()
     return out
 
 
-def decoding(packed: Packed, out: torch.Tensor, ids: torch.Tensor | None = None) -> nvrtc.Launch:
-    """A launch that decodes these rows, or those with the numbers `ids`, into `out`, whenever it is made."""
+def decoding(matrices: Sequence[Packed], dtype: torch.dtype, ids: torch.Tensor | None = None) -> nvrtc.Launch:
+    """A launch that decodes up to four matrices of one form, or of a matrix the rows `ids`.
+
+    Where to is for the caller to say: `fields.out`, an address for each.
+    """
+    like = matrices[0]
+    if len(matrices) > DECODED or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
+        raise KernelError(f"one launch decodes {DECODED} matrices of one length, precision, group size and reconstruction")
     kernel = nvrtc.kernel(
-        "rows.cu", "decode", _device(packed.base), DTYPE=_TYPES[out.dtype], BITS=packed.bits, TRUNCATE=packed.truncate,
-        IDS=ids is not None,
+        "rows.cu", "decode", _device(like.base), DTYPE=_TYPES[dtype], BITS=like.bits, TRUNCATE=like.truncate,
+        GROUP_SIZE=like.group_size, IDS=ids is not None,
     )  # fmt: skip
-    count, words = len(out), 4 * blocks(packed.length)
+    counts = [len(one.base) for one in matrices] if ids is None else [len(ids)]
+    words = 4 * blocks(like.length)
     threads = min(256, -(-words // _WARP) * _WARP)
+    ends = list(accumulate(min(-(-count // _DECODED_ROWS), 4096) for count in counts))
     return kernel.bound(
-        (-(-words // threads), min(-(-count // 4), 4096)), threads, packed=packed_fields(packed), ids=ids, out=out,
-        count=count, length=packed.length,
-        blocks=blocks(packed.length), groups=-(-packed.length // packed.group_size), group_size=packed.group_size,
+        (-(-words // threads), ends[-1]), threads, packed=[packed_fields(one) for one in matrices], out=(), counts=counts,
+        first_block=[0, *ends, *[ends[-1]] * (DECODED - len(ends))], ids=ids, length=like.length,
+        blocks=blocks(like.length), groups=-(-like.length // like.group_size),
     )  # fmt: skip
 
 

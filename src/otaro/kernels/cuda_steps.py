@@ -7,12 +7,14 @@ a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Structure
 from typing import Any
 
 import torch
 
 from otaro.errors import KernelError
 from otaro.kernels import cuda, nvrtc, reference
+from otaro.kernels.cuda_structs import filled, structure
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
 from otaro.kernels.steps import MAX_TOKENS, RING, Activations, Delta, Rope, Routing, State, Tokens
@@ -31,7 +33,7 @@ _FLOATS = 2  # attend's OUT
 class CudaSteps:
     """On one GPU. Scratch memory belongs to this object: two streams at a time need two."""
 
-    product_dtype = torch.float32
+    product_dtype = query_dtype = torch.float32
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -73,6 +75,17 @@ class CudaSteps:
         floats: torch.Tensor | None = None,
     ) -> None:
         """One block for each token."""
+        self._rms_norm(x, delta, weight, eps, out, floats)()
+
+    def _rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: Delta | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: Activations,
+        floats: torch.Tensor | None = None,
+    ) -> nvrtc.Launch:
         length = x.shape[1]
         unit, units = _units(out)
         quads = -(-length // 4) if out.group_size is None else units * unit // 4
@@ -91,7 +104,7 @@ class CudaSteps:
         constants.update({name: True for name, there in rare.items() if there})
         if weight is None:
             constants["NORM"] = False
-        nvrtc.kernel("decode.cu", "rms_norm", self._gpu, **constants)(
+        return nvrtc.kernel("decode.cu", "rms_norm", self._gpu, **constants).bound(
             (len(x),), threads, x=x, delta=values, weight=weight, **_out(out), length=length, units=units,
             eps=eps, scale=scale, delta_weight=delta_norm, floats=floats,
         )  # fmt: skip
@@ -128,22 +141,36 @@ class CudaSteps:
         layer: int,
     ) -> None:
         """One warp for each head of each token."""
+        self._rope_and_cache(vectors, norms, rope, tokens, queries, cache, layer)()
+
+    def _rope_and_cache(
+        self,
+        vectors: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor | None],
+        rope: Rope,
+        tokens: Tokens,
+        queries: torch.Tensor,
+        cache: KvCache,
+        layer: int,
+    ) -> nvrtc.Launch:
         heads = queries.shape[1] // cache.head
         constants = {"HEAD": cache.head, "KV_BITS": cache.bits, "HALF_IN": vectors[0].dtype != torch.float32}
         if _bfloat(vectors[0]):
             constants["BFLOAT"] = True
+        if queries.dtype == torch.float16:
+            constants["HALF_QUERIES"] = True
         pairs = 0 if rope.cosines is None else rope.cosines.shape[1]
         if pairs != cache.head // 2:
             constants["ROPE_PAIRS"] = pairs
         if any(norm is not None and len(norm) != cache.head for norm in norms):
             constants["WHOLE_NORM"] = True
         grid = (-(-(heads + 2 * cache.kv_heads) // _CACHED_HEADS), len(queries))
-        nvrtc.kernel("decode.cu", "rope_and_cache", self._gpu, **constants)(
+        return nvrtc.kernel("decode.cu", "rope_and_cache", self._gpu, **constants).bound(
             grid, 32 * _CACHED_HEADS, vectors=vectors, strides=[one.stride(0) for one in vectors], norms=norms,
             offsets=None if cache.offsets is None else cache.offsets[layer], cosines=rope.cosines, sines=rope.sines,
             positions=tokens.positions, sequences=tokens.sequences, queries=queries,
-            rows=[_rows(cache, kind, layer) for kind in (0, 1)], refused=cache.refused, capacity=cache.capacity,
-            eps=rope.eps, scale=rope.scale, heads=heads, kv_heads=cache.kv_heads,
+            rows=[cache_rows("decode.cu", cache, kind, layer) for kind in (0, 1)], refused=cache.refused,
+            capacity=cache.capacity, eps=rope.eps, scale=rope.scale, heads=heads, kv_heads=cache.kv_heads,
         )  # fmt: skip
 
     def attend(
@@ -171,8 +198,9 @@ class CudaSteps:
             constants["CAPPED"] = True
         grid = (splits, cache.kv_heads * blocks, count)
         nvrtc.kernel("attend.cu", "attend", self._gpu, **constants)(
-            grid, 128, queries=queries, keys=_rows(cache, 0, layer), values=_rows(cache, 1, layer),
-            positions=tokens.positions, sequences=tokens.sequences,
+            grid, 128, queries=queries, keys=cache_rows("attend.cu", cache, 0, layer),
+            values=cache_rows("attend.cu", cache, 1, layer), positions=tokens.positions,
+            sequences=tokens.sequences,
             partial=self._buffer("partial", (MAX_TOKENS, heads, splits, pitch), torch.float32),
             states=self._buffer("states", (MAX_TOKENS, heads, splits, 2), torch.float32),
             tickets=self._buffer("tickets", (MAX_TOKENS, cache.kv_heads * blocks), torch.int32),
@@ -184,6 +212,9 @@ class CudaSteps:
 
     def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
         """Numbers as integers or in float16."""
+        self._quantize(x, out, up, activation)()
+
+    def _quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None, activation: str) -> nvrtc.Launch:
         unit, units = _units(out)
         assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
@@ -192,7 +223,7 @@ class CudaSteps:
             constants["BFLOAT"] = True
         if up is not None and activation != "silu":
             constants["GELU"] = True
-        nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants)(
+        return nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants).bound(
             grid, _THREADS, x=x, up=up, stride=x.stride(0), **_out(out), tokens=len(x), length=x.shape[1], units=units
         )
 
@@ -274,6 +305,11 @@ def _out(out: Activations) -> dict[str, Any]:
     return {"out": out.data._asdict(), "halves": None}
 
 
-def _rows(cache: KvCache, kind: int, layer: int) -> dict[str, Any]:
-    base, exponents, *planes = cache.of_layer(kind, layer)
-    return {"base": base, "planes": planes, "exponents": exponents}
+def cache_rows(file: str, cache: KvCache, kind: int, layer: int) -> Structure:
+    """What the kernels of a source are told of the keys or values of a layer; made once."""
+    found: Structure | None = cache.told.get((file, kind, layer))
+    if found is None:
+        base, exponents, *planes = cache.of_layer(kind, layer)
+        fields = {"base": base, "planes": planes, "exponents": exponents}
+        found = cache.told[file, kind, layer] = filled(structure(file, "CacheRows"), fields)
+    return found

@@ -70,6 +70,8 @@ def _value(kind: Any, value: Any) -> Any:
         return value.data_ptr()
     if isinstance(value, dict):
         return filled(kind, value)
+    if isinstance(value, Structure):
+        return value
     return kind(*[one if type(one) in _PLAIN else _value(kind._type_, one) for one in value])
 
 

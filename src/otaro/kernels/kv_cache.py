@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count as counter
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -81,6 +82,8 @@ class KvCache:
         else:
             self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
         self._views: dict[tuple[int, int], Sequence[torch.Tensor | None]] = {}
+        self.told: dict[tuple[str, int, int], Any] = {}
+        """Its addresses as kernels take them: `cuda_steps.cache_rows`."""
         self.refused = torch.zeros(1, dtype=torch.int32, device=device)
         """Set where a number was too large to be kept, or not finite."""
 

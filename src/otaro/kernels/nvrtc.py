@@ -16,7 +16,6 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -76,8 +75,32 @@ def compiler() -> str:
     return f"NVRTC {major.value}.{minor.value}"
 
 
-Launch = Callable[..., None]
-"""Takes a stream of torch's, or nothing."""
+class Launch:
+    """One that can be made again and again, as long as its tensors live. What `fields` are set to in between counts."""
+
+    def __init__(self, kernel: Kernel, grid: tuple[int, ...], threads: int, shared: int, fields: ctypes.Structure) -> None:
+        self.fields, self._kernel, self._empty = fields, kernel, not all(grid)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(fields))
+        across, down, deep = (*grid, 1, 1)[:3]
+        attribute, count = ctypes.pointer(_Attribute(_PROGRAMMATIC, 0, 1)), int(kernel.dependent)
+        self._config = _Config(across, down, deep, threads, 1, 1, shared, None, attribute, count)
+        self._pointer = ctypes.byref(self._config)
+
+    def __call__(self, stream: Any = None) -> None:
+        """On a stream of torch's, or its current one."""
+        device = self._kernel.device
+        handle = (stream or torch.cuda.current_stream(device)).cuda_stream
+        with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
+            enter_context(device)
+            self.on(handle)
+
+    def on(self, handle: int) -> None:
+        """On the stream with this handle, by a thread that is in its GPU's context."""
+        if self._empty:
+            return
+        self._config.stream = handle
+        if status := self._kernel.launch(self._pointer, self._kernel.function, self._arguments, None):
+            _ask(status, self._kernel.name)
 
 
 class Kernel:
@@ -86,49 +109,34 @@ class Kernel:
     def __init__(self, image: bytes, file: str, name: str, device: int) -> None:
         driver = _driver()
         self.device, self.name, self._parameters = device, name, parameters(file)[name]
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
-            _enter_context(device)
+            enter_context(device)
             _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
-            _ask(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+            _ask(driver.cuModuleGetFunction(ctypes.byref(self.function), self._module, name.encode()), name)
             # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the launch.
             declared = ctypes.c_int()
-            _ask(driver.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED_SHARED, self._function), name)
+            _ask(driver.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED_SHARED, self.function), name)
             most = _all_shared(device) - declared.value
-            _ask(driver.cuFuncSetAttribute(self._function, _MOST_DYNAMIC_SHARED, most), name)
-        self._dependent = torch.cuda.get_device_capability(device) >= (9, 0)
+            _ask(driver.cuFuncSetAttribute(self.function, _MOST_DYNAMIC_SHARED, most), name)
+        self.launch = driver.cuLaunchKernelEx
+        self.dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> None:
         """Launch on torch's current stream."""
         self.bound(grid, threads, shared, **fields)()
 
     def bound(self, grid: tuple[int, ...], threads: int, shared: int = 0, /, **fields: Any) -> Launch:
-        """A launch that can be made again and again, as long as its tensors live: on the stream given or torch's current."""
-        across, down, deep = (*grid, 1, 1)[:3]
-        structure = filled(self._parameters, fields)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
-        attribute = _Attribute(_PROGRAMMATIC, 0, 1)
-        config = _Config(
-            across, down, deep, threads, 1, 1, shared, None, ctypes.pointer(attribute), int(self._dependent)
-        )  # fmt: skip
-
-        def launch(stream: Any = None, _kept: Any = structure) -> None:
-            if not across * down * deep:
-                return
-            config.stream = (stream or torch.cuda.current_stream(self.device)).cuda_stream
-            with nullcontext() if torch.cuda.current_device() == self.device else torch.cuda.device(self.device):
-                _enter_context(self.device)
-                _ask(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self.name)
-
-        return launch
+        """The launch, to be made later."""
+        return Launch(self, grid, threads, shared, filled(self._parameters, fields))
 
     def blocks_per_multiprocessor(self, threads: int, shared: int = 0) -> int:
         """How many blocks of so many threads run on a multiprocessor at a time."""
         count = ctypes.c_int()
         with torch.cuda.device(self.device):
-            _enter_context(self.device)
+            enter_context(self.device)
             status = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)
+                ctypes.byref(count), self.function, threads, ctypes.c_size_t(shared)
             )
             _ask(status, self.name)
         return count.value
@@ -138,8 +146,8 @@ class Kernel:
         count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, 0, blocks, (ctypes.c_int * 15)(1, 1))
         config = _Config(blocks, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute), 1)
         with torch.cuda.device(self.device):
-            _enter_context(self.device)
-            _ask(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)), self.name)
+            enter_context(self.device)
+            _ask(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config)), self.name)
         return count.value
 
 
@@ -252,7 +260,7 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _enter_context(device: int) -> None:
+def enter_context(device: int) -> None:
     """Make torch's context the thread's current one: a fresh thread has none until the runtime is called."""
     current = ctypes.c_void_p()
     _ask(_driver().cuCtxGetCurrent(ctypes.byref(current)), "a context")

@@ -72,8 +72,13 @@ class Activations:
     def rows(self, some: slice) -> Activations:
         """Some tokens."""
         if isinstance(self.data, torch.Tensor):
-            return Activations(self.length, self.group_size, self.data[some])
+            return Activations(self.length, self.group_size, rows_of(self.data, some))
         return Activations(self.length, self.group_size, type(self.data)(*(part[some] for part in self.data)))
+
+
+def rows_of(tensor: torch.Tensor, some: slice) -> torch.Tensor:
+    """Some rows; where that is all of them the tensor itself, which takes no time."""
+    return tensor if some.start == 0 and some.stop == tensor.shape[0] else tensor[some]
 
 
 class Delta(NamedTuple):
@@ -114,6 +119,8 @@ class Steps(Protocol):
 
     product_dtype: torch.dtype
     """Of products with packed weights."""
+    query_dtype: torch.dtype
+    """Of queries, as attention reads them."""
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """A buffer for activations."""
@@ -202,7 +209,7 @@ class Steps(Protocol):
 class ReferenceSteps:
     """In torch. Activations are floats here: `reference.linear` makes integers of them."""
 
-    product_dtype = torch.float32
+    product_dtype = query_dtype = torch.float32
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

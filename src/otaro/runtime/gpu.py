@@ -40,7 +40,7 @@ from otaro.runtime.caches import GROWTH, GpuCache
 from otaro.runtime.decoder import Arranged, BaseDecoder
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
-from otaro.runtime.gpu_prompt import CHUNK, CudaPromptSteps, Launches, PromptSteps
+from otaro.runtime.gpu_prompt import CHUNK, CudaPromptSteps, Parts, PromptSteps
 from otaro.sefp.precision import Precision
 
 _GRAPHS = 64  # kept at most
@@ -89,10 +89,12 @@ class GpuDecoder(BaseDecoder):
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._occurred: OrderedDict[Any, None] = OrderedDict()
         self._on_gpu = description.device.type == "cuda" and isinstance(self.steps, CudaSteps)
-        self._decoding: Launches = {}
+        self._parts = Parts(description)
         self._routed = any(layer.experts is not None for layer in description.layers)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
+        # What decodes weights beside it has to leave the GPU to it, and no stream's priority is below the usual one.
+        self._prompts = torch.cuda.Stream(description.device, priority=-1) if self._on_gpu else None
         self._step = 0
         self._going: Arranged | None = None
         self._order: list[list[int]] = [[]] * RING  # of the tokens of the last steps, as callers gave them
@@ -157,7 +159,9 @@ class GpuDecoder(BaseDecoder):
                 start += len(some)
                 wanted = "all" if all_logits else "last" if start == len(tokens) else "none"
                 if left > MAX_TOKENS:
-                    found = self._read(some, cache, sequence, now, wanted)
+                    with torch.cuda.stream(self._prompts):
+                        found = self._read(some, cache, sequence, now, wanted)
+                    self._enter_stream()
                 else:
                     self._set(some, range(cache.lengths[sequence], cache.lengths[sequence] + len(some)), [sequence] * len(some))
                     found = self._run(len(some), [Span(slice(0, len(some)), now)], cache, wanted)
@@ -301,7 +305,7 @@ class GpuDecoder(BaseDecoder):
         dtype = self.description.dtype
         steps: Steps = PromptSteps(device, dtype, sequence, past)
         if self._on_gpu and dtype != torch.float32 and not self._routed:
-            steps = CudaPromptSteps(device, dtype, sequence, past, self._decoding)
+            steps = CudaPromptSteps(device, dtype, sequence, past, self._parts.ahead(bits))
         layers = Layers(self.description, steps, count)
         layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":

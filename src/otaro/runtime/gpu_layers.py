@@ -15,7 +15,7 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.kernels.kv_cache import KvCache
-from otaro.kernels.steps import MAX_TOKENS, Activations, Delta, Rope, Routing, Steps, Tokens
+from otaro.kernels.steps import MAX_TOKENS, Activations, Delta, Rope, Routing, Steps, Tokens, rows_of
 from otaro.runtime.description import MATRICES, Description, Experts, Layer, Matrix
 
 
@@ -59,7 +59,8 @@ class Layers:
         self.weights, self.steps, self._tokens = weights, steps, tokens
         first, hidden = weights.layers[0], weights.embedding.length
         of_queries, of_keys = weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim
-        self.x, self._queries = self._new(hidden), self._new(of_queries)
+        self.x = self._new(hidden)
+        self._queries = torch.zeros(tokens, of_queries, dtype=steps.query_dtype, device=weights.device)
         self.delta = self._new(hidden, first.output)
         """What the last layer has still to add to x."""
         sizes = (of_queries, of_keys, of_keys)
@@ -102,7 +103,8 @@ class Layers:
     def run(self, count: int, tokens: Tokens, spans: list[Span], ropes: RopeTables, cache: KvCache) -> None:
         """What the layers make of the first tokens is x and delta; keys and values go into the cache."""
         steps, weights, some = self.steps, self.weights, slice(0, count)
-        x, queries, attended = self.x[some], self._queries[some], self._attended.rows(some)
+        x, queries, added = (rows_of(one, some) for one in (self.x, self._queries, self.delta))
+        vectors, attended = [rows_of(one, some) for one in self._vectors], self._attended.rows(some)
         for few, bits in parts_of(spans, [0]):
             steps.embed(tokens.ids[few], weights.embedding.at(bits[0]), weights.embedding_scale, x[few])
         delta = None
@@ -110,18 +112,18 @@ class Layers:
             first = 1 + len(MATRICES) * number
             hidden = self._normed(x, delta, layer.attention_norm)
             multiply(steps, hidden, layer.those("query", "key", "value", first=first), self._projected, spans)
-            vectors, norms = [one[some] for one in self._vectors], (layer.query_norm, layer.key_norm)
+            norms = (layer.query_norm, layer.key_norm)
             steps.rope_and_cache(vectors, norms, ropes.of_layer[number], tokens, queries, cache, number)
             steps.attend(queries, tokens, cache, number, layer.window, weights.attention_cap, attended)
             multiply(steps, attended, [(layer.output, first + 3)], [self.delta], spans)
-            delta = Delta(self.delta[some], layer.attention_output_norm, weights.residual_scale)
+            delta = Delta(added, layer.attention_output_norm, weights.residual_scale)
             floats = None if layer.experts is None or self._floats is None else self._floats[some]
             hidden = self._normed(x, delta, layer.mlp_norm, floats)
             if layer.experts is None:
                 self._mlp(count, hidden, layer, first + 4, spans)
             else:
                 self._experts(count, hidden, layer, layer.experts, first + 4, spans)
-            delta = Delta(self.delta[some], layer.mlp_output_norm, weights.residual_scale)
+            delta = Delta(added, layer.mlp_output_norm, weights.residual_scale)
 
     def last_delta(self, some: slice) -> Delta:
         """What is still to be added to x, of some tokens."""
@@ -138,7 +140,7 @@ class Layers:
         gated, some = self._gated[_kind(layer)], slice(0, count)
         multiply(self.steps, hidden, layer.those("gate", "up", first=first), gated.projected, spans)
         result = gated.result.rows(some)
-        self.steps.quantize(gated.gate[some], result, gated.up[some], self.weights.activation)
+        self.steps.quantize(rows_of(gated.gate, some), result, rows_of(gated.up, some), self.weights.activation)
         multiply(self.steps, result, [(layer.down, first + 2)], [self.delta], spans)
 
     def _experts(self, count: int, hidden: Activations, layer: Layer, experts: Experts, first: int, spans: list[Span]) -> None:
@@ -203,13 +205,15 @@ def multiply(
         steps.multiply(
             x.rows(some),
             [matrix.at(m) for (matrix, _), m in zip(matrices, bits, strict=True)],
-            [out[some] for out in outs],
+            [rows_of(out, some) for out in outs],
             [matrix.bias for matrix, _ in matrices],
         )
 
 
 def parts_of(spans: list[Span], numbers: list[int]) -> list[tuple[slice, bytes]]:
     """Neighbours that agree in the precisions of these matrices."""
+    if len(spans) == 1:
+        return [(spans[0].some, bytes([spans[0].bits[number] for number in numbers]))]
     parts = []
     for bits, same in groupby(spans, key=lambda span: bytes(span.bits[number] for number in numbers)):
         few = list(same)

@@ -2,34 +2,36 @@
 
 Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's
 own type. Weights are decoded for one product and forgotten; on a GPU of ours a second stream decodes those of
-the next product meanwhile.
+the next layer while those of this one are multiplied with.
+
+A prompt of some hundred tokens takes a GPU no longer than it takes the host to ask for it. So what is asked for
+at every layer is made once for all of them (`CudaPromptSteps`), and but for addresses stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from otaro.kernels import cuda, ops
-from otaro.kernels.cuda_steps import CudaSteps
+from otaro.kernels import cuda, nvrtc, ops
+from otaro.kernels.cuda_steps import CudaSteps, cache_rows
 from otaro.kernels.kv_cache import KvCache
-from otaro.kernels.nvrtc import Launch
 from otaro.kernels.packed import Packed, Stack
-from otaro.kernels.steps import Activations, ReferenceSteps, Routing, Tokens, capped
+from otaro.kernels.steps import Activations, Delta, ReferenceSteps, Rope, Routing, Tokens, capped
+from otaro.runtime.description import MATRICES, Description, Layer
 
 CHUNK = 4096
 """Tokens read at a time."""
-_LAUNCHES = 4096  # that are known at most
+_PARTS = 4096  # that are known at most
+_ALIGNED = 128  # numbers, so that the library finds a decoded matrix as it finds a tensor
+_PRODUCTS = (((0, 3), (3, 4)), ((4, 6),), ((6, 7),))  # of a layer, by their matrices' numbers, part by part
+_TURNS = len(_PRODUCTS)
 _SCORES = 1 << 26  # that are in memory at a time, where they are capped: the library's attention does not
-
-
-Launches = dict[tuple[Any, ...], list[Launch]]
-"""Of a decoder, by the addresses of the weights that are decoded and of what they are decoded into."""
 
 
 class _Attention:
@@ -69,7 +71,7 @@ class _Attention:
                 query[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=1.0,
                 enable_gqa=len(keys) < len(query),
             )[0]  # fmt: skip
-        out.data.copy_(result.transpose(0, 1).flatten(1))
+        out.data = result.transpose(0, 1).flatten(1).to(out.data.dtype)
 
 
 class PromptSteps(_Attention, ReferenceSteps):
@@ -124,21 +126,189 @@ class PromptSteps(_Attention, ReferenceSteps):
                 out[pairs] = self.product(rows, stack.of(expert))
 
 
-class CudaPromptSteps(_Attention, CudaSteps):
-    """By kernels; of models without experts, in float16 or bfloat16."""
+class Part:
+    """Matrices that are decoded at once: products, each of matrices whose rows follow one another."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, known: Launches) -> None:
+    def __init__(self, products: Sequence[Sequence[Packed]], dtype: torch.dtype) -> None:
+        self.size = 0
+        """In numbers."""
+        self.places: dict[int, int] = {}
+        """Where each matrix begins, by the address of its base."""
+        for matrices in products:
+            for one in matrices:
+                self.places[one.base.data_ptr()] = self.size
+                self.size += len(one.base) * one.length
+            self.size += -self.size % _ALIGNED
+        by_kind: dict[Any, list[Packed]] = {}
+        for one in chain(*products):
+            by_kind.setdefault((one.bits, one[3:6]), []).append(one)
+        self._launches = [
+            (cuda.decoding(same, dtype), [dtype.itemsize * self.places[one.base.data_ptr()] for one in same])
+            for same in by_kind.values()
+        ]
+
+    def decode(self, address: int, stream: int) -> None:
+        """Into this memory, on the stream with this handle."""
+        for launch, places in self._launches:
+            for number, place in enumerate(places):
+                launch.fields.out[number] = address + place
+            launch.on(stream)
+
+
+class Parts:
+    """Of a model, three to a layer: what attention multiplies with, gate and up, down."""
+
+    def __init__(self, description: Description) -> None:
+        self._description = description
+        self._known: dict[tuple[int, bytes], Part] = {}
+        self._last: tuple[bytes, list[Part]] = (b"", [])
+        self._stream: Any = None
+
+    def ahead(self, bits: bytes) -> Ahead:
+        """All parts at these precisions, for a chunk."""
+        device, dtype = self._description.device, self._description.dtype
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return Ahead(self.at(bits), self._stream, device, dtype)
+
+    def at(self, bits: bytes) -> list[Part]:
+        """In the order in which they are needed, where matrices are packed at all; made once."""
+        if self._last[0] == bits:
+            return self._last[1]
+        if len(self._known) > _PARTS:
+            self._known.clear()
+        found = []
+        for number, layer in enumerate(self._description.layers):
+            first = 1 + len(MATRICES) * number
+            for products in _PRODUCTS:
+                start, end = first + products[0][0], first + products[-1][1]
+                key = (start, bits[start:end])
+                if key not in self._known:
+                    self._known[key] = self._part(layer, first, products, bits)
+                found.append(self._known[key])
+        self._last = (bits, [part for part in found if part.size])
+        return self._last[1]
+
+    def _part(self, layer: Layer, first: int, products: Sequence[tuple[int, int]], bits: bytes) -> Part:
+        made = []
+        for start, end in products:
+            those = layer.those(*MATRICES[start:end], first=first + start)
+            seen = [matrix.at(bits[number]) for matrix, number in those]
+            made.append([one for one in seen if isinstance(one, Packed)])
+        return Part(made, self._description.dtype)
+
+
+class Ahead:
+    """Decodes parts by another stream, up to a layer ahead of what is multiplied with on torch's current one."""
+
+    def __init__(self, parts: Sequence[Part], stream: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._parts, self._number, self._left = parts, -1, 0
+        self._now, self._stream = torch.cuda.current_stream(device), stream
+        self._decoded, self._multiplied = ([torch.cuda.Event() for _ in _PRODUCTS] for _ in range(2))
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+        self._buffers = []
+        for turn in range(_TURNS):
+            size = max((part.size for part in parts[turn::_TURNS]), default=0)
+            # Memory of the other stream: it has its next owner there, should a prompt be given up while it is written to.
+            with torch.cuda.stream(stream):
+                self._buffers.append(torch.empty(size, dtype=dtype, device=device))
+            self._multiplied[turn].record(self._now)  # whatever had this memory before is done then
+            self._decode(turn)
+
+    def matrix(self, weight: Packed, rows: int) -> torch.Tensor:
+        """Decoded, and those that follow up to so many rows, transposed. Whatever is launched next may read it."""
+        if not self._left:
+            self._number += 1
+            self._left = len(self._parts[self._number].places)
+            self._now.wait_event(self._decoded[self._number % _TURNS])
+        turn, place = self._number % _TURNS, self._parts[self._number].places[weight.base.data_ptr()]
+        key = (turn, place, rows, weight.length)
+        if key not in self._views:
+            values = self._buffers[turn][place : place + rows * weight.length]
+            self._views[key] = values.view(rows, weight.length).t()
+        return self._views[key]
+
+    def done(self, matrices: int) -> None:
+        """With so many; where it was the last of its part, the same part of the next layer is decoded over it."""
+        self._left -= matrices
+        if not self._left:
+            self._multiplied[self._number % _TURNS].record(self._now)
+            self._decode(self._number + _TURNS)
+
+    def _decode(self, number: int) -> None:
+        if number < len(self._parts):
+            turn = number % _TURNS
+            self._stream.wait_event(self._multiplied[turn])
+            self._parts[number].decode(self._buffers[turn].data_ptr(), self._stream.cuda_stream)
+            self._decoded[turn].record(self._stream)
+
+
+class CudaPromptSteps(_Attention, CudaSteps):
+    """By kernels; of models without experts, in float16 or bfloat16. For one chunk, in its GPU's context."""
+
+    query_dtype = torch.float16
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead) -> None:
         CudaSteps.__init__(self, device)
         _Attention.__init__(self, dtype, sequence, past)
-        self._known = known
-        self._stream = torch.cuda.Stream(device)
-        self._buffers = [_Buffer(torch.empty(0, dtype=dtype, device=device), *_events()) for _ in range(2)]
-        self._turn = 0
+        if device.type == "cuda":
+            nvrtc.enter_context(self._gpu)
+        self._weights = weights
+        self._stream = torch.cuda.current_stream(device).cuda_stream
+        self._made: dict[tuple[Any, ...], nvrtc.Launch] = {}
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """As plain weights want them: none here meets integers."""
         kind = torch.float16 if group_size is None else self.product_dtype
         return Activations(length, None, torch.empty(tokens, length, dtype=kind, device=self.device))
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: Delta | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: Activations,
+        floats: torch.Tensor | None = None,
+    ) -> None:
+        """The first of its kind, with other weights."""
+        values, norm, scale = delta or (None, None, 1.0)
+        key = ("rms_norm", x.data_ptr(), _address(values), out.data.data_ptr(), weight is None, norm is None, eps, scale)
+        launch = self._made.get(key)
+        if launch is None:
+            launch = self._made[key] = self._rms_norm(x, delta, weight, eps, out, floats)
+        launch.fields.weight, launch.fields.delta_weight = _address(weight), _address(norm)
+        launch.on(self._stream)
+
+    def rope_and_cache(
+        self,
+        vectors: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor | None],
+        rope: Rope,
+        tokens: Tokens,
+        queries: torch.Tensor,
+        cache: KvCache,
+        layer: int,
+    ) -> None:
+        """The first of its kind, with another layer's norms and cache."""
+        sizes = [0 if norm is None else norm.shape[0] for norm in norms]
+        key = ("rope_and_cache", vectors[0].data_ptr(), queries.data_ptr(), _address(rope.cosines), *sizes)
+        launch = self._made.get(key)
+        if launch is None:
+            launch = self._made[key] = self._rope_and_cache(vectors, norms, rope, tokens, queries, cache, layer)
+        fields = launch.fields
+        fields.norms[0], fields.norms[1] = _address(norms[0]), _address(norms[1])
+        fields.rows[0], fields.rows[1] = (cache_rows("decode.cu", cache, kind, layer) for kind in (0, 1))
+        if cache.offsets is not None:
+            fields.offsets = cache.offsets[layer].data_ptr()
+        launch.on(self._stream)
+
+    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+        """The first of its kind."""
+        key = ("quantize", x.data_ptr(), out.data.data_ptr(), _address(up))
+        launch = self._made.get(key)
+        if launch is None:
+            launch = self._made[key] = self._quantize(x, out, up, activation)
+        launch.on(self._stream)
 
     def multiply(
         self,
@@ -152,56 +322,22 @@ class CudaPromptSteps(_Attention, CudaSteps):
         if len(packed) < len(weights):
             super().multiply(x, weights, outs, biases)
         elif len(packed) > 1 and not any(bias is not None for bias in biases) and _side_by_side(outs):
-            tokens, rows = len(outs[0]), sum(out.shape[1] for out in outs)
-            self._multiply(x.data, packed, outs[0].as_strided((tokens, rows), outs[0].stride()), None)
+            tokens, rows = outs[0].shape[0], sum(out.shape[1] for out in outs)
+            whole = outs[0].as_strided((tokens, rows), outs[0].stride())
+            torch.mm(x.data, self._weights.matrix(packed[0], rows), out=whole)
+            self._weights.done(len(packed))
         else:
             for weight, out, bias in zip(packed, outs, biases, strict=True):
-                self._multiply(x.data, [weight], out, bias)
-
-    def _multiply(self, x: torch.Tensor, packed: list[Packed], out: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Where the library still multiplies with the last weights, the next are decoded beside that."""
-        rows, length = sum(len(one.base) for one in packed), packed[0].length
-        now = torch.cuda.current_stream(self.device)
-        self._turn ^= 1
-        values, decoded, multiplied = self._buffers[self._turn]
-        if values.numel() < rows * length:
-            values, decoded, multiplied = torch.empty(rows * length, dtype=values.dtype, device=self.device), *_events()
-            self._buffers[self._turn] = _Buffer(values, decoded, multiplied)
-            multiplied.record(now)  # whatever had this memory before is done then
-        matrix = values[: rows * length].view(rows, length)
-        self._stream.wait_event(multiplied)
-        for launch in self._decoding(packed, matrix):
-            launch(self._stream)
-        decoded.record(self._stream)
-        now.wait_event(decoded)
-        if bias is None:
-            torch.mm(x, matrix.t(), out=out)
-        else:
-            torch.addmm(bias.to(x.dtype), x, matrix.t(), out=out)
-        multiplied.record(now)
-
-    def _decoding(self, packed: list[Packed], matrix: torch.Tensor) -> list[Launch]:
-        """Launches, found again where addresses are those of an earlier prompt: making one takes longer than it."""
-        addresses = [part.data_ptr() for one in packed for part in (one.base, one.scales, *one.planes)]
-        key = (matrix.data_ptr(), *(len(one.base) for one in packed), packed[0].length, *addresses)
-        if key not in self._known:
-            if len(self._known) > _LAUNCHES:
-                self._known.clear()
-            parts = matrix.split([len(one.base) for one in packed])
-            self._known[key] = [cuda.decoding(one, part) for one, part in zip(packed, parts, strict=True)]
-        return self._known[key]
+                matrix = self._weights.matrix(weight, out.shape[1])
+                if bias is None:
+                    torch.mm(x.data, matrix, out=out)
+                else:
+                    torch.addmm(bias.to(x.data.dtype), x.data, matrix, out=out)
+                self._weights.done(1)
 
 
-class _Buffer(NamedTuple):
-    """For decoded weights."""
-
-    values: torch.Tensor
-    decoded: torch.cuda.Event
-    multiplied: torch.cuda.Event
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(), torch.cuda.Event()
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _side_by_side(outs: Sequence[torch.Tensor]) -> bool:

@@ -8,7 +8,7 @@ namespace otaro::avx2 {
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
 // instruction that adds four products at once.)
-constexpr int kTileRows = 16, kPairs = kBlock;  // pairs of weights of a unit
+constexpr int kTileRows = 16, kHalves = kTileRows / 8, kPairs = kBlock;  // pairs of weights of a unit
 
 OTARO_INLINE void transpose(__m256i (&v)[8]) {
   __m256i t[8];
@@ -54,32 +54,47 @@ OTARO_INLINE __m256i plane_words(const uint8_t* const (&rows)[8], int64_t at) {
   return _mm256_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
 }
 
+// Where the bytes of eight rows are.
+struct EightRows {
+  const uint8_t* base[8];
+  const uint8_t* planes[kPlanes][8];
+  const uint8_t* scales[8];
+
+  template <class RowOf>
+  EightRows(const Packed& weight, RowOf row_of) {
+    for (int r = 0; r < 8; ++r) {
+      const int64_t row = row_of(r), block = row * weight.blocks();
+      base[r] = weight.base + block * kBaseBytes;
+      for (int p = 0; p < weight.bits - kCoarsest; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
+      scales[r] = weight.scales + row * weight.groups();
+    }
+  }
+
+  OTARO_INLINE __m256 steps(__m256 factor, int64_t group) const {
+    uint64_t eight = 0;  // not stored byte by byte: what is loaded as a whole then has to wait
+    for (int r = 0; r < 8; ++r) eight |= static_cast<uint64_t>(scales[r][group]) << 8 * r;
+    return _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(_mm_cvtsi64_si128(static_cast<int64_t>(eight)))),
+                         factor);
+  }
+};
+
 // Eight rows of a unit: pair k of each goes to out[k], in the order of the activations' `words`. FORMAT.md:
 // byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a plane is
 // weight 4 i + k's: so four weights, a quad, are the nibbles of one word, and one bit of every byte of
 // another. Where u counts double and its bits leave room for it, pairs are of 2 u.
 template <int M, bool Truncate>
-struct EightRows {
+struct Pairs {
   static constexpr bool kFactorTwo = meaning(M, Truncate).factor == 2, kDouble = kFactorTwo && M < 7;
 
-  const uint8_t* base[8];
-  const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1][8];
-  const uint8_t* scales[8];
-
-  template <class RowOf>
-  OTARO_INLINE EightRows(const Packed& weight, RowOf row_of) {
-    for (int r = 0; r < 8; ++r) {
-      const int64_t row = row_of(r), block = row * weight.blocks();
-      base[r] = weight.base + block * kBaseBytes;
-      for (int p = 0; p < M - kCoarsest; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
-      scales[r] = weight.scales + row * weight.groups();
-    }
+  // Of sixteen rows.
+  static void unpack(const EightRows* halves, int64_t unit, bool both, __m256i (*out)[kPairs]) {
+    for (int h = 0; h < kHalves; ++h) unpack(halves[h], unit, both, out[h]);
   }
 
-  OTARO_INLINE void unpack(int64_t unit, bool both, __m256i* out) const {
+  static OTARO_INLINE void unpack(const EightRows& rows, int64_t unit, bool both, __m256i* out) {
     __m256i words[8];
     for (int r = 0; r < 8; ++r) {
-      const uint8_t* from = base[r] + unit * 2 * kBaseBytes;
+      const uint8_t* from = rows.base[r] + unit * 2 * kBaseBytes;
       words[r] =
         both ? load(from) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
@@ -89,12 +104,12 @@ struct EightRows {
     __m256i of_both[kBoth ? kPlanesUsed : 1][2];
     if constexpr (kBoth)
       if (both)
-        for (int p = 0; p < kPlanesUsed; ++p) plane_words(planes[p], unit * 2 * kPlaneBytes, of_both[p]);
+        for (int p = 0; p < kPlanesUsed; ++p) plane_words(rows.planes[p], unit * 2 * kPlaneBytes, of_both[p]);
     for (int b = 0; b < 1 + both; ++b) {
       __m256i bits[kPlanesUsed ? kPlanesUsed : 1];
       for (int p = 0; p < kPlanesUsed; ++p)
-        bits[p] =
-          kBoth && both ? of_both[kBoth ? p : 0][b] : plane_words(planes[p], (2 * unit + b) * kPlaneBytes);
+        bits[p] = kBoth && both ? of_both[kBoth ? p : 0][b]
+                                : plane_words(rows.planes[p], (2 * unit + b) * kPlaneBytes);
 #pragma GCC unroll 8
       for (int quad = 0; quad < 8; ++quad) {
         constexpr int kLow = kDouble ? 1 : 0, kNibble = M < kFinest ? M - kCoarsest + kLow : 4;
@@ -143,12 +158,6 @@ struct EightRows {
     }
     return wide;
   }
-
-  OTARO_INLINE __m256 steps(const Steps<meaning(M, Truncate).shift>& of_scales, int64_t group) const {
-    uint64_t eight = 0;  // not stored byte by byte: what is loaded as a whole then has to wait
-    for (int r = 0; r < 8; ++r) eight |= static_cast<uint64_t>(scales[r][group]) << 8 * r;
-    return of_scales.eight(reinterpret_cast<const uint8_t*>(&eight));
-  }
 };
 
 // Sums of products of sixteen rows with the activations of up to four tokens, from where they begin.
@@ -179,38 +188,46 @@ OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* w
   sums[2][0] = c0, sums[2][1] = c1, sums[3][0] = d0, sums[3][1] = d1;
 }
 
+// What a precision is to a tile: only unpacking is made for it.
+struct Precision {
+  void (*unpack)(const EightRows* halves, int64_t unit, bool both, __m256i (*out)[kPairs]);
+  int constant, shift;
+  bool offset_last;  // sums count double
+};
+
 template <int M, bool Truncate>
-void many_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
-               int64_t stride) {
-  constexpr Meaning means = meaning(M, Truncate);
-  constexpr int kHalves = kTileRows / 8;
+constexpr Precision kPrecision = {Pairs<M, Truncate>::unpack, Avx2::constant(M, Truncate),
+                                  meaning(M, Truncate).shift,
+                                  Pairs<M, Truncate>::kFactorTwo && !Pairs<M, Truncate>::kDouble};
+constexpr Precision kPrecisions[kPlanes + 1][2] = OTARO_INSTANCES(kPrecision);
+
+template <bool OffsetLast>
+void many_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
+               float* out, int64_t stride) {
   const int64_t blocks = weight.blocks(), per_group = weight.units_per_group();
-  const Steps<means.shift> of_scales(weight);
+  const __m256 factor = _mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - is.shift));
   const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
-  const EightRows<M, Truncate> halves[kHalves] = {{weight, row_of},
-                                                  {weight, [&](int r) { return row_of(8 + r); }}};
-  using Eight = EightRows<M, Truncate>;
-  constexpr bool kOffsetLast = Eight::kFactorTwo && !Eight::kDouble;
+  const EightRows halves[kHalves] = {{weight, row_of}, {weight, [&](int r) { return row_of(8 + r); }}};
   alignas(32) float lanes[kManyTokens][kLanes][kTileRows];
   __m256 steps[kHalves] = {};
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units;
        ++unit, --left) {  // units that are left of the group
     prefetch_next<kTileRows>(weight, first_row, unit);
     __m256i pairs[kHalves][kPairs];
-    for (int h = 0; h < kHalves; ++h) halves[h].unpack(unit, 2 * unit + 1 < blocks, pairs[h]);
+    is.unpack(halves, unit, 2 * unit + 1 < blocks, pairs);
     if (!left) {
-      for (int h = 0; h < kHalves; ++h) steps[h] = halves[h].steps(of_scales, group);
+      for (int h = 0; h < kHalves; ++h) steps[h] = halves[h].steps(factor, group);
       left = per_group, ++group;
     }
     const int16_t* words = x.words + x.first_block(unit, 0) * kBlock;
     const auto offset = [&](int t) __attribute__((always_inline)) {
-      return _mm256_set1_epi32(Avx2::constant(M, Truncate) * x.sums[t * x.units + unit]);
+      return _mm256_set1_epi32(is.constant * x.sums[t * x.units + unit]);
     };
     const auto add = [&](int t, const __m256i* sums) __attribute__((always_inline)) {
       const __m256 scale = _mm256_set1_ps(x.scales[t * x.units + unit]);
       for (int h = 0; h < kHalves; ++h) {
         const __m256i dots =
-          kOffsetLast ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
+          OffsetLast ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
         float* lane = lanes[t][unit % kLanes] + 8 * h;
         const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
         _mm256_store_ps(lane,
@@ -221,7 +238,7 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
     for (int t = 0; t < x.tokens; t += 4) {
       __m256i sums[4][2], from[4];
       const int some = x.tokens - t < 4 ? x.tokens - t : 4;
-      for (int i = 0; i < 4; ++i) from[i] = kOffsetLast || i >= some ? _mm256_setzero_si256() : offset(t + i);
+      for (int i = 0; i < 4; ++i) from[i] = OffsetLast || i >= some ? _mm256_setzero_si256() : offset(t + i);
       const int16_t* at = words + t * 2 * kBlock;
       if (some == 4)
         pair_products<4>(pairs, at, from, sums);
@@ -246,29 +263,25 @@ void many_tile(const Packed& weight, const Activations& x, int64_t first_row, in
     }
 }
 
-// Tokens of one precision.
-template <int M, bool Truncate>
-void many_alike(const Packed& finest, const Activations& x, int64_t begin, int64_t end, float* out,
-                int64_t stride) {
-  Packed weight = finest;
-  weight.bits = M;
-  if (x.tokens == 1) return For<X86<Avx2>>::linear<M, Truncate>(weight, x, begin, end, out, stride);
-  for (int64_t row = begin; row < end; row += kTileRows) {
-    const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-    many_tile<M, Truncate>(weight, x, row, rows, out, stride);
-  }
-}
-
 // Each precision by itself.
 template <bool Truncate>
-void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+void many(const Packed& finest, const Activations& all, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
-  constexpr decltype(&many_alike<3, Truncate>) kAlike[] = {many_alike<3, Truncate>, many_alike<4, Truncate>,
-                                                           many_alike<5, Truncate>, many_alike<6, Truncate>,
-                                                           many_alike<7, Truncate>, many_alike<8, Truncate>};
-  for (const Span* span = spans; span < spans + count; ++span)
-    kAlike[span->bits - kCoarsest](weight, x.some(span->first, span->count), begin, end,
-                                   out + span->first * stride, stride);
+  for (const Span* span = spans; span < spans + count; ++span) {
+    Packed weight = finest;
+    weight.bits = span->bits;
+    const Activations x = all.some(span->first, span->count);
+    float* of_span = out + span->first * stride;
+    if (x.tokens == 1) {
+      kAvx2.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, of_span, stride);
+      continue;
+    }
+    const Precision& is = kPrecisions[weight.bits - kCoarsest][Truncate];
+    for (int64_t row = begin; row < end; row += kTileRows) {
+      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+      (is.offset_last ? many_tile<true> : many_tile<false>)(weight, is, x, row, rows, of_span, stride);
+    }
+  }
 }
 
 }  // namespace otaro::avx2

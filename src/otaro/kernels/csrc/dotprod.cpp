@@ -1,6 +1,6 @@
 // ARM CPUs with SDOT (Cortex-A76, Neoverse N1, Apple M1 and later).
 #define OTARO_ISA dotprod
-#include "neon.h"
+#include "neon_many.h"
 #include "floats.h"
 
 namespace otaro {
@@ -9,7 +9,7 @@ const Kernels kDotprod = {"dotprod",
                           dotprod::digit_weight_by_quad,
                           dotprod::quantize,
                           OTARO_INSTANCES(dotprod::linear),
-                          {},
+                          {dotprod::many, dotprod::many},
                           OTARO_INSTANCES(dotprod::dots),
                           OTARO_INSTANCES(dotprod::decode)};
 }

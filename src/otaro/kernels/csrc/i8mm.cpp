@@ -1,6 +1,6 @@
-// ARM CPUs with I8MM, of which USDOT is used (Cortex-A710, Neoverse V1, Apple M2 and later).
+// ARM CPUs with I8MM, that is USDOT and USMMLA (Cortex-A710, Neoverse V1, Apple M2 and later).
 #define OTARO_ISA i8mm
-#include "neon.h"
+#include "neon_many.h"
 #include "floats.h"
 
 namespace otaro {
@@ -9,7 +9,7 @@ const Kernels kI8mm = {"i8mm",
                        i8mm::digit_weight_by_quad,
                        i8mm::quantize,
                        OTARO_INSTANCES(i8mm::linear),
-                       {},
+                       {i8mm::many, i8mm::many},
                        OTARO_INSTANCES(i8mm::dots),
                        OTARO_INSTANCES(i8mm::decode)};
 }

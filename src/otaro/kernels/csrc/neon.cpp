@@ -1,6 +1,6 @@
 // Every 64-bit ARM CPU.
 #define OTARO_ISA neon
-#include "neon.h"
+#include "neon_many.h"
 #include "floats.h"
 
 namespace otaro {
@@ -9,7 +9,7 @@ const Kernels kNeon = {"neon",
                        neon::digit_weight_by_quad,
                        neon::quantize,
                        OTARO_INSTANCES(neon::linear),
-                       {},
+                       {neon::many, neon::many},
                        OTARO_INSTANCES(neon::dots),
                        OTARO_INSTANCES(neon::decode)};
 }

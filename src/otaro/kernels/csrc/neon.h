@@ -46,6 +46,7 @@ inline int digit_weight_by_quad(int i, int) { return i % 16 / 4 * kBlock + i / 1
 
 // How far a code stands left of where it should, and by how much it is less.
 constexpr int up(int bits) { return bits == kCoarsest || bits == kFinest ? 0 : kFinest - 1 - bits; }
+constexpr int step_shift(int bits, bool truncate) { return meaning(bits, truncate).shift + up(bits); }
 constexpr int less(int bits) { return kDot && !kMixed && bits != kCoarsest ? 128 : 0; }
 
 // What is still to be added to sums of products of codes: this times the sum of activations.
@@ -220,11 +221,11 @@ struct Sums {
   template <class Codes, int Rows>
   static OTARO_INLINE void multiply(const Codes (&rows)[Rows], const int16_t* words, Sums (&sums)[Rows]) {
 #pragma GCC unroll 8
-    for (int q = 0; q < kQuads; ++q)
-      for (int half = 0; half < 2; ++half) {
-        const int16x8_t x = vld1q_s16(words + q * 16 + half * 8);
-        for (int r = 0; r < Rows; ++r) sums[r].add(wide(rows[r], q, half), x, half);
-      }
+    for (int q = 0; q < kQuads; ++q) {  // one load has the words of both halves
+      const int16x8_t x[2] = {vld1q_s16(words + q * 16), vld1q_s16(words + q * 16 + 8)};
+      for (int r = 0; r < Rows; ++r)
+        for (int half = 0; half < 2; ++half) sums[r].add(wide(rows[r], q, half), x[half], half);
+    }
   }
 
   template <class Codes>
@@ -262,15 +263,15 @@ struct Four {
 
 // From scale bytes to steps. A half has one more bit of exponent than a scale: with sign, exponent and
 // fraction in their places it is 2^-8 of the scale.
-template <int M, bool Truncate>
 struct Steps {
-  static constexpr int kShift = meaning(M, Truncate).shift + up(M);
+  static constexpr int kDown = 8;
 
   const Packed& weight;
+  const int shift;  // `step_shift`
   const float factor;
 
-  OTARO_INLINE explicit Steps(const Packed& of)
-    : weight(of), factor(power_of_two(of.scale_exponent + 8 - kShift)) {}
+  OTARO_INLINE Steps(const Packed& of, int down)
+    : weight(of), shift(down), factor(power_of_two(of.scale_exponent + kDown - down)) {}
 
   // But for `factor`, which is multiplied with the activations' scale first: once for all rows.
   static OTARO_INLINE float32x4_t four(const uint8_t* scales) {
@@ -285,7 +286,7 @@ struct Steps {
   // The same of a cache, whose scales are exponents.
   OTARO_INLINE float32x4_t four_of_cache(const uint8_t (&scales)[4]) const {
     int32_t bits[4];
-    for (int i = 0; i < 4; ++i) bits[i] = (static_cast<int8_t>(scales[i]) + 127 - kShift) * (1 << 23);
+    for (int i = 0; i < 4; ++i) bits[i] = (static_cast<int8_t>(scales[i]) + 127 - shift) * (1 << 23);
     return vreinterpretq_f32_s32(vld1q_s32(bits));
   }
 
@@ -355,7 +356,7 @@ int64_t some_rows(const Packed& weight, const Activations& x, int64_t row, int64
   const int64_t units = x.units, groups = weight.groups(), tokens = Tokens ? Tokens : x.tokens;
   const int64_t blocks = weight.blocks(),
                 whole = weight.units_per_group() == 1 && !weight.of_cache ? blocks / kFourBlocks * 4 : 0;
-  const Steps<M, Truncate> of_scales(weight);
+  const Steps of_scales(weight, step_shift(M, Truncate));
   for (; row + Rows <= end; row += Rows) {
     float32x4_t lanes[Units::kSome][4][Rows];
     for (int64_t t = 0; t < tokens; ++t)
@@ -406,6 +407,10 @@ int64_t some_rows(const Packed& weight, const Activations& x, int64_t row, int64
   return row;
 }
 
+// In neon_many.h.
+void linear_by_tiles(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                     int64_t stride);
+
 template <int M, bool Truncate>
 void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
             int64_t stride) {
@@ -415,7 +420,7 @@ void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t e
     const int64_t last = some_rows<M, Truncate, 2, true, 1>(weight, x, begin, end, out, stride);
     some_rows<M, Truncate, 1, true, 1>(weight, x, last, end, out, stride);
   } else {
-    some_rows<M, Truncate, 1, true, 0>(weight, x, begin, end, out, stride);
+    linear_by_tiles(weight, x, begin, end, out, stride);
   }
 }
 
@@ -451,7 +456,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
   constexpr int kFactor = meaning(M, Truncate).factor;
   const Bytes<M> bytes(weight, row);
   const uint8_t* scales = weight.scales + row * weight.groups();
-  const Steps<M, Truncate> of_scales(weight);
+  const Steps of_scales(weight, step_shift(M, Truncate));
   for (int64_t block = 0, blocks = weight.blocks(); block < blocks; block += kRun) {
     const Codes<M, Truncate> codes(blocks - block < kRun ? Run<M>(bytes, block, blocks - block)
                                                          : Run<M>(bytes, block));
@@ -483,7 +488,8 @@ void decode(const Packed& weight, int64_t row, float* out) {
   }
 }
 
-// Digits and words of a run of activations, from its integers in the order of weights.
+// Digits of a run of activations, from its integers in the order of weights; words for plain NEON, and in
+// their place for I8MM eight high digits of a unit, then the low ones of the same weights (neon_many.h).
 inline void lay_out(const int16_t (*codes)[kBlock], int8_t* digits, int16_t* words) {
   for (int half = 0; half < 2; ++half) {
     int32x4x4_t high, low;
@@ -496,8 +502,18 @@ inline void lay_out(const int16_t (*codes)[kBlock], int8_t* digits, int16_t* wor
     vst4q_s32(to(half * kRunBytes / 2), high);
     vst4q_s32(to(kRunBytes + half * kRunBytes / 2), low);
   }
-  for (int q = 0; q < kQuads; ++q)
-    for (int b = 0; b < kRun; ++b) vst1_s16(words + (q * kRun + b) * 4, vld1_s16(codes[b] + q * 4));
+  if constexpr (kMixed) {
+    auto* to = static_cast<int8_t*>(static_cast<void*>(words));
+    for (int q = 0; q < kQuads; ++q, to += 16) {
+      const int64x2_t high = vreinterpretq_s64_s8(vld1q_s8(digits + q * 16)),
+                      low = vreinterpretq_s64_s8(vld1q_s8(digits + kRunBytes + q * 16));
+      vst1q_s8(to, vreinterpretq_s8_s64(vzip1q_s64(high, low)));
+      vst1q_s8(to + kRunBytes, vreinterpretq_s8_s64(vzip2q_s64(high, low)));
+    }
+  } else if constexpr (!kDot) {
+    for (int q = 0; q < kQuads; ++q)
+      for (int b = 0; b < kRun; ++b) vst1_s16(words + (q * kRun + b) * 4, vld1_s16(codes[b] + q * 4));
+  }
 }
 
 inline void quantize(const float* x, int64_t length, const Activations& out, int token) {

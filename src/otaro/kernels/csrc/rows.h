@@ -1,6 +1,6 @@
 // Products of rows with a few tokens: where a row's bytes are, eight units at a time, and the care that the
-// ends of rows take. (neon.h takes four blocks at a time, and of this `Bytes` alone.) What an instruction set
-// does itself is its machine, the template parameter `Machine`:
+// ends of rows take. (neon.h and wasm.cpp take four blocks at a time, and of this `Bytes` alone.) What an
+// instruction set does itself is its machine, the template parameter `Machine`:
 //
 //   Sums                          the partial sums of a unit of a row with a token, and `zero()` of them
 //   unit_sums<M, Truncate, ...>   them of a unit for some tokens
@@ -113,7 +113,7 @@ OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float ste
   }
 }
 
-// Any number of tokens, any shape.
+// Any number of tokens, any shape. (Several tokens of whole units are `Kernels::many`'s.)
 template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
 void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
                 int64_t stride) {
@@ -162,8 +162,6 @@ struct For {
       linear_any<Machine, M, Truncate, 0, false>(weight, x, begin, end, out, stride);
     else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
       Machine::template linear_one<M, Truncate>(weight, x, begin, end, out);
-    else if (x.tokens == kMaxTokens)
-      linear_any<Machine, M, Truncate, kMaxTokens, true>(weight, x, begin, end, out, stride);
     else
       linear_any<Machine, M, Truncate, 0, true>(weight, x, begin, end, out, stride);
   }

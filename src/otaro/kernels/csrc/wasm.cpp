@@ -14,12 +14,12 @@
 // (`weight_of_word`).
 //
 // That leaves a register of partial sums per unit. Four units are summed across together, which gives their
-// integers I in one register.
+// integers I in one register. For several tokens the four blocks are those of four rows (`Tile`).
 #define OTARO_ISA wasm
 #include <wasm_simd128.h>
 
-#include "backend.h"
 #include "floats.h"
+#include "many.h"
 
 namespace otaro::wasm {
 
@@ -79,24 +79,6 @@ inline void quantize(const float* x, int64_t length, const Activations& out, int
   }
 }
 
-// Where the bytes of a row's next blocks are.
-template <int M>
-struct Bytes {
-  const uint8_t* base;
-  const uint8_t* planes[M > kCoarsest ? M - kCoarsest : 1];
-
-  OTARO_INLINE Bytes(const Packed& weight, int64_t row) {
-    const int64_t block = row * weight.blocks();
-    base = weight.base + block * kBaseBytes;
-    for (int p = 0; p < M - kCoarsest; ++p) planes[p] = weight.planes[p] + block * kPlaneBytes;
-  }
-
-  OTARO_INLINE void skip(int64_t blocks) {
-    base += blocks * kBaseBytes;
-    for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
-  }
-};
-
 OTARO_INLINE v128_t shift(v128_t v, int from, int to) {  // bits, of bytes that have none to lose
   return from > to ? wasm_u16x8_shr(v, static_cast<uint32_t>(from - to))
                    : wasm_i16x8_shl(v, static_cast<uint32_t>(to - from));
@@ -151,6 +133,18 @@ struct Blocks {
     base[1] = count > 1 ? wasm_v128_load(bytes.base + kBaseBytes) : base[2];
     for (int p = 0; p < kPlanesHere; ++p)
       planes[p] = count > 1 ? wasm_v128_load64_zero(bytes.planes[p]) : wasm_v128_load32_zero(bytes.planes[p]);
+  }
+
+  // The same block of four rows.
+  OTARO_INLINE Blocks(const Packed& weight, const int64_t* rows, int64_t block) {
+    uint32_t words[M > kCoarsest ? M - kCoarsest : 1][4];
+    for (int r = 0; r < 4; ++r) {
+      const Bytes<M> bytes(weight, rows[r]);
+      base[r] = wasm_v128_load(bytes.base + block * kBaseBytes);
+      for (int p = 0; p < kPlanesHere; ++p)
+        std::memcpy(&words[p][r], bytes.planes[p] + block * kPlaneBytes, kPlaneBytes);
+    }
+    for (int p = 0; p < kPlanesHere; ++p) planes[p] = wasm_v128_load(words[p]);
   }
 
   // take(j, words of quad j of the first two blocks, of the other two), for all quads.
@@ -221,30 +215,15 @@ struct Blocks {
   }
 };
 
-// Two units for each token, into sums[t * 4] and sums[t * 4 + 1]; `apart` words from one to the next.
-template <int M, bool Truncate, int Tokens>
-OTARO_INLINE void two_units(const Blocks<M>& blocks, const int16_t* words, int64_t apart, int tokens,
-                            v128_t* sums) {
-  if constexpr (Tokens == 1) {
-    v128_t first = wasm_i32x4_const_splat(0), second = first;
-    blocks.template unpack<Truncate>([&](int j, v128_t a, v128_t b) __attribute__((always_inline)) {
-      first = wasm_i32x4_add(first, wasm_i32x4_dot_i16x8(a, wasm_v128_load(words + 8 * j)));
-      second = wasm_i32x4_add(second, wasm_i32x4_dot_i16x8(b, wasm_v128_load(words + apart + 8 * j)));
-    });
-    sums[0] = first, sums[1] = second;
-  } else {
-    v128_t codes[2][8];
-    blocks.template unpack<Truncate>([&](int j, v128_t a, v128_t b)
-                                       __attribute__((always_inline)) { codes[0][j] = a, codes[1][j] = b; });
-    for (int t = 0; t < tokens; ++t)
-      for (int i = 0; i < 2; ++i) {
-        const int16_t* at = words + i * apart + t * 2 * kBlock;
-        v128_t sum = wasm_i32x4_const_splat(0);
-        for (int j = 0; j < 8; ++j)
-          sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(codes[i][j], wasm_v128_load(at + 8 * j)));
-        sums[t * 4 + i] = sum;
-      }
-  }
+// Two units with one token, into sums[0] and sums[1]; `apart` words from one to the next.
+template <int M, bool Truncate>
+OTARO_INLINE void two_units(const Blocks<M>& blocks, const int16_t* words, int64_t apart, v128_t* sums) {
+  v128_t first = wasm_i32x4_const_splat(0), second = first;
+  blocks.template unpack<Truncate>([&](int j, v128_t a, v128_t b) __attribute__((always_inline)) {
+    first = wasm_i32x4_add(first, wasm_i32x4_dot_i16x8(a, wasm_v128_load(words + 8 * j)));
+    second = wasm_i32x4_add(second, wasm_i32x4_dot_i16x8(b, wasm_v128_load(words + apart + 8 * j)));
+  });
+  sums[0] = first, sums[1] = second;
 }
 
 // One unit, of one block or of two of which the second may be missing, into sums[t * 4].
@@ -285,18 +264,22 @@ OTARO_INLINE v128_t integers(const v128_t* sums, v128_t activation_sums) {
                         wasm_i32x4_mul(activation_sums, wasm_i32x4_const_splat(kConstant)));
 }
 
-// Four units' steps from their scale bytes. With the bits of e and f where a float has its exponent and
-// fraction, a byte is a float of 2^-120 times its value, subnormal where e is 0, which WebAssembly never
-// flushes.
-template <int Shift>
-OTARO_INLINE v128_t steps_of(const Packed& weight, uint32_t bytes) {
-  const v128_t wide =
-    wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_u32x4_make(bytes, 0, 0, 0)));
-  if (weight.of_cache) return wasm_i32x4_shl(wasm_i32x4_add(wide, wasm_i32x4_const_splat(127 - Shift)), 23);
-  const v128_t bits =
-    wasm_v128_and(wasm_i32x4_shl(wide, 20), wasm_i32x4_const_splat(static_cast<int>(0x87f00000)));
-  return wasm_f32x4_mul(wasm_f32x4_mul(bits, wasm_f32x4_const_splat(0x1p120f)),
-                        wasm_f32x4_splat(power_of_two(weight.scale_exponent - Shift)));
+OTARO_INLINE v128_t wide_bytes(uint32_t bytes) {
+  return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_u32x4_make(bytes, 0, 0, 0)));
+}
+
+// Four scales times 2^-120 from their bytes: with the bits of e and f where a float has its exponent and
+// fraction. Subnormal where e is 0, which WebAssembly never flushes.
+OTARO_INLINE v128_t scales_of(v128_t bytes) {
+  return wasm_v128_and(wasm_i32x4_shl(bytes, 20), wasm_i32x4_const_splat(static_cast<int>(0x87f00000)));
+}
+
+// Four units' steps.
+OTARO_INLINE v128_t steps_of(const Packed& weight, int down, uint32_t bytes) {
+  const v128_t wide = wide_bytes(bytes);
+  if (weight.of_cache) return wasm_i32x4_shl(wasm_i32x4_add(wide, wasm_i32x4_splat(127 - down)), 23);
+  return wasm_f32x4_mul(wasm_f32x4_mul(scales_of(wide), wasm_f32x4_const_splat(0x1p120f)),
+                        wasm_f32x4_splat(power_of_two(weight.scale_exponent - down)));
 }
 
 // The first `count` of four words, zero beyond.
@@ -307,7 +290,7 @@ OTARO_INLINE v128_t some_of(const void* from, int count) {
   return count == 2 ? two : wasm_v128_load32_lane(static_cast<const int32_t*>(from) + 2, two, 2);
 }
 
-// Tokens: 1, or 0 for as many as there are.
+// Tokens: 1, or 0 for as many as there are of units of one block.
 template <int M, bool Truncate, int Tokens>
 OTARO_INLINE void linear_rows(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                               float* out, int64_t stride) {
@@ -328,7 +311,7 @@ OTARO_INLINE void linear_rows(const Packed& weight, const Activations& x, int64_
         std::memcpy(&four, scales + unit, sizeof four);
       else
         for (int i = 0; i < count; ++i) four |= uint32_t{scales[(unit + i) / per_group]} << 8 * i;
-      const v128_t steps = steps_of<kShift>(weight, four);
+      const v128_t steps = steps_of(weight, kShift, four);
       for (int t = 0; t < tokens; ++t) {
         const int64_t slot = t * units + unit;
         const v128_t of_x = some_of(x.sums + slot, count), scale = some_of(x.scales + slot, count);
@@ -340,12 +323,12 @@ OTARO_INLINE void linear_rows(const Packed& weight, const Activations& x, int64_
     };
     int64_t unit = 0;
     const int16_t* words = x.words;
-    if (pair == 2)
+    if (Tokens == 1 && pair == 2)
       for (; unit + 4 <= units - odd; unit += 4, words += 4 * apart) {
-        v128_t sums[(Tokens ? Tokens : kMaxTokens) * 4];
+        v128_t sums[4];
 #pragma clang loop unroll(full)
         for (int i = 0; i < 4; i += 2, bytes.skip(4))
-          two_units<M, Truncate, Tokens>(Blocks<M>(bytes), words + i * apart, apart, tokens, sums + i);
+          two_units<M, Truncate>(Blocks<M>(bytes), words + i * apart, apart, sums + i);
         add(unit, 4, sums);
       }
     for (; unit < units; unit += 4, words += 4 * apart) {
@@ -367,13 +350,95 @@ OTARO_INLINE void linear_rows(const Packed& weight, const Activations& x, int64_
   }
 }
 
+// The tile of many.h: a unit of eight rows. A register has a quad of two rows, and is multiplied with a
+// token's quad twice, so that two lanes are a row's.
+struct Tile {
+  using Element = int16_t;
+  static constexpr int kRows = 8, kUnits = 1, kStride = 2 * kBlock, kQuads = 2 * kBlock / 4;
+  static const int16_t* activations(const Activations& x) { return x.words; }
+
+  v128_t codes[kRows / 4][kQuads][2];  // quads in the order of `words`
+
+  struct Precision {
+    void (*unpack)(const Packed& weight, const int64_t (&rows)[kRows], int64_t unit, Tile& to);
+    int factor, constant, shift;
+  };
+
+  Tile(const Packed& weight, const Precision& is, const int64_t (&rows)[kRows], int64_t unit) {
+    is.unpack(weight, rows, unit, *this);
+  }
+
+  template <int Tokens, class Take>
+  OTARO_INLINE void multiply(const int16_t* words, int, Take take) const {
+    for (int four = 0; four < kRows / 4; ++four) {
+      v128_t sums[Tokens][2];
+      for (auto& of_token : sums) of_token[0] = of_token[1] = wasm_i32x4_const_splat(0);
+#pragma clang loop unroll_count(4)
+      for (int k = 0; k < kQuads; ++k)
+        for (int t = 0; t < Tokens; ++t) {
+          const v128_t x = wasm_v128_load64_splat(words + t * kStride + 4 * k);
+          for (int i = 0; i < 2; ++i)
+            sums[t][i] = wasm_i32x4_add(sums[t][i], wasm_i32x4_dot_i16x8(codes[four][k][i], x));
+        }
+      for (int t = 0; t < Tokens; ++t) {
+        const FourInts of_rows[] = {
+          FourInts(wasm_i32x4_add(wasm_i32x4_shuffle(sums[t][0], sums[t][1], 0, 2, 4, 6),
+                                  wasm_i32x4_shuffle(sums[t][0], sums[t][1], 1, 3, 5, 7)))};
+        take(0, four, t, of_rows);
+      }
+    }
+  }
+
+  static constexpr int kScaleDown = 120;
+  static FourFloats four_scales(const uint8_t (&bytes)[4]) {
+    uint32_t all;
+    std::memcpy(&all, bytes, sizeof all);
+    return FourFloats(scales_of(wide_bytes(all)));
+  }
+};
+
+template <int M, bool Truncate>
+void unpack(const Packed& weight, const int64_t (&rows)[Tile::kRows], int64_t unit, Tile& to) {
+  for (int four = 0; four < Tile::kRows / 4; ++four)
+    for (int b = 0; b < 2; ++b) {
+      const int64_t block = 2 * unit + b;
+      if (block < weight.blocks()) {
+        Blocks<M>(weight, rows + 4 * four, block)
+          .template unpack<Truncate>([&](int j, v128_t first, v128_t second) __attribute__((always_inline)) {
+            to.codes[four][2 * j + b][0] = first, to.codes[four][2 * j + b][1] = second;
+          });
+      } else {
+        for (int j = 0; j < kBlock / 4; ++j)
+          to.codes[four][2 * j + b][0] = to.codes[four][2 * j + b][1] = wasm_i32x4_const_splat(0);
+      }
+    }
+}
+
+// Codes are u << up, or u - 256 of E5M8.
+template <int M, bool Truncate>
+constexpr Tile::Precision precision() {
+  constexpr Meaning means = meaning(M, Truncate);
+  constexpr int kUp = M == kFinest ? 0 : kFinest - 1 - M;
+  return {unpack<M, Truncate>, means.factor,
+          (means.constant + (M == kFinest ? means.factor << kFinest : 0)) * (1 << kUp), means.shift + kUp};
+}
+
 template <int M, bool Truncate>
 void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
             int64_t stride) {
+  static constexpr Tile::Precision kPrecision = precision<M, Truncate>();
   if (x.tokens == 1)
     linear_rows<M, Truncate, 1>(weight, x, begin, end, out, stride);
-  else
+  else if (x.unit_blocks == 1)
     linear_rows<M, Truncate, 0>(weight, x, begin, end, out, stride);
+  else
+    ManyTokens<Tile>(weight, kPrecision, x).rows(begin, end, out, stride);
+}
+
+inline void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+                 int64_t end, float* out, int64_t stride) {
+  constexpr decltype(&linear<kCoarsest, false>) kLinear[kPlanes + 1][2] = OTARO_INSTANCES(linear);
+  each_precision(kLinear, weight, x, spans, count, begin, end, out, stride);
 }
 
 template <int M, bool Truncate>
@@ -403,7 +468,7 @@ void decode(const Packed& weight, int64_t row, float* out) {
       [&](int j, v128_t a, v128_t) __attribute__((always_inline)) { wasm_v128_store(words[j], a); });
     const int64_t at = b * kBlock, count = weight.length - at < kBlock ? weight.length - at : kBlock;
     const float step =
-      wasm_f32x4_extract_lane(steps_of<means.shift>(weight, scales[at / weight.group_size]), 0);
+      wasm_f32x4_extract_lane(steps_of(weight, means.shift, scales[at / weight.group_size]), 0);
     for (int64_t i = 0; i < count; ++i) {
       const int code = M == kFinest ? words[i / 4][i % 4] + (1 << kFinest)
                                     : words[i / 4][i % 4] >> (M == kFinest ? 0 : 7 - M);
@@ -420,7 +485,7 @@ const Kernels kWasm = {"wasm",
                        wasm::digit_weight_by_block,
                        wasm::quantize,
                        OTARO_INSTANCES(wasm::linear),
-                       {},
+                       {wasm::many, wasm::many},
                        OTARO_INSTANCES(wasm::dots),
                        OTARO_INSTANCES(wasm::decode)};
 }

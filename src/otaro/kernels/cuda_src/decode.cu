@@ -13,7 +13,8 @@
 //   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on;
 //                   FLOATS: as floats too
 //   quantize        GELU, not SiLU
-//   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once
+//   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once;
+//                   HALF_QUERIES: queries are float16
 //   route           NORMALIZE: scores of those chosen add up to one
 #include "sefp.cuh"
 
@@ -61,6 +62,9 @@
 #endif
 #ifndef WHOLE_NORM
 #define WHOLE_NORM 0
+#endif
+#ifndef HALF_QUERIES
+#define HALF_QUERIES 0
 #endif
 #ifndef NORMALIZE
 #define NORMALIZE 0
@@ -274,7 +278,7 @@ struct RopeAndCache {
   const float* sines;
   const int* positions;  // [tokens]
   const int* sequences;
-  float* queries;     // [tokens, heads, HEAD], scaled
+  void* queries;      // [tokens, heads, HEAD], scaled
   CacheRows rows[2];  // keys, values [sequences, kv heads, capacity]
   int* refused;       // set where the cache cannot hold a number
   int64_t capacity;
@@ -379,11 +383,14 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
     }
   }
   if (kind == 0) {
-    float* to = p.queries + (token * p.heads + head) * HEAD;
+    using Query = typename Choice<HALF_QUERIES, Float16, Float32>::Type;
+    Query::Stored* to = static_cast<Query::Stored*>(p.queries) + (token * p.heads + head) * HEAD;
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = lane + kWarp * k;
-      if (i < kHalf) to[first_of(i)] = first[k] * p.scale, to[second_of(i)] = second[k] * p.scale;
+      if (i >= kHalf) continue;
+      to[first_of(i)] = Query::store(first[k] * p.scale),
+      to[second_of(i)] = Query::store(second[k] * p.scale);
     }
     return;
   }

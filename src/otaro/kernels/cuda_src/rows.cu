@@ -1,7 +1,7 @@
 // Activations to integers, and packed rows to values.
 //
 // Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS,
-// TRUNCATE, IDS.
+// TRUNCATE, GROUP_SIZE, IDS.
 #include "sefp.cuh"
 
 template <int>
@@ -39,66 +39,106 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
 }
 #endif
 
+constexpr int kDecoded = 4;
+
+// Up to four matrices of one length, precision and group size, each by rows of blocks of its own.
 struct Decode {
-  Packed packed;
-  const int64_t* ids;  // rows to decode, or null for all
-  Stored* out;         // [count, length]
-  int64_t count, length;
-  int blocks, groups, group_size;
+  Packed packed[kDecoded];
+  Stored* out[kDecoded];          // [counts, length]
+  int counts[kDecoded];           // of rows
+  int first_block[kDecoded + 1];  // of blockIdx.y
+  const int64_t* ids;             // rows of the only matrix to decode, or null for all
+  int length, blocks, groups;     // of a row
 };
 
 #ifdef BITS
+// A float32 with the code's byte as the second of its mantissa, and the ninth bit below it, is 2^23 and the
+// code times 2^kAt. What is left without 2^23 and the code's constant is exact, and so is its product with
+// the step.
+constexpr Meaning kMeans = meaning(BITS, TRUNCATE);
+constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS,
+              kAt = BITS == 8 ? 7 : 8 + kSpare;
+constexpr uint32_t kTwo23 = 0x4b000000;
+
+__device__ __forceinline__ void decode_eight(uint32_t base, const uint32_t* planes, float step,
+                                             float (&values)[8]) {
+  uint32_t u[2];
+  unpack<BITS, 2>(&base, planes, u);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int quad = i / 4, byte = i % 4;
+    uint32_t bits;
+    if constexpr (BITS == 8) {
+      const uint32_t ninth = last_bits(planes[kPlanesUsed - 1], quad) << 7;
+      const uint32_t two = __byte_perm(ninth, u[quad], byte < 2 ? 0x5140 : 0x7362);
+      bits = __byte_perm(two, kTwo23, byte % 2 ? 0x7432 : 0x7410);
+    } else {
+      bits = __byte_perm(u[quad], kTwo23, 0x7404 | byte << 4);
+    }
+    if (kMeans.raise_negative) bits += (~bits >> 15 & 1) << kAt;
+    // 2^kAt times the code, and constant / factor more
+    constexpr float kWithout =
+      -(8388608.0f - static_cast<float>((1 << kAt) / kMeans.factor * kMeans.constant));
+    values[i] = __fmul_rn(__fadd_rn(__uint_as_float(bits), kWithout), step);
+  }
+}
+
+// Words are put together by hand: the compiler would store what lies in an array in pieces.
+template <class Type>
+__device__ __forceinline__ void store_eight(typename Type::Stored* to, const float (&x)[8]) {
+  if constexpr (sizeof(typename Type::Stored) == 4) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+  } else {
+    const auto pair = [&](int i) -> int { return Type::store(x[i]) | Type::store(x[i + 1]) << 16; };
+    *reinterpret_cast<int4*>(to) = int4{pair(0), pair(2), pair(4), pair(6)};
+  }
+}
+
 // A thread decodes the eight weights of one base word, of kAtOnce rows at a time: loads then wait together.
 extern "C" __global__ void decode(const __grid_constant__ Decode p) {
-  constexpr Meaning means = meaning(BITS, TRUNCATE);
-  constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS, kAtOnce = 4;
+  constexpr int kAtOnce = 4;
   let_successor_start();
   wait_for_predecessor();
-  const int word = blockIdx.x * blockDim.x + threadIdx.x, start = 8 * word, in_block = word % kBaseWords;
-  if (start >= p.length) return;
-  const float factor = step_factor(p.packed, means.shift + kSpare);
-  const int stride = gridDim.y;
-  for (int64_t first = blockIdx.y; first < p.count; first += kAtOnce * stride) {
-    uint32_t base[kAtOnce][1], planes[kAtOnce][kPlanesUsed ? kPlanesUsed : 1];
+  int matrix = 0;
+#pragma unroll
+  for (int m = 1; m < kDecoded; ++m) matrix += static_cast<int>(blockIdx.y) >= p.first_block[m];
+  const Packed& packed = p.packed[matrix];
+  const uint32_t word = blockIdx.x * blockDim.x + threadIdx.x, start = 8 * word, in_block = word % kBaseWords,
+                 length = p.length, blocks = p.blocks, groups = p.groups;
+  if (start >= length) return;
+  const int count = p.counts[matrix], stride = p.first_block[matrix + 1] - p.first_block[matrix];
+  const float factor = step_factor(packed, kMeans.shift + kAt - (kMeans.factor - 1));
+  for (int first = static_cast<int>(blockIdx.y) - p.first_block[matrix]; first < count;
+       first += kAtOnce * stride) {
+    uint32_t base[kAtOnce], planes[kAtOnce][kPlanesUsed ? kPlanesUsed : 1];
     int scales[kAtOnce];
     bool there[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const int64_t number = first + r * stride;
-      const int64_t row = number >= p.count ? 0 : IDS ? p.ids[number] : number;
-      there[r] = !IDS || (row >= 0 && row < p.packed.rows);
-      const int64_t block = there[r] ? row * p.blocks + word / kBaseWords : 0;
-      base[r][0] = __ldg(p.packed.base + kBaseWords * block + in_block);
+      int64_t number = min(first + r * stride, count - 1);
+      if (IDS) number = p.ids[number];
+      there[r] = !IDS || (number >= 0 && number < packed.rows);
+      const uint32_t row = there[r] ? number : 0;
+      const uint64_t at = static_cast<uint64_t>(row) * blocks + word / kBaseWords;
+      base[r] = __ldg(packed.base + kBaseWords * at + in_block);
 #pragma unroll
-      for (int k = 0; k < kPlanesUsed; ++k)
-        planes[r][k] = __ldg(p.packed.planes[k] + block) >> (2 * in_block);
-      scales[r] = __ldg(p.packed.scales + (there[r] ? row * p.groups + start / p.group_size : 0));
+      for (int k = 0; k < kPlanesUsed; ++k) planes[r][k] = __ldg(packed.planes[k] + at) >> (2 * in_block);
+      scales[r] = __ldg(packed.scales + static_cast<uint64_t>(row) * groups + start / GROUP_SIZE);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const int64_t number = first + r * stride;
-      if (number >= p.count) return;
-      uint32_t u[2];
-      unpack<BITS, 2>(base[r], planes[r], u);
-      const float step = step_of(scales[r], factor);
-      alignas(16) Stored values[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t byte = u[i / 4] >> (8 * (i % 4)) & 255;
-        int code = static_cast<int>(byte);
-        if (BITS == 8)
-          code = 2 * code + (planes[r][kPlanesUsed ? kPlanesUsed - 1 : 0] >> (8 * (i % 4) + i / 4) & 1);
-        if (means.raise_negative) code += byte < 128 ? 1 << kSpare : 0;
-        const float value = static_cast<float>(means.factor * code + means.constant * (1 << kSpare)) * step;
-        values[i] = Float::store(there[r] ? value : from_bits(kNan));
-      }
-      Stored* out = p.out + number * p.length + start;
-      if (p.length % 8 == 0) {  // so rows, and eights, lie at multiples of 16 bytes
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof values / 16); ++i)
-          reinterpret_cast<int4*>(out)[i] = reinterpret_cast<const int4*>(values)[i];
-      } else {
-        for (int i = 0; i < 8 && start + i < p.length; ++i) out[i] = values[i];
+      const int number = first + r * stride;
+      if (number >= count) return;
+      float values[8];
+      decode_eight(base[r], planes[r], step_of(scales[r], factor), values);
+      if (!there[r])
+        for (float& value : values) value = from_bits(kNan);
+      Stored* out = p.out[matrix] + static_cast<uint64_t>(static_cast<uint32_t>(number)) * length + start;
+      if (length % 8) {
+        for (uint32_t i = 0; i < 8 && start + i < length; ++i) out[i] = Float::store(values[i]);
+      } else {  // so rows, and eights, lie at multiples of 16 bytes
+        store_eight<Float>(out, values);
       }
     }
   }
