@@ -1,5 +1,5 @@
-// Enough of CUDA to run our kernels on a CPU, block after block: a thread is a fiber that runs until it has
-// to wait for others of its warp or block. Slow, exact, and without a GPU.
+// Enough of CUDA to run our kernels on a CPU, block after block, those of a cluster together: a thread is a
+// fiber that runs until it has to wait for others. Slow, exact, and without a GPU.
 #pragma once
 
 #include <setjmp.h>
@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
+#include <memory>
 
 #define __device__
 #define __host__
@@ -20,6 +20,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct dim3 {
   unsigned x, y, z;
@@ -53,7 +54,8 @@ inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z
 
 namespace emulated {
 
-constexpr int kWarp = 32, kMost = 1024, kStack = 128 << 10, kWords = 8;
+constexpr int kWarp = 32, kMostBlocks = 4, kMost = 1024, kStack = 128 << 10, kWords = 8;
+constexpr int kShared = 512 << 10;  // bytes of a block
 
 struct Warp {
   uint64_t slots[2][32][kWords];
@@ -64,17 +66,26 @@ struct Fiber {
   ucontext_t beginning;
   jmp_buf place;
   bool begun, done;
-  int generation, block_generation;
+  int generation, block_generation, goal;
 };
 
-inline Fiber fibers[kMost];
-inline Warp warps[kMost / kWarp];
+// Threads that have met at a barrier; as many as there are, or as are named.
+struct Block {
+  int arrived[2], live, named;
+};
+
+inline Fiber fibers[kMostBlocks * kMost];
+inline Warp warps[kMostBlocks * kMost / kWarp];
+inline Block blocks[kMostBlocks];
 inline jmp_buf scheduler;
-inline int current, threads, block_arrived[2], block_live;
+inline int current, threads, all, cluster_arrived, live;  // `all` threads of a cluster
 inline dim3 block_index, block_size, grid_size;
 inline void (*body)(const void*);
 inline const void* parameters;
-inline int4 dynamic_shared[(512 << 10) / sizeof(int4)];  // of the block that runs
+inline int4 dynamic_shared[kMostBlocks * kShared / sizeof(int4)];  // of the blocks that run
+
+inline char* shared(int block) { return reinterpret_cast<char*>(dynamic_shared) + block * kShared; }
+inline int4* own_shared() { return reinterpret_cast<int4*>(shared(current / threads)); }
 
 // By jumps, since swapcontext asks the system twice for every switch; only a fiber's first turn needs a
 // context.
@@ -92,7 +103,8 @@ inline void run() {
   body(parameters);
   fibers[current].done = true;
   --warps[current / kWarp].live;
-  --block_live;
+  --blocks[current / threads].live;
+  --live;
   yield();
 }
 
@@ -111,10 +123,16 @@ inline const uint64_t (*meet(const uint64_t* words, int count)) [kWords] {
 }
 
 inline void meet_block() {
-  const int set = fibers[current].block_generation++ % 2;
-  ++block_arrived[set];
-  while (block_arrived[set] % kMost && block_arrived[set] % kMost < block_live) yield();
-  if (block_arrived[set] % kMost) block_arrived[set] += kMost - block_arrived[set] % kMost;
+  Block& block = blocks[current / threads];
+  int& arrived = block.arrived[fibers[current].block_generation++ % 2];
+  ++arrived;
+  while (arrived % kMost && arrived % kMost < block.live) yield();
+  if (arrived % kMost) arrived += kMost - arrived % kMost;
+}
+// So many of those that pass here.
+inline void meet_some(int& arrived, int count) {
+  const int goal = (arrived++ / count + 1) * count;
+  while (arrived < goal) yield();
 }
 
 template <class T>
@@ -140,8 +158,8 @@ inline uint16_t half_bits(double value) {
 }
 
 template <class P>
-void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned count) {
-  static std::vector<char> stacks(static_cast<size_t>(kMost) * kStack);
+void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned count, unsigned cluster) {
+  static const std::unique_ptr<char[]> stacks(new char[static_cast<size_t>(kMostBlocks) * kMost * kStack]);
   static void (*of_this)(P);
   of_this = kernel;
   body = [](const void* p) { of_this(*static_cast<const P*>(p)); };
@@ -149,43 +167,64 @@ void launch(void (*kernel)(P), const void* given, const unsigned* grid, unsigned
   grid_size = {grid[0], grid[1], grid[2]};
   block_size = {count, 1, 1};
   threads = static_cast<int>(count);
+  all = threads * static_cast<int>(cluster);
   for (unsigned z = 0; z < grid[2]; ++z)
     for (unsigned y = 0; y < grid[1]; ++y)
-      for (unsigned x = 0; x < grid[0]; ++x) {
+      for (unsigned x = 0; x < grid[0]; x += cluster) {
         block_index = {x, y, z};
-        block_live = threads;
-        block_arrived[0] = block_arrived[1] = 0;
+        for (Block& block : blocks) block = {{}, threads};
+        cluster_arrived = 0;
+        live = all;
         for (Warp& warp : warps) warp.arrived[0] = warp.arrived[1] = warp.live = 0;
-        for (int i = 0; i < threads; ++i) {
+        for (int i = 0; i < live; ++i) {
           Fiber& fiber = fibers[i];
           fiber.begun = fiber.done = false;
           fiber.generation = fiber.block_generation = 0;
           ++warps[i / kWarp].live;
           getcontext(&fiber.beginning);
-          fiber.beginning.uc_stack.ss_sp = stacks.data() + static_cast<size_t>(i) * kStack;
+          fiber.beginning.uc_stack.ss_sp = stacks.get() + static_cast<size_t>(i) * kStack;
           fiber.beginning.uc_stack.ss_size = kStack;
           fiber.beginning.uc_link = nullptr;
           makecontext(&fiber.beginning, run, 0);
         }
-        while (block_live)
-          for (current = 0; current < threads; ++current)
+        while (live)
+          for (current = 0; current < all; ++current)
             if (!fibers[current].done) resume(fibers[current]);
       }
 }
 
 // Dynamic shared memory beyond what a launch asked for: marked before, and looked at afterwards.
-inline void mark(unsigned shared) {
-  std::memset(reinterpret_cast<char*>(dynamic_shared) + shared, '!', sizeof dynamic_shared - shared);
+inline void mark(unsigned asked) {
+  for (int i = 0; i < kMostBlocks; ++i) std::memset(shared(i) + asked, '!', kShared - asked);
 }
-inline bool marked(unsigned shared) {
-  const char* bytes = reinterpret_cast<const char*>(dynamic_shared);
-  return std::all_of(bytes + shared, bytes + sizeof dynamic_shared, [](char one) { return one == '!'; });
+inline bool marked(unsigned asked) {
+  for (int i = 0; i < kMostBlocks; ++i)
+    if (!std::all_of(shared(i) + asked, shared(i) + kShared, [](char one) { return one == '!'; }))
+      return false;
+  return true;
+}
+
+// A barrier in shared memory: a phase ends when nobody is missing, and no byte.
+struct Barrier {
+  uint8_t count, missing;
+  uint16_t phase;
+  int bytes;
+};
+inline void arrive(void* at, int arrivals, int bytes) {
+  Barrier& barrier = *static_cast<Barrier*>(at);
+  barrier.missing -= arrivals;
+  barrier.bytes += bytes;
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.count;
+  barrier.phase ^= 1;
 }
 
 }  // namespace emulated
 
-#define threadIdx (dim3{static_cast<unsigned>(emulated::current), 0, 0})
-#define blockIdx emulated::block_index
+#define threadIdx (dim3{static_cast<unsigned>(emulated::current % emulated::threads), 0, 0})
+#define blockIdx                                                                                  \
+  (dim3{emulated::block_index.x + emulated::current / emulated::threads, emulated::block_index.y, \
+        emulated::block_index.z})
 #define blockDim emulated::block_size
 #define gridDim emulated::grid_size
 
@@ -228,6 +267,10 @@ T __ldg(const T* from) {
 template <class T>
 T __ldcg(const T* from) {
   return *from;
+}
+inline unsigned __cvta_generic_to_shared(const void* at) {
+  return static_cast<unsigned>(static_cast<const char*>(at) -
+                               emulated::shared(emulated::current / emulated::threads));
 }
 inline void __threadfence() {}
 inline void __syncthreads() { emulated::meet_block(); }
@@ -326,6 +369,45 @@ void copy_piece(void* to, const void* from) {
 inline void end_stage() {}
 template <int Stages>
 void wait_for_stage() {}
+inline void begin_barrier(uint64_t* barrier, int count) {
+  const uint8_t all = static_cast<uint8_t>(count);
+  *reinterpret_cast<emulated::Barrier*>(barrier) = {all, all, 0, 0};
+}
+inline void arrive(uint64_t* barrier) { emulated::arrive(barrier, 1, 0); }
+inline void arrive_with_copies(uint64_t* barrier) { emulated::arrive(barrier, 1, 0); }
+inline void arrive_expecting(uint64_t* barrier, int bytes) { emulated::arrive(barrier, 1, bytes); }
+inline void await(uint64_t* barrier, int phase) {
+  while (reinterpret_cast<emulated::Barrier*>(barrier)->phase == phase) emulated::yield();
+}
+inline uint32_t remote(const void* at, int block) {
+  return static_cast<uint32_t>(block * emulated::kShared) + __cvta_generic_to_shared(at);
+}
+inline void store_async(uint32_t at, float a, float b, float c, float d, uint32_t barrier) {
+  const float four[4] = {a, b, c, d};
+  std::memcpy(emulated::shared(0) + at, four, sizeof four);
+  emulated::arrive(emulated::shared(0) + barrier, 0, -static_cast<int>(sizeof four));
+}
+inline void arrive_remote(uint32_t barrier) { emulated::arrive(emulated::shared(0) + barrier, 1, 0); }
+inline void publish_barriers() {}
+inline void arrive_at_cluster() {
+  emulated::fibers[emulated::current].goal =
+    (emulated::cluster_arrived++ / emulated::all + 1) * emulated::all;
+}
+inline void await_all_of_cluster() {
+  while (emulated::cluster_arrived < emulated::fibers[emulated::current].goal) emulated::yield();
+}
+inline void take_registers() {}
+inline void leave_registers() {}
+template <int Threads>
+void meet() {
+  emulated::meet_some(emulated::blocks[emulated::current / emulated::threads].named, Threads);
+}
+inline void publish() {}
+inline void begin_products() {}
+inline void commit_products() {}
+inline void await_products() {}
+inline void settle(int&) {}
+inline void hold(uint32_t) {}
 inline void wait_for_predecessor() {}
 inline void let_successor_start() {}
 
@@ -364,6 +446,26 @@ inline void multiply(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
       const uint64_t a = slots[4 * g + thread][2 * (k / 16) + below] >> shift,
                      b = slots[4 * column + thread][4 + k / 16] >> shift;
       c[i] += static_cast<int>(a & 0xff) * static_cast<int8_t>(b);
+    }
+  }
+}
+
+// The same by a group of warps, each with sixteen rows of its own: columns lie in shared memory, in pieces of
+// eight columns of sixteen bytes.
+template <int Count>
+void multiply_async(int (&c)[Count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+                    int upon) {
+  const auto* slots = fragments(a0, a1, a2, a3, 0, 0);
+  const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
+  const auto field = [&](int at) { return static_cast<int>(b >> at & 0x3fff) * 16; };
+  const char* columns = emulated::shared(emulated::current / emulated::threads) + field(0);
+  for (int i = 0; i < Count; ++i) {
+    const int below = i % 4 / 2, column = i / 4 * 8 + 2 * t + i % 2;
+    if (!upon) c[i] = 0;
+    for (int k = 0; k < 32; ++k) {
+      const uint64_t a = slots[4 * g + k % 16 / 4][2 * (k / 16) + below] >> 8 * (k % 4);
+      const char byte = columns[k / 16 * field(16) + column / 8 * field(32) + column % 8 * 16 + k % 16];
+      c[i] += static_cast<int>(a & 0xff) * static_cast<int8_t>(byte);
     }
   }
 }

@@ -27,7 +27,7 @@ _FUNCTION = re.compile(
 _LAUNCH = """
 extern "C" bool launch_{name}(const void* p, const unsigned* grid, unsigned threads, unsigned shared) {{
   emulated::mark(shared);
-  emulated::launch<const {struct}>({name}, p, grid, threads);
+  emulated::launch<const {struct}>({name}, p, grid, threads, {cluster});
   return emulated::marked(shared);
 }}
 """
@@ -65,6 +65,9 @@ class Kernel:
     def blocks_per_multiprocessor(self, threads, shared=0):
         return 1
 
+    def clusters(self, blocks, threads, shared=0):
+        return 2
+
 
 def kernel(file, name, device, **constants):
     """The kernel `name` of a source file, compiled for this CPU with these constants."""
@@ -89,14 +92,21 @@ def _run(*command):
 def _library(file, name, constants):
     header, source = (_without_assembler(one.read_text()) for one in (cuda_structs.HEADERS[0], cuda_structs.SOURCES / file))
     text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
-    text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::dynamic_shared;")
-    text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=cuda_structs.parameters(file)[name].__name__)
+    text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::own_shared();")
+    struct, cluster = cuda_structs.parameters(file)[name].__name__, _clusters(source)
+    text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=struct, cluster=cluster)
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
     code.write_text(text)
     _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.HEADERS[1].parent}", *flags, "-o", path, code)
     return ctypes.CDLL(str(path))
+
+
+def _clusters(source):
+    """Blocks of a cluster."""
+    found = re.search(r"\bkCluster = (\d+)", source)
+    return int(found[1]) if found else 1
 
 
 def _without_assembler(source):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from otaro.errors import KernelError
-from otaro.kernels import cuda, nvrtc, ops, reference
+from otaro.kernels import cuda, hopper, nvrtc, ops, reference
 from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 
 from . import emulated
@@ -83,6 +83,7 @@ CONSTANTS = [
     ("linear.cu", FEW | {"BITS": 8, "TOKENS": 2, "DEPTH": 3}),
     ("batch.cu", BATCH | {"BITS": 8, "COLUMNS": 8, "TILES": 1, "STAGES": 3, "STEPS": 1}),
     ("batch.cu", BATCH | {"BITS": 5, "COLUMNS": 16, "TILES": 2, "STAGES": 2, "STEPS": 2}),
+    ("hopper.cu", {"BITS": 8, "TRUNCATE": 0, "TOKENS": 32, "STAGES": 3}),
 ]
 
 
@@ -92,7 +93,8 @@ def test_sources_compile_for_a_gpu_that_is_not_there(file, constants):
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
-    flags = ("--gpu-architecture=sm_80", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
+    architecture = "sm_90a" if file == nvrtc.HOPPER else "sm_80"
+    flags = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
     source = nvrtc.source_of(file)
     assert nvrtc.compile_source(file, source, flags)[:4] == b"\x7fELF"
     with pytest.raises(KernelError, match=rf"could not compile {file}"):
@@ -106,8 +108,9 @@ def emulation(monkeypatch):
         pytest.skip(emulated.MISSING or "the kernels run on this machine's GPU")
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
+    monkeypatch.setattr(hopper, "has_instructions", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
-    caches = (cuda._linear_kernel, cuda._batch_kernel, cuda._shape)
+    caches = (cuda._linear_kernel, cuda._batch_kernel, cuda._shape, hopper.kernel, hopper._columns)
     for one in caches:
         one.cache_clear()
     yield
@@ -152,6 +155,56 @@ def test_emulated_products_are_the_same_however_they_are_cut(emulation, number):
         assert same_bits(outs[0], reference.linear(x, matrices[0]))
         assert same_bits(outs[1], reference.linear(x, matrices[1]) + bias)
         outs[0].zero_()
+
+
+@pytest.fixture
+def on_hopper(emulation, monkeypatch):
+    monkeypatch.setattr(nvrtc, "most_shared", lambda device: 227328)
+    monkeypatch.setattr(hopper, "has_instructions", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "bits", "truncate", "tokens", "length", "rows"),
+    [
+        (8, 3, False, 8, 1024, (64, 130, 200)),  # more tiles than clusters
+        (16, 5, True, 13, 2048, (100, 33, 64)),
+        (16, 8, False, 29, 1024, (70,)),  # two passes
+        (32, 8, True, 64, 1024, (65,)),
+        (32, 4, False, 31, 2048, (300,)),
+    ],
+    ids=str,
+)
+def test_emulated_products_on_hopper_are_those_of_the_reference(on_hopper, columns, bits, truncate, tokens, length, rows):
+    matrices = [make_packed(count, length, 64, seed=count).at(bits, truncate) for count in rows]
+    x, biases = make_activations(tokens, length), [torch.randn(count) if count % 2 else None for count in rows]
+    outs = [torch.full((tokens, count), 7.0) for count in rows]
+    cuda._multiply_wide(cuda.to_digits(x, 64), tokens, matrices, outs, biases, columns)
+    for one, out, bias in zip(matrices, outs, biases, strict=True):
+        expected = reference.linear(x, one)
+        assert same_bits(out, expected if bias is None else expected + bias)
+
+
+def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper, monkeypatch):
+    taken = []
+    multiply = cuda._multiply_wide
+    monkeypatch.setattr(cuda, "_multiply_wide", lambda *given: (taken.append(given[-1]), multiply(*given)))
+    packed, x = make_packed(70, 1024, 64, 4), make_activations(67, 1024)
+    for tokens, columns in ((2, []), (3, [8]), (67, [32, 8])):
+        taken.clear()
+        assert same_bits(cuda.linear(x[:tokens], packed), reference.linear(x[:tokens], packed))
+        assert taken == columns
+    taken.clear()
+    for length, group_size in ((1024, 32), (900, 64)):
+        other, few = make_packed(3, length, group_size, 4), x[:3, :length].contiguous()
+        assert same_bits(cuda.linear(few, other), reference.linear(few, other))
+    elsewhere = torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:].view_as(packed.scales).copy_(packed.scales)
+    assert same_bits(cuda.linear(x[:3], packed._replace(scales=elsewhere)), reference.linear(x[:3], packed))
+    assert not taken
+
+
+def test_rows_too_long_for_hoppers_shared_memory_take_fewer_tokens_or_another_way(on_hopper):
+    assert [hopper._columns(0, 64, 64, bits) for bits in (4, 8)] == [32, 16]
+    assert [hopper._columns(0, tokens, 224, 4) for tokens in (8, 9, 33)] == [8, None, None]  # 14,336 weights
 
 
 def test_emulated_products_of_several_tokens_leave_the_range_of_floats_as_one_does(emulation):
@@ -307,6 +360,21 @@ def test_small_products_of_every_count_are_those_of_the_reference(tokens):
 
 
 @needs_gpu
+@pytest.mark.parametrize("tokens", [3, 8, 13, 16, 17, 31, 33, 64])
+def test_small_products_of_whole_steps_are_those_of_the_reference(tokens):
+    """On Hopper by a kernel of their own; many rows, so that clusters have several tiles."""
+    for turn, (length, rows) in enumerate([(1024, (70, 130)), (2048, (33,)), (1024, (4500,))]):
+        bits, truncate = GRIDS[(tokens + 5 * turn) % len(GRIDS)]
+        matrices = [make_packed(count, length, 64, seed=count).at(bits, truncate) for count in rows]
+        x = make_activations(tokens, length)
+        outs = [torch.full((tokens, count), 7.0, device="cuda") for count in rows]
+        cuda.products(cuda.to_digits(x.cuda(), 64), tokens, [on_gpu(one) for one in matrices], outs)
+        for one, out in zip(matrices, outs, strict=True):
+            some = torch.cat([torch.arange(min(len(one.base), 100)), torch.randint(len(one.base), (100,))])
+            assert same_bits(out[:, some.cuda()].cpu(), reference.linear(x, one.rows(some))), f"E5M{bits}, {length}"
+
+
+@needs_gpu
 @pytest.mark.parametrize("scale_exponent", [MIN_SCALE_EXPONENT, 0, MAX_SCALE_EXPONENT])
 def test_small_every_scale_byte_is_known(scale_exponent):
     for bits, truncate in ((3, False), (8, True), (8, False)):
@@ -392,8 +460,9 @@ def test_small_matrices_share_a_launch():
 
 
 @needs_gpu
-def test_products_can_be_captured_into_a_graph_on_any_stream():
-    packed, x = on_gpu(make_packed(100, 4096, 64, 4)), make_activations(1, 4096).cuda()
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_products_can_be_captured_into_a_graph_on_any_stream(tokens):
+    packed, x = on_gpu(make_packed(100, 4096, 64, 4)), make_activations(tokens, 4096).cuda()
     expected = ops.linear(x, *packed)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

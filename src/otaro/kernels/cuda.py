@@ -16,18 +16,18 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks
-from otaro.kernels import nvrtc
+from otaro.kernels import hopper, nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
 from otaro.sefp.precision import COARSEST
 
-MOST_TOKENS = 16
-"""Of one call of `products`, which is one launch where rows are not too long for the GPU's shared memory."""
+MOST_TOKENS = 64
+"""Of one call of `products`: one launch on Hopper, elsewhere one for every 16 where rows are not too long for shared memory."""
 MATRICES = 3
 DECODED = 4
 """Matrices of one launch of `decoding`."""
 INTEGER_TOKENS = (48, 48, 48, 32, 32, 32)
-"""Up to so many tokens integers are faster, in passes of `MOST_TOKENS`, at E5M3, E5M4, ...; for more, weights are decoded and
+"""Up to so many tokens integers are faster at E5M3, E5M4, ..., up to a third more on Hopper; for more, weights are decoded and
 multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the nearer one."""
 
 _TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
@@ -35,7 +35,7 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
 _FEW = 2  # tokens that `linear` takes; `batch` takes more
-_COLUMNS = (8, MOST_TOKENS)  # tokens that `batch` is compiled for
+_COLUMNS = (8, 16)  # tokens that `batch` is compiled for
 _DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
@@ -124,13 +124,16 @@ def products(
         _multiply_few(digits, pairs, matrices, outs, biases, experts, pairs // tokens)
         return
     units, unit = digits.digits.shape[1], unit_size(like.group_size)
+    columns = hopper.columns(matrices, tokens) if tokens > _FEW else None
     while tokens:
-        shape = None if tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
-        now = min(tokens, _FEW if shape is None else shape.columns)
+        shape = None if columns or tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
+        now = tokens if columns else min(tokens, _FEW if shape is None else shape.columns)
         some, theirs = digits, outs
         if first:
             some, theirs = Digits(*(part[first:] for part in digits)), [out[first:] for out in outs]
-        if shape is None:
+        if columns:
+            _multiply_wide(some, now, matrices, theirs, biases, columns)
+        elif shape is None:
             _multiply_few(some, now, matrices, theirs, biases)
         else:
             _multiply_batch(some, now, matrices, theirs, biases, shape, scratch)
@@ -239,7 +242,7 @@ _SHAPES = (
 def _shape(device: int, tokens: int, units: int, unit: int, bits: int) -> _Shape | None:
     """For so many tokens, or as many as fit; None where rows are too long for any."""
     most = nvrtc.most_shared(device)
-    columns = next(n for n in _COLUMNS if n >= tokens)
+    columns = next((n for n in _COLUMNS if n >= tokens), _COLUMNS[-1])
     for shape in _SHAPES:
         if shape.columns <= columns and shape.shared(units, unit, bits) <= most:
             return shape
@@ -294,6 +297,27 @@ def _batch_kernel(
     return kernel, processors * kernel.blocks_per_multiprocessor(shape.threads, shared)
 
 
+def _multiply_wide(
+    digits: Digits,
+    tokens: int,
+    matrices: Sequence[Packed],
+    outs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    columns: int,
+) -> None:
+    """Any number of tokens where `hopper` serves, so many to a cluster."""
+    like, units = matrices[0], digits.digits.shape[1]
+    kernel, shared, most = hopper.kernel(_device(like.base), like.bits, like.truncate, columns, units)
+    ends = list(accumulate(-(-len(one.base) // hopper.ROWS) for one in matrices))
+    passes = -(-tokens // columns)
+    kernel(
+        (hopper.CLUSTER * passes * min(ends[-1], max(1, most // passes)),), hopper.THREADS, shared,
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
+        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(),
+        tokens=tokens, units=units, passes=passes,
+    )  # fmt: skip
+
+
 @cache
 def _linear_kernel(
     device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
@@ -327,7 +351,8 @@ def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.floa
 
 def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `reference.matmul`; integers serve while they are faster, then decoded weights."""
-    if len(x) <= INTEGER_TOKENS[packed.bits - COARSEST]:
+    most = INTEGER_TOKENS[packed.bits - COARSEST]
+    if len(x) <= (most * 4 // 3 if hopper.columns([packed], len(x)) else most):
         product = linear(x, packed)
         return (product if bias is None else product + bias).to(x.dtype)
     count, rows = len(packed.base), max(64, _TILE // packed.length)

@@ -29,12 +29,15 @@ from otaro.kernels.cuda_structs import HEADERS, SOURCES, assertions, filled, par
 
 OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
+HOPPER = "hopper.cu"
+"""Has instructions of compute capability 9.0 alone, which later ones lack."""
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
 _STATIC_SHARED = 5 << 10  # left to what products declare themselves
 _OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
 _DECLARED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MOST_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 @cache
@@ -138,6 +141,15 @@ class Kernel:
             _ask(status, self.name)
         return count.value
 
+    def clusters(self, blocks: int, threads: int, shared: int = 0) -> int:
+        """How many clusters of so many blocks run on the GPU at a time."""
+        count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, 0, blocks, (ctypes.c_int * 15)(1, 1))
+        config = _Config(blocks, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute), 1)
+        with torch.cuda.device(self.device):
+            enter_context(self.device)
+            _ask(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config)), self.name)
+        return count.value
+
 
 def kernel(file: str, name: str, device: int, **constants: int) -> Kernel:
     """The kernel `name` of a source file, compiled for this GPU with these constants."""
@@ -148,7 +160,7 @@ def kernel(file: str, name: str, device: int, **constants: int) -> Kernel:
 def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
     if reason := missing(device):
         raise KernelError(f"there are no kernels for this GPU: {reason}")
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if file == HOPPER else "")
     flags = (f"--gpu-architecture={architecture}", *_FLAGS, *(f"-D{key}={int(value)}" for key, value in constants))
     return Kernel(_compiled(file, flags), file, name, device)
 
