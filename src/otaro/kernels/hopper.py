@@ -17,8 +17,12 @@ CLUSTER, THREADS, ROWS = 2, 640, 64
 """Blocks of a cluster, threads of a block, rows of a tile: constants of hopper.cu."""
 TOKENS = (8, 16, 32)
 """That a cluster may have: TOKENS of hopper.cu."""
-COMPILERS = ("NVRTC 13.0",)
-"""Those whose machine code was searched by runs/wgmma_registers.py; others might use registers that matrix units still read."""
+COMPILERS: tuple[str, ...] = ()
+"""Whose machine code serves; elsewhere `batch.cu` does. Others might use registers that matrix units still read.
+
+None yet. That of "NVRTC 13.0" was searched by runs/wgmma_registers.py, and its products had the reference's bits on an H200. It
+joins when runs/gpu_check.sh has passed with it there: the decoder, all precisions, sanitizers.
+"""
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 
