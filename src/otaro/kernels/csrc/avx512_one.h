@@ -255,7 +255,7 @@ struct One {
   // Eight rows from `row` on. The cache is told what will be read a few hundred nanoseconds from now.
   OTARO_INLINE __m256 eight_rows(const uint8_t* of_rows, int64_t row, int64_t units) const {
     const int64_t row_bytes = units * kUnitPlane, eights = (units + 7) / 8;
-    const int64_t ahead = row_bytes + 256 > 1024 ? row_bytes + 256 : 1024;
+    const int64_t ahead = row_bytes + 256 > 512 ? row_bytes + 256 : 512;
     const __m256i order = _mm256_setr_epi8(0, 0, 0, 2, 0, 4, 0, 6, 0, 1, 0, 3, 0, 5, 0, 7, 0, 8, 0, 10, 0, 12,
                                            0, 14, 0, 9, 0, 11, 0, 13, 0, 15);
     __m512 lanes[4];
@@ -294,7 +294,7 @@ struct One {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const int64_t first = at + 2 * i * kRow, second = first + kRow;
-      fetch<kNine>(first + 1024);
+      fetch<kNine>(first + 512);
       lanes[i] = _mm512_add_ps(_mm512_setzero_ps(), terms(eight_sums(first, 0), eight_sums(second, 0),
                                                           words(kNineOrders.two[i], i == 3), 0));
       const auto base_of = [&](int64_t row)
@@ -329,6 +329,8 @@ struct One {
     for (int i = 0; i < kBytes; i += 16) __builtin_prefetch(base + 4 * (at + i));
     for (int p = 0; p < kPlanesUsed; ++p)
       for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(planes[p] + at + i);
+    asm volatile("" ::
+                   : "memory");  // else gcc gathers those of several rows, more than the core has misses for
     return at + kBytes;
   }
 };
