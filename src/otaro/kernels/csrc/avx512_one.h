@@ -329,8 +329,8 @@ struct One {
     for (int i = 0; i < kBytes; i += 16) __builtin_prefetch(base + 4 * (at + i));
     for (int p = 0; p < kPlanesUsed; ++p)
       for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(planes[p] + at + i);
-    asm volatile("" ::
-                   : "memory");  // else gcc gathers those of several rows, more than the core has misses for
+    // Else gcc gathers the prefetches of several rows in one place: more misses than a core has room for.
+    asm volatile("" : : : "memory");
     return at + kBytes;
   }
 };
