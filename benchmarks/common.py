@@ -15,7 +15,6 @@ import torch
 from otaro.evaluate.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2 = ROOT / "models" / "SmolLM2-135M"
 
 
 def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[str, float]:
