@@ -65,7 +65,7 @@ def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> d
     with ExitStack() as stack:
         contenders: list[Contender] = [("plain read", READ_BYTES, 1, plain_read(READ_BYTES))]
         contenders += [*ours(weight, x, asked.instructions), float32(weight, x), *ggmls(weight, x, asked.threads, stack)]
-        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds, pause=0.02)
+        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds)
     seconds = {name: passes[name] / copies for name, _, copies, _ in contenders}
     rates = {name: size / seconds[name] for name, size, _, _ in contenders}
     print(f"{rows} x {length}; tokens: {tokens}, threads: {asked.threads}, rounds: {asked.rounds}")
