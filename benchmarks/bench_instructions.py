@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
+from common import SMOLLM2, finish
 
 import otaro
 from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
@@ -41,7 +41,7 @@ from otaro.sefp.codec import encode
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, PRECISIONS
 
 LENGTHS = (576, 4096)
-LAYERS, VOCABULARY = 30, 49152
+LAYERS, VOCABULARY = SMOLLM2["num_hidden_layers"], SMOLLM2["vocab_size"]
 CONTEXT = 8
 
 STEPPER = """
@@ -166,16 +166,8 @@ def nested_model(folder: Path, layers: int, vocabulary: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        num_hidden_layers=layers,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=4 * CONTEXT,
-    )
+    size = {"num_hidden_layers": layers, "vocab_size": vocabulary, "max_position_embeddings": 4 * CONTEXT}
+    config = LlamaConfig(**{**SMOLLM2, **size})
     plain, packed = folder / f"plain-{layers}-{vocabulary}", folder / f"packed-{layers}-{vocabulary}"
     LlamaForCausalLM(config).save_pretrained(plain)
     otaro.pack(plain, packed)

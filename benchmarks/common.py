@@ -1,4 +1,4 @@
-"""What the benchmarks share: alternating timing, and the line that names machine and versions."""
+"""What the benchmarks share: shapes of models, alternating timing, and the line that names machine and versions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ from otaro.evaluate.machine import Cpu, cpu_name
 from otaro.evaluate.turns import in_turns
 
 ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2 = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512,
+}  # fmt: skip
+"""Shapes, in the words of transformers."""
 
 
 def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
