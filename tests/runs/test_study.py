@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -27,7 +28,7 @@ from otaro.tune.config import Options
 from otaro.tune.data import load_data, split
 from otaro.tune.fake_quant import quantize
 from runs import boundaries, convert_llama2c
-from runs.study import plan, report, work, zeroshot
+from runs.study import parts, plan, report, work, zeroshot
 from runs.study.__main__ import main
 from runs.study.observe import observe
 from runs.study.quantizers import NESTED, OTHERS, Nested, Rounding, integers, precisely_for
@@ -552,8 +553,10 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
         main()
         return capsys.readouterr().out
 
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    assert again("--claims", str(claims), "--worker", "0") == ""  # as a worker, which says what it makes
     assert "5 done, 0 missing" in again("--list")
-    assert "5 done, 0 missing" in again()
     assert results.read_text() == lines
     by_name = {line["key"]: line for line in map(json.loads, lines.splitlines())}
     tuned, before = by_name["small: best, lr 0.001, seed 0"], by_name["small: none, seed 0"]
@@ -601,6 +604,71 @@ def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path)
     assert worker.run(plain, 1e-3)["perplexity"] == first
     (held,) = worker.held.values()
     assert held.model.model(torch.arange(8)[None]).last_hidden_state.dtype == torch.float32
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+
+    def blocks(levels, low):  # as dequantized from Q4_1 and Q8_0
+        codes = torch.randint(0, levels + 1, (256, 32), generator=draw).float()
+        codes[:, 0], codes[:, 1] = 0.0, levels
+        scale = torch.rand(256, 1, generator=draw).mul(0.01).half()
+        start = -scale.float() * levels * torch.rand(256, 1, generator=draw) if low else torch.zeros(256, 1)
+        return (scale.float() * codes + start.half().float()).half().view(64, 128)
+
+    four, eight, plain = blocks(15, True), blocks(127, False), torch.randn(64, 128, generator=draw)
+    assert [parts.as_blocks(weight)[0] for weight in (four, eight)] == [15, 127]
+    assert parts.as_blocks(plain.half()) is None
+    kept = {"SmolLM2-135M": {"a": four, "b": eight, "c": plain.half(), "d": plain[0].half()}, "stories15M": {"a": plain}}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for name, tensors in kept.items():
+        (before / name).mkdir(parents=True)
+        (before / name / "config.json").write_text(name)
+        save_file(tensors, before / name / "model.safetensors", {"format": "pt"})
+    for name in parts.DATA:
+        (before / name).parent.mkdir(parents=True, exist_ok=True)
+        (before / name).write_text(name * 50)
+    made = parts.cut(tmp_path / "parts", before, before, 48 << 10)
+    assert len(made) > 1
+    assert all(part.stat().st_size <= 48 << 10 for part in made)
+    last = made[-1].rename(tmp_path / "on its way")
+    assert parts.join(tmp_path / "parts", after, after) == ["stories15M"]
+    assert not (after / "SmolLM2-135M" / "model.safetensors").exists()
+    last.rename(made[-1])
+    assert set(parts.join(tmp_path / "parts", after, after)) == set(kept)
+    for name, tensors in kept.items():
+        found = load_file(after / name / "model.safetensors")
+        assert all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in tensors.items())
+        assert (after / name / "config.json").read_text() == name
+    assert all((after / name).read_text() == name * 50 for name in parts.DATA)
+    with pytest.raises(SystemExit, match="alone is larger"):
+        parts.cut(tmp_path / "others", before, before, 10_000)
+
+
+def test_workers_start_once_and_as_soon_as_their_model_has_come(tmp_path):
+    """With a program in place of Python that joins one model at each call, and writes down what it is asked."""
+    asked, work_folder, stub = tmp_path / "asked", tmp_path / "work", tmp_path / "python"
+    join = 'for model in stories15M SmolLM2-135M; do [ -d "$6/$model" ] || { mkdir -p "$6/$model"; '
+    join += 'touch "$6/$model/model.safetensors"; break; }; done'
+    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
+    stub.chmod(0o755)
+    (tmp_path / "parts").mkdir()
+    counts = []
+    for expected in (6, 14, 14):
+        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub)})
+        until = time.time() + 60
+        while (workers := asked.read_text().count("--worker")) < expected and time.time() < until:
+            time.sleep(0.05)
+        counts.append(workers)
+    assert counts == [6, 14, 14]
+    lines = [line for line in asked.read_text().splitlines() if "--worker" in line]
+    assert len({line.split("--worker ")[1].split()[0] for line in lines}) == 14
+    assert all("SmolLM2" not in line.split("--only")[1] for line in lines)
+    assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
 
 
 # Weights on borders ---------------------------------------------------------------------------------------------------
