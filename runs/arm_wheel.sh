@@ -7,6 +7,7 @@
 # g++-aarch64-linux-gnu, or a compiler that $CROSS_CXX names.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 cd "$root"
 folder=${1:-dist} python=${PYTHON:-.venv/bin/python} cross=${CROSS_CXX:-aarch64-linux-gnu-g++}
 command -v "$cross" >/dev/null || die "there is no $cross; Debian has it in g++-aarch64-linux-gnu"

@@ -1,5 +1,6 @@
 # Sourced by get_*.sh: $model comes to $out whole or not at all, by way of $work/model.
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 out=${1:-$root/models/$model}
 if [ -f "$out/model.safetensors" ]; then
     echo "already there: $out"

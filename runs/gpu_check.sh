@@ -8,6 +8,7 @@
 # $OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 
 log=${1:-gpu_check.log}
 case $log in /*) ;; *) log=$PWD/$log ;; esac

@@ -9,6 +9,7 @@
 # Where pip's own index has no build of torch for CPUs, set PIP_EXTRA_INDEX_URL to PyTorch's.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 vllm=0.32.0 torch=2.13.0
 
 log=${1:-vllm_test.log}
