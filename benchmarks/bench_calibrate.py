@@ -18,22 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
-from llama3 import HEADS, HIDDEN, INTERMEDIATE, KEY_HEADS, LAYERS, VOCABULARY
+from common import LLAMA_8B, TINY, finish
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from otaro.calibrate import run, text
 
-SHAPES = {
-    "llama-3-8b": {
-        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS, "vocab_size": VOCABULARY,
-    },
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
-    },
-}  # fmt: skip
+SHAPES = {"llama-3-8b": LLAMA_8B, "tiny": TINY}
+LAYERS = LLAMA_8B["num_hidden_layers"]
 
 
 class Words:
@@ -48,7 +40,7 @@ class Words:
 
 def write_random(directory: Path, layers: int, shape: dict[str, int], device: str) -> None:
     """A checkpoint of random weights, bfloat16."""
-    config = LlamaConfig(**shape, num_hidden_layers=layers, rms_norm_eps=1e-5, tie_word_embeddings=False, dtype="bfloat16")
+    config = LlamaConfig(**{**shape, "num_hidden_layers": layers}, rms_norm_eps=1e-5, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]

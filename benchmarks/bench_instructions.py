@@ -22,15 +22,14 @@ import importlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish
+from common import SMOLLM2, finish
 
 import otaro
 from otaro.evaluate.engines import DecodePath, Engine, Forward, plain_model
@@ -42,10 +41,8 @@ from otaro.sefp.codec import encode
 from otaro.sefp.precision import COARSEST, GROUP_SIZE, PRECISIONS
 
 LENGTHS = (576, 4096)
-LAYERS, VOCABULARY = 30, 49152
+LAYERS, VOCABULARY = SMOLLM2["num_hidden_layers"], SMOLLM2["vocab_size"]
 CONTEXT = 8
-BARS = {"E5M7": ("Q8_0", 1.3), "E5M4": ("Q5_0", 1.8), "E5M3": ("Q4_0", 1.5), "E5M8": ("transformers", 5.0)}
-DROPPED_BIT = 1.07
 
 STEPPER = """
 #include <signal.h>
@@ -105,7 +102,6 @@ def main() -> None:
         if not asked.skip_decoder:
             cpu.choose(asked.backends[0])
             result["per_token"] = tokens(count, asked.contenders, Path(folder))
-            result["bars"] = list(judged(result["per_token"]))
     finish(result)
 
 
@@ -170,16 +166,8 @@ def nested_model(folder: Path, layers: int, vocabulary: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        num_hidden_layers=layers,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=4 * CONTEXT,
-    )
+    size = {"num_hidden_layers": layers, "vocab_size": vocabulary, "max_position_embeddings": 4 * CONTEXT}
+    config = LlamaConfig(**{**SMOLLM2, **size})
     plain, packed = folder / f"plain-{layers}-{vocabulary}", folder / f"packed-{layers}-{vocabulary}"
     LlamaForCausalLM(config).save_pretrained(plain)
     otaro.pack(plain, packed)
@@ -200,18 +188,6 @@ def one_token(count: Stepper, reader: Engine) -> int:
     for token in range(CONTEXT):
         reader.feed([token])
     return count(lambda: reader.feed([1]))
-
-
-def judged(per_token: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Print by how much each contender needs fewer instructions than another, and whether that is enough."""
-    pairs = [(name, other, needed) for name, (other, needed) in BARS.items()]
-    ordered = [str(precision) for precision in sorted(PRECISIONS, key=lambda p: p.mantissa_bits)]
-    pairs += [(coarse, fine, DROPPED_BIT) for coarse, fine in pairwise(ordered)]
-    for name, other, needed in pairs:
-        if name in per_token and other in per_token:
-            ratio = per_token[other] / per_token[name]
-            print(f"{other} takes {ratio:.2f} times the instructions of {name}; {needed} was asked for: {ratio >= needed}")
-            yield {"of": name, "against": other, "ratio": ratio, "needed": needed, "holds": ratio >= needed}
 
 
 if __name__ == "__main__":

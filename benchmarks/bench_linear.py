@@ -33,8 +33,6 @@ from otaro.sefp.precision import COARSEST, GROUP_SIZE
 LARGE = "4096x14336"
 SMOLLM2 = ("576x576", "192x576", "1536x576", "576x1536", "49152x576")
 ROTATED = 150_000_000  # bytes
-BARS = {"Q4_0": 2.2 / 4.6, "Q4_K": 2.2 / 3.1}
-"""The share of ggml's time that E5M3 may take on the large matrix with one token."""
 
 Contender = tuple[str, float, int, Callable[[], Any]]  # name, bytes of a matrix, copies, a pass over all copies
 
@@ -57,8 +55,7 @@ def main() -> None:
         rows, length = map(int, shape.split("x"))
         for tokens in asked.tokens or ((1, 2, 4, 8) if shape == asked.shape[0] else (1,)):
             results.append(measure(rows, length, tokens, asked))
-    bars = list(judged(results))
-    finish({"benchmark": "linear", "rounds": asked.rounds, "products": results, "bars": bars})
+    finish({"benchmark": "linear", "rounds": asked.rounds, "products": results})
 
 
 def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +65,7 @@ def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> d
     with ExitStack() as stack:
         contenders: list[Contender] = [("plain read", READ_BYTES, 1, plain_read(READ_BYTES))]
         contenders += [*ours(weight, x, asked.instructions), float32(weight, x), *ggmls(weight, x, asked.threads, stack)]
-        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds, pause=0.02)
+        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds)
     seconds = {name: passes[name] / copies for name, _, copies, _ in contenders}
     rates = {name: size / seconds[name] for name, size, _, _ in contenders}
     print(f"{rows} x {length}; tokens: {tokens}, threads: {asked.threads}, rounds: {asked.rounds}")
@@ -135,23 +132,6 @@ def ggmls(weight: torch.Tensor, x: torch.Tensor, threads: int, stack: ExitStack)
 
 def copies_of(size: int) -> int:
     return ROTATED // size + 1
-
-
-def judged(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Print whether the bars hold: E5M3 with the best instructions against ggml, on the large matrix with one token."""
-    for result in results:
-        seconds = result["seconds"]
-        if result["shape"] != [*map(int, LARGE.split("x"))] or result["tokens"] != 1:
-            continue
-        mine = min((s for name, s in seconds.items() if name.startswith("E5M3")), default=None)
-        for kind, needed in BARS.items():
-            for name in (f"ggml {kind}", f"ggml {kind} repacked"):
-                if mine is None or name not in seconds:
-                    continue
-                ratio = mine / seconds[name]
-                missed = "" if ratio <= needed else f", missed by {ratio / needed - 1:.0%}"
-                print(f"E5M3 takes {ratio:.2f} of the time of {name}; at most {needed:.2f} was asked for{missed}")
-                yield {"against": name, "ratio": ratio, "needed": needed, "holds": ratio <= needed}
 
 
 if __name__ == "__main__":

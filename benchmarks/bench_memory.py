@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from common import finish
+from common import LLAMA_8B, TINY, finish
 from training import Clock, release, train
 from transformers import AutoModelForCausalLM, LlamaConfig, logging
 
@@ -34,13 +34,9 @@ from otaro.tune.config import BEST, Options
 from otaro.tune.fake_quant import Precisely, merge_lora, narrow_frozen, prepare
 
 LORA_BYTES = 30e9
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
 LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
 WORDY = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
          "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "tie_word_embeddings": True}  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 import torch
-from common import finish
+from common import SMOLLM2, finish
 from training import Clock, release, train
 from transformers import AutoModelForCausalLM, LlamaConfig, logging
 
@@ -64,10 +64,7 @@ def main() -> None:
     logging.set_verbosity_error()
 
     if a.shape == "smollm2":
-        config = LlamaConfig(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-            vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+        config = LlamaConfig(**SMOLLM2, max_position_embeddings=8192)
     else:
         from otaro.builtin import MODEL_DIR
 

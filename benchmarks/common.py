@@ -1,38 +1,40 @@
-"""What the benchmarks share: alternating timing, and the line that names machine and versions."""
+"""What the benchmarks share: shapes of models, alternating timing, and the line that names machine and versions."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from otaro.evaluate.machine import cpu_name
+from otaro.evaluate.machine import Cpu, cpu_name
+from otaro.evaluate.turns import in_turns
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2 = ROOT / "models" / "SmolLM2-135M"
+SMOLLM2 = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512,
+}  # fmt: skip
+"""Shapes, in the words of transformers."""
 
 
-def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[str, float]:
-    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike.
-
-    Threads that a contender leaves waiting for work fall asleep in a `pause` before the next one.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for contender in contenders.values():
-        contender()  # warm-up
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            time.sleep(pause)
-            started = time.perf_counter()
-            contender()
-            times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
+def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike."""
+    turns = {name: partial(Cpu().seconds, run) for name, run in contenders.items()}
+    return {name: statistics.median(times) for name, times in in_turns(turns, rounds, lambda name: None).items()}
 
 
 def machine() -> dict[str, Any]:

@@ -1,19 +1,13 @@
 #!/usr/bin/env bash
+# usage: benchmarks/count_arm.sh [GGML] [TOKENS...]
+#
 # Instructions that a CPU for ARM executes per weight and token, one token or several times a matrix: ours at every
-# precision, and ggml's beside them. Counted by qemu-user, an instruction at a time, as the difference between twice and once.
+# precision, and ggml's beside them. Counted by qemu-user, an instruction at a time, as the difference between twice and
+# once. GGML is a checkout of github.com/ggml-org/ggml, whose NEON kernels for Q4_0 and Q8_0 are compiled with the same
+# compiler and the same instructions; without it, or where it is "", only ours are counted. TOKENS are 1, 8 and 64 unless
+# told; 64 take minutes. Needs cmake, Debian's g++-aarch64-linux-gnu and qemu-user-static.
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-    cat <<END
-usage: benchmarks/count_arm.sh [GGML] [TOKENS...]
-
-GGML is a checkout of github.com/ggml-org/ggml, whose NEON kernels for Q4_0 and Q8_0 are compiled with the same compiler and
-the same instructions; without it, or where it is "", only ours are counted. TOKENS are 1, 8 and 64 unless told; 64 take
-minutes. Needs cmake, Debian's g++-aarch64-linux-gnu and qemu-user-static.
-END
-}
+. "$(dirname "${BASH_SOURCE[0]}")/../runs/shared.sh"
 
 case "${1-}" in -h | --help) usage; exit 0 ;; esac
 ggml=${1:+$(cd "$1" && pwd)}

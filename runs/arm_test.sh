@@ -1,23 +1,16 @@
 #!/usr/bin/env bash
-# The kernels for ARM on CPUs that are emulated: cross-compiled, then every case of the reference under qemu-user.
+# usage: runs/arm_test.sh [--few]
+#
+# The kernels for ARM on CPUs that are emulated: compile them with tests/kernels/driver.cpp, have the reference write its
+# cases (tests/kernels/cases.py), and run them under qemu-user on CPUs without SDOT (cortex-a72), with it (neoverse-n1) and
+# with I8MM (max). Every backend that a CPU can run must give the reference's bits, and all CPUs the digest of floats and
+# logits that driver.digest has; what a CPU cannot run must never be chosen and, forced upon it, stop with an illegal
+# instruction. Then again with UndefinedBehaviorSanitizer, on the last of them. --few: a tenth of the cases, no sanitizer.
+#
+# Needs Debian's g++-aarch64-linux-gnu and qemu-user-static, or what $CROSS_CXX and $QEMU name, and cmake. Where one is not
+# there it says so and exits with 0. $PYTHON has the package (default: .venv/bin/python).
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-    cat <<END
-usage: runs/arm_test.sh [--few]
-
-Cross-compile the kernels with tests/kernels/driver.cpp, have the reference write its cases (tests/kernels/cases.py), and run
-them under qemu-user on CPUs without SDOT (cortex-a72), with it (neoverse-n1) and with I8MM (max). Every backend that a CPU can
-run must give the reference's bits, and all CPUs the digest of floats and logits that driver.digest has; what a CPU cannot run must never be
-chosen and, forced upon it, stop with an illegal instruction. Then again with UndefinedBehaviorSanitizer, on the last of them.
---few: a tenth of the cases, no sanitizer.
-
-Needs Debian's g++-aarch64-linux-gnu and qemu-user-static, or what \$CROSS_CXX and \$QEMU name, and cmake. Where one is not
-there it says so and exits with 0. \$PYTHON has the package (default: .venv/bin/python).
-END
-}
+. "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 
 few=()
 case "${1-}" in
@@ -32,7 +25,6 @@ PATH=$PATH:$root/.venv/bin
 for tool in "$cross" "$qemu" cmake; do
     command -v "$tool" >/dev/null || { echo "skipped: no $tool here, so the kernels for ARM are not tested" >&2; exit 0; }
 done
-fail() { echo "error: $*" >&2; exit 1; }
 
 # built FOLDER OPTION...
 built() {
@@ -52,14 +44,14 @@ digest=$(<tests/kernels/driver.digest)
 for row in 'cortex-a72:neon portable:dotprod i8mm' 'neoverse-n1:dotprod neon portable:i8mm' 'max:i8mm dotprod neon portable:'; do
     IFS=: read -r cpu can lacks <<<"$row"
     found=$("$qemu" -cpu "$cpu" $driver --list | xargs)
-    [ "$found" = "$can" ] || fail "on $cpu these would serve: $found; expected: $can"
+    [ "$found" = "$can" ] || die "on $cpu these would serve: $found; expected: $can"
     said=$("$qemu" -cpu "$cpu" $driver $cases)
     echo "$cpu: ${said%%$'\n'*}"
-    [ "${said##*$'\n'}" = "$digest" ] || fail "on $cpu: ${said##*$'\n'}, elsewhere: $digest"
+    [ "${said##*$'\n'}" = "$digest" ] || die "on $cpu: ${said##*$'\n'}, elsewhere: $digest"
     for name in $lacks; do
         status=0
         { (ulimit -c 0 && exec "$qemu" -cpu "$cpu" $driver $cases "$name"); } >/dev/null 2>&1 || status=$?
-        [ $status = 132 ] || fail "$name on $cpu ended with $status, not with an illegal instruction (132)"
+        [ $status = 132 ] || die "$name on $cpu ended with $status, not with an illegal instruction (132)"
         echo "$cpu: $name, forced upon it, stops with an illegal instruction"
     done
 done

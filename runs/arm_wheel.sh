@@ -1,24 +1,16 @@
 #!/usr/bin/env bash
-# A wheel for Linux on ARM (aarch64), cross-compiled by the same CMake file, and what is inside.
+# usage: runs/arm_wheel.sh [FOLDER]
+#
+# Build the package's wheel for Linux on ARM (aarch64) into FOLDER (default: dist), cross-compiled by the same CMake file,
+# with the headers of the Python that $PYTHON names (default: .venv/bin/python, which has scikit-build-core and nanobind),
+# and check that the extension in it is one for ARM that has all three instruction sets. Needs Debian's
+# g++-aarch64-linux-gnu, or a compiler that $CROSS_CXX names.
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-    cat <<END
-usage: runs/arm_wheel.sh [FOLDER]
-
-Build the package's wheel for aarch64 into FOLDER (default: dist), with the headers of the Python that \$PYTHON names (default:
-.venv/bin/python, which has scikit-build-core and nanobind), and check that the extension in it is one for ARM that has all three
-instruction sets. Needs Debian's g++-aarch64-linux-gnu, or a compiler that \$CROSS_CXX names.
-END
-}
-
-case "${1-}" in -h | --help) usage; exit 0 ;; -*) usage >&2; exit 2 ;; esac
-[ $# -le 1 ] || { usage >&2; exit 2; }
+. "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 cd "$root"
 folder=${1:-dist} python=${PYTHON:-.venv/bin/python} cross=${CROSS_CXX:-aarch64-linux-gnu-g++}
-command -v "$cross" >/dev/null || { echo "error: there is no $cross; Debian has it in g++-aarch64-linux-gnu" >&2; exit 1; }
+command -v "$cross" >/dev/null || die "there is no $cross; Debian has it in g++-aarch64-linux-gnu"
 version=$("$python" -c 'import sys; print("%d%d" % sys.version_info[:2])')
 include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 rm -f "$folder"/otaro_llm-*aarch64.whl

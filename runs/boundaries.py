@@ -1,32 +1,27 @@
-"""Which weights lie exactly on a border between two cells, and what the smallest step of tuning does to them.
+"""Which weights lie exactly on a border between two cells.
 
     python runs/boundaries.py models/SmolLM2-135M models/stories15M --results benchmarks/results/study.jsonl
-    python runs/boundaries.py models/SmolLM2-135M --text test.txt --tokens 8192
 
 A weight on a border belongs to the cell above or below it by its place in the group, and reads as the middle of that cell,
 half a step away. Any change to the other side, however small, takes it to the middle there. Weights that come from a coarser
-grid (float16, or another quantized file) are there by the million. With --text, each is moved by a millionth of itself, up
-or down at random, and the perplexity measured before and after: what changes has nothing to do with learning.
+grid (float16, or another quantized file) are there by the million.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 import otaro
 from otaro.evaluate.machine import cpu_name
 from otaro.sefp.codec import MIDPOINT_SHIFT
 from otaro.sefp.precision import FINEST, GROUP_SIZE, PRECISIONS, Precision
-from runs.study.results import append
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,53 +60,21 @@ def counted(folder: Path) -> dict[str, Any]:
     return {"on_border": shares, "zeros": zeros / total, "weights": total}
 
 
-@torch.no_grad()
-def measured(folder: Path, text: Path, tokens: int, window: int) -> dict[str, dict[str, float]]:
-    """Perplexity at both ends of the weights as they are, and with those on borders moved."""
-    from otaro.tune.fake_quant import Precisely, prepare
-    from otaro.tune.trainer import losses_by_precision
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0][:tokens]
-    batches = [{"input_ids": block[None], "labels": block[None]} for block in ids[: tokens // window * window].view(-1, window)]
-    model, precisely = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Precisely()
-    prepare(model, precisely)
-    columns = [None, PRECISIONS[0], *PRECISIONS[-2:]]
-
-    def perplexities() -> dict[str, float]:
-        losses = losses_by_precision(model, precisely, columns, batches)
-        return {str(p or "full"): round(math.exp(loss), 4) for p, loss in zip(columns, losses, strict=True)}
-
-    found, draw = {"as they are": perplexities()}, torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            side = torch.randint(0, 2, weight.shape, generator=draw).mul_(2).sub_(1)
-            weight.copy_(weight.where(~on_border(weight, PRECISIONS[0]), weight * (1 + 1e-6 * side)))
-    return found | {"moved by a millionth": perplexities()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count weights that lie on borders between cells.")
     parser.add_argument("models", type=Path, nargs="+", help="model directories")
-    parser.add_argument("--text", type=Path, help="measure on it what moving them changes")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the text (default 8192)")
-    parser.add_argument("--window", type=int, default=1024, help="tokens in a window (default 1024)")
     parser.add_argument("--results", type=Path, help="a .jsonl file that the counts are added to")
     a = parser.parse_args()
-    logging.disable_progress_bar()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     for folder in a.models:
-        if a.text:
-            for name, values in measured(folder, a.text, a.tokens, a.window).items():
-                print(f"{folder.name}, {name}: {values}", flush=True)
-            continue
         line = counted(folder)
         shown = ", ".join(f"{name} {share:.4%}" for name, share in line["on_border"].items())
         print(f"{folder.name}: {shown}; zeros {line['zeros']:.4%} of {line['weights']:,} weights", flush=True)
         if a.results:
             stated = {"key": f"boundaries {folder.name}", "bench": "boundaries", "name": folder.name, "seed": 0}
             stated |= {"command": f"python runs/boundaries.py models/{folder.name}", "commit": commit, "machine": cpu_name()}
-            append(a.results, {**stated, **line})
+            with a.results.open("a") as file:
+                file.write(json.dumps({**stated, **line}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,13 @@
 #!/usr/bin/env bash
-# What clang makes of the code for ARM: Apple's compiler is one, and there is no Mac here.
+# usage: runs/clang_arm.sh [--few]
+#
+# What clang makes of the code for ARM: Apple's compiler is one, and there is no Mac here. Compile with zig's clang (the
+# package ziglang in the environment of $PYTHON, default: .venv/bin/python), by the same CMakeLists.txt: the tests of
+# runs/arm_test.sh for Linux, which then run under qemu-user, and otaro-run for macOS on ARM, which cannot run here: it
+# must link, and be what it should be. --few: a tenth of the tests. Where zig or qemu is not there it says so and exits
+# with 0.
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-    cat <<END
-usage: runs/clang_arm.sh [--few]
-
-Compile with zig's clang (the package ziglang in the environment of \$PYTHON, default: .venv/bin/python), by the same
-CMakeLists.txt: the tests of runs/arm_test.sh for Linux, which then run under qemu-user, and otaro-run for macOS on ARM,
-which cannot run here: it must link, and be what it should be. --few: a tenth of the tests. Where zig or qemu is not there it
-says so and exits with 0.
-END
-}
+. "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 
 case "${1-}" in
     "" | --few) ;;

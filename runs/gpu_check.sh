@@ -1,26 +1,14 @@
 #!/usr/bin/env bash
-# All GPU tests, and the small ones under compute-sanitizer too; what was seen goes to one log.
+# usage: runs/gpu_check.sh [LOG]
+#
+# On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the tests with
+# "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. $JOBS of them (default: 6, of at most
+# 1 GB of GPU memory each) run side by side; what they printed goes to the screen and to LOG (default: gpu_check.log) when
+# all have ended. The package need not be installed; $PYTHON is the interpreter (default: that of .venv, else python3), and
+# $OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
 set -uo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-    cat <<END
-usage: runs/gpu_check.sh [LOG]
-
-On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the tests
-with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. \$JOBS of them (default: 6, of at most
-1 GB of GPU memory each) run side by side; what they printed goes to the screen and to LOG (default: gpu_check.log) when all have
-ended. The package need not be installed; \$PYTHON is the interpreter (default: that of .venv, else python3), and \$OTARO_COMMIT
-names the code where git cannot. Exits with 1 if anything failed.
-END
-}
-
-case "${1-}" in
-    -h | --help) usage; exit 0 ;;
-    -*) usage >&2; exit 2 ;;
-esac
-[ $# -le 1 ] || { usage >&2; exit 2; }
+. "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 
 log=${1:-gpu_check.log}
 case $log in /*) ;; *) log=$PWD/$log ;; esac

@@ -1,28 +1,16 @@
 #!/usr/bin/env bash
-# vLLM for CPUs in an environment of its own, with our plug-in, held against our own runtime; what was seen goes to one log.
+# usage: runs/vllm_test.sh [LOG]
+#
+# Make an environment with vLLM for CPUs ($VENV, default .venv-vllm; minutes the first time), install the package there, run
+# its tests of the plug-in, and compare tokens and log-probabilities at all six precisions with our own runtime (that of
+# .venv): the built-in model in one process and in two, $MODEL (a checkpoint or a nested directory; default
+# models/SmolLM2-135M, if it is there) in one, and the built-in model behind `vllm serve`. What was seen goes to the screen
+# and to LOG (default: vllm_test.log). Exits with 1 if anything failed. $PYTHON makes the environment (default: python3).
+# Where pip's own index has no build of torch for CPUs, set PIP_EXTRA_INDEX_URL to PyTorch's.
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+one_at_most "$@"
 vllm=0.32.0 torch=2.13.0
-
-usage() {
-    cat <<END
-usage: runs/vllm_test.sh [LOG]
-
-Make an environment with vLLM $vllm for CPUs (\$VENV, default .venv-vllm; minutes the first time), install the package there,
-run its tests of the plug-in, and compare tokens and log-probabilities at all six precisions with our own runtime (that of
-.venv): the built-in model in one process and in two, \$MODEL (a checkpoint or a nested directory; default
-models/SmolLM2-135M, if it is there) in one, and the built-in model behind \`vllm serve\`. What was seen goes to the screen and to
-LOG (default: vllm_test.log). Exits with 1 if anything failed. \$PYTHON makes the environment (default: python3). Where
-pip's own index has no build of torch for CPUs, set PIP_EXTRA_INDEX_URL to PyTorch's.
-END
-}
-
-case "${1-}" in
-    -h | --help) usage; exit 0 ;;
-    -*) usage >&2; exit 2 ;;
-esac
-[ $# -le 1 ] || { usage >&2; exit 2; }
 
 log=${1:-vllm_test.log}
 case $log in /*) ;; *) log=$PWD/$log ;; esac

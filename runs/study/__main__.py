@@ -25,9 +25,7 @@ def main() -> None:
     a = arguments().parse_args()
     results = a.results or (ROOT / "demo" / "study-small" / "study.jsonl" if a.small else COMMITTED)
     if a.report:
-        from runs.study.report import write
-
-        print("\n".join(write(results, pages(a, results), small=a.small)))
+        report(a, results)
         return
 
     import torch
@@ -55,18 +53,17 @@ def main() -> None:
     failed = start_workers(a)
     show(blocks, places)
     if a.small:
-        from runs.study.report import write
-
-        print("\n".join(write(results, pages(a, results), small=True)))
+        report(a, results)
     if failed:
         sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
 
 
-def pages(a: argparse.Namespace, results: Path) -> list[Path]:
-    """Verdicts and tables; of the reduced form all in one."""
-    if a.page:
-        return [a.page]
-    return [results.parent / "results.md"] if a.small else [ROOT / "docs" / name for name in ("results.md", "tables.md")]
+def report(a: argparse.Namespace, results: Path) -> None:
+    """Verdicts and tables; of the reduced form all in one page."""
+    from runs.study.report import write
+
+    usual = [results.parent / "results.md"] if a.small else [ROOT / "docs" / name for name in ("results.md", "tables.md")]
+    print("\n".join(write(results, [a.page] if a.page else usual, small=a.small)))
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -131,6 +131,10 @@ class Rounding(Precisely):
         """There is none, unless the rounding has scales of such a kind."""
         return None
 
+    def rounded(self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None) -> torch.Tensor:
+        """The values of its grid, float32."""
+        return self.rounding(weight, precision)
+
     def values(
         self,
         weight: torch.Tensor,
@@ -139,7 +143,7 @@ class Rounding(Precisely):
         scale_exponent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the weight is rounded to."""
-        return (weight.detach() if precision is None else self.rounding(weight, precision)).to(dtype)
+        return (weight.detach() if precision is None else self.rounded(weight, precision, scale_exponent)).to(dtype)
 
     def values_of_all(
         self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
@@ -157,8 +161,8 @@ class Rounding(Precisely):
         return values
 
     def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
-        """What each of several weights is rounded to."""
-        return self.rounding(weights, precision)
+        """Each of several weights."""
+        return self.rounded(weights, precision)
 
 
 class Nested(Rounding):
@@ -172,16 +176,6 @@ class Nested(Rounding):
     def scale_exponent(self, whole: torch.Tensor) -> torch.Tensor | None:
         """As ours, of needs that depend on where the grid lies."""
         return _largest(self._needs(whole)) if self.precision and self.scales == "E4M3" else None
-
-    def values(
-        self,
-        weight: torch.Tensor,
-        precision: Precision | None,
-        dtype: torch.dtype,
-        scale_exponent: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What the weight is rounded to."""
-        return (weight.detach() if precision is None else self.rounded(weight, precision, scale_exponent)).to(dtype)
 
     def rounded(self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None) -> torch.Tensor:
         """The middles, float32."""

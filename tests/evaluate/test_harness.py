@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 import otaro
 from otaro.evaluate import harness
-from otaro.evaluate.harness import PAPER_TASKS, TaskError, Tasks, _score, evaluate_tasks
+from otaro.evaluate.harness import PAPER_TASKS, TaskError, Tasks, _score
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'otaro-llm[eval]')")
 
@@ -42,8 +42,13 @@ def likelihood(model, tokenizer, context, answer):
     return float(sum(steps[t - 1, ids[0, t]] for t in range(start, ids.shape[1])))
 
 
+def measured(names, data_dir, model, tokenizer, **how):
+    tasks = Tasks(names, data_dir)
+    return {name: tasks.measure(name, model, tokenizer, **how) for name in tasks.names}
+
+
 def test_accuracy_is_that_of_the_likeliest_answers(model, tokenizer, task_files):
-    results = evaluate_tasks(model, tokenizer, ["arc_easy", "boolq"], data_dir=task_files, batch_size=4)
+    results = measured(["arc_easy", "boolq"], task_files, model, tokenizer, batch_size=4)
     rows = list(map(json.loads, gzip.decompress((task_files / "arc_easy.jsonl.gz").read_bytes()).splitlines()))
     right = 0
     for row in rows:
@@ -73,7 +78,7 @@ def test_nothing_is_printed_and_progress_is_told(model, tokenizer, task_files, c
 def test_requests_that_do_not_fit_are_counted(model, tokenizer, tmp_path):
     row = {"question": "is it", "passage": "word " * 600, "idx": 0, "label": 1}
     (tmp_path / "boolq.json").write_text(json.dumps([row]))
-    result = evaluate_tasks(model, tokenizer, ["boolq"], data_dir=tmp_path)["boolq"]
+    result = Tasks(["boolq"], tmp_path).measure("boolq", model, tokenizer)
     assert (result.truncated, result.stderr) == (2, None)
 
 
@@ -158,7 +163,7 @@ def test_a_group_without_a_score_is_refused():
 
 
 def test_the_papers_tasks_run_on_their_real_data(model, tokenizer, shared_data):
-    results = evaluate_tasks(model, tokenizer, ["winogrande", "piqa"], data_dir=shared_data / "zeroshot", limit=4)
+    results = measured(["winogrande", "piqa"], shared_data / "zeroshot", model, tokenizer, limit=4)
     assert {name: (result.metric, result.samples) for name, result in results.items()} == {
         "winogrande": ("acc", 4),
         "piqa": ("acc_norm", 4),

@@ -78,7 +78,7 @@ def test_a_head_that_cannot_be_run_apart_is_run_whole():
 
 
 def test_only_a_slice_of_logits_is_made_at_once(monkeypatch):
-    from otaro.evaluate.perplexity import perplexity
+    from tests.evaluate.reading import perplexity
 
     monkeypatch.setattr(logits, "SLICE", 120 * 8)  # and four times as many positions where nothing is compared
     model, made = random_model("gemma2"), []

@@ -8,8 +8,9 @@ import torch
 import otaro
 from otaro.errors import OtaroError
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.perplexity import Loss, perplexity
+from otaro.evaluate.perplexity import Loss
 from otaro.evaluate.windows import Windows, read
+from tests.evaluate.reading import perplexity
 
 IDS = torch.randint(0, 120, (50,), generator=torch.Generator().manual_seed(0))
 

@@ -16,7 +16,6 @@ from otaro.evaluate.quality import (
     read_quality,
     series,
     task_averages,
-    write_quality,
 )
 from otaro.file.coding import Coding
 
@@ -45,7 +44,8 @@ def stored(directory, **changes):
 
 def test_what_is_written_is_read(tmp_path):
     quality = Quality(MODEL, (PERPLEXITY, DIVERGENCE, TASK))
-    write_quality(tmp_path, quality)
+    for entry in quality.entries:
+        Record(MODEL, tmp_path).add(entry)
     assert read_quality(tmp_path, MODEL) == quality
     assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
 
@@ -162,7 +162,7 @@ def test_a_record_without_a_place_is_kept_in_memory():
 def test_a_place_that_is_a_file_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TargetError, match="a part of that path is a file"):
-        write_quality(tmp_path / "file" / "below", Quality(MODEL, (TASK,)))
+        Record(MODEL, tmp_path / "file" / "below").add(TASK)
 
 
 def test_averages_are_of_precisions_that_have_all_tasks():

@@ -14,7 +14,6 @@ from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.evaluate import run
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.kv import KvReader, parse_kv
-from otaro.evaluate.perplexity import perplexity
 from otaro.evaluate.quality import Quality, Record, read_quality
 from otaro.evaluate.run import Evaluation, Wanted
 from otaro.evaluate.subject import Subject
@@ -22,6 +21,7 @@ from otaro.evaluate.text import Text
 from otaro.evaluate.windows import choose_window
 from otaro.file.coding import Coding
 from otaro.runtime.decode import Decoder
+from tests.evaluate.reading import perplexity
 
 TEXT = Text("held", heldout_text()[:600], "held.txt")
 VERSIONS = {"otaro": "0.1.0"}

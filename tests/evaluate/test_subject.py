@@ -11,9 +11,9 @@ import torch
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.errors import CheckpointError, PrecisionError, ShardMissingError
-from otaro.evaluate.perplexity import perplexity
 from otaro.evaluate.subject import Subject, parse_precisions
 from otaro.runtime import modules
+from tests.evaluate.reading import perplexity
 
 NAMES = [str(precision) for precision in otaro.PRECISIONS]
 IDS = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0))

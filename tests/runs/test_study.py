@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.calibrate.run import pack_calibrated
-from otaro.evaluate.harness import evaluate_tasks
+from otaro.evaluate.harness import Tasks
 from otaro.sefp.precision import PRECISIONS
 from otaro.tokens import begins_with_bos
 from otaro.tune.config import Options
@@ -170,7 +170,8 @@ def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
         AutoTokenizer.from_pretrained(MODEL_DIR),
     )
     names = ["arc_easy", "boolq"]
-    theirs = evaluate_tasks(model, tokenizer, names, data_dir=task_files)
+    tasks = Tasks(names, task_files)
+    theirs = {name: tasks.measure(name, model, tokenizer) for name in names}
     zeroshot.save(zeroshot.export(names, task_files, tokenizer, 100, model), tmp_path / "questions.json.gz")
     ours = zeroshot.evaluate(model, zeroshot.load(tmp_path / "questions.json.gz"), model.config.max_position_embeddings)
     for name in names:

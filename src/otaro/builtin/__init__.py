@@ -35,8 +35,6 @@ __all__ = [
     "source_documents",
     "topic_documents",
     "topics_training_text",
-    "training_text",
-    "validation_text",
 ]
 
 MODEL_DIR = Path(__file__).parent / "model"
@@ -66,19 +64,9 @@ def heldout_text() -> str:
     return _joined(topic_documents("heldout"))
 
 
-def validation_text() -> str:
-    """The topics that training neither learns from nor is judged by, but watches to see when to stop."""
-    return _joined(topic_documents("validation"))
-
-
 def topics_training_text() -> str:
     """The topics in the training text: some 300 kilobytes of prose, enough for a short fine-tuning."""
     return _joined(topic_documents("training"))
-
-
-def training_text() -> str:
-    """Everything the built-in model is trained on, some megabytes."""
-    return _joined(topic_documents("training") + docstring_documents() + source_documents())
 
 
 def topic_documents(part: str) -> list[str]:

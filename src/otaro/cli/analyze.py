@@ -224,18 +224,9 @@ def _finish(out: Path, name: str, result: dict[str, Any], figures: Mapping[str, 
         console.out.print(f"in {console.escape(str(out))}: {', '.join(Path(file).name for file in files)}", highlight=False)
 
 
-def _table(title: str, *headings: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    return table
-
-
 def _show_gradients(result: dict[str, Any]) -> None:
     batches = result["batches"]
-    table = _table(
+    table = console.table(
         f"Gradients beside those in full precision: {batches} batches, {len(result['modules'])} modules",
         "precision", "cosine", "lowest", "norm error", "X", "|Y|/|∇|", "bias", "summed",
     )  # fmt: skip
@@ -262,7 +253,7 @@ def _show_gradients(result: dict[str, Any]) -> None:
 
 def _show_weights(result: dict[str, Any]) -> None:
     shown = ("E5M4", "E5M3")
-    table = _table(
+    table = console.table(
         f"{result['weights']:,} weights in {len(result['modules'])} tensors, {result['reconstruction']}",
         "groups of", "outlier groups", "mean shift", "zeros",
         *(f"{kind} {name}" for kind in ("lost", "error") for name in shown),
@@ -291,7 +282,7 @@ def _show_path(result: dict[str, Any]) -> None:
     sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
     half = steps // 2
     recipe = f", recipe {result['recipe']}" if result["recipe"] else ""
-    table = _table(
+    table = console.table(
         f"{steps} steps{console.escape(recipe)}",
         "precision",
         "steps",

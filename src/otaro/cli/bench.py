@@ -171,7 +171,9 @@ def show_parallel(result: Parallel) -> None:
         f"median of {_many(settings.rounds, 'round')}, contenders in turns",
         highlight=False,
     )
-    table = _table("Several sequences at once", ["precision"], ["sequences", "tokens/s\nin total", "of each", "times\none"])
+    table = console.table(
+        "Several sequences at once", "precision", "sequences", "tokens/s\nin total", "of each", "times\none", simple=True
+    )
     for row, after in zip(result.rows, [*result.rows[1:], None], strict=True):
         last = after is None or after.what != row.what
         gain = "-" if row.gain is None else f"{row.gain:.2f}x"
@@ -190,7 +192,7 @@ def show_drafts(result: Drafts) -> None:
         highlight=False,
     )
     headings = ["tokens/s", "without", "times", "tokens\na pass", "accepted at position\n1, 2, ..."]
-    table = _table("With a draft, and without", ["draft", "text"], headings)
+    table = console.table("With a draft, and without", "draft", "text", *headings, words=2, simple=True)
     for row in result.rows:
         accepted = " ".join(f"{one:.0%}" for one in row.acceptance)
         figures = (_rate(row.rate), _rate(row.plain), f"[bold]{row.gain:.2f}x[/]", f"{row.tokens_per_pass:.2f}")
@@ -243,11 +245,8 @@ def _head(result: Bench) -> Iterator[str]:
 
 
 def _speeds(result: Bench) -> Table:
-    table = _table(
-        "Speed",
-        ["precision"],
-        ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", f"of plain\n{_plain(result)}"],
-    )
+    headings = ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", f"of plain\n{_plain(result)}"]
+    table = console.table("Speed", "precision", *headings, simple=True)
     for row in result.precisions:
         table.add_row(
             row.precision,
@@ -262,7 +261,8 @@ def _speeds(result: Bench) -> Table:
 
 def _memory(result: Bench) -> Table:
     memory = "allocated" if _on_gpu(result) else "resident"
-    table = _table("Memory, and switching to it", ["precision"], ["shards", "KV cache", memory, "of shards\nand KV", "switch"])
+    headings = ["shards", "KV cache", memory, "of shards\nand KV", "switch"]
+    table = console.table("Memory, and switching to it", "precision", *headings, simple=True)
     for row in result.precisions:
         held = row.resident_bytes
         table.add_row(
@@ -288,24 +288,12 @@ def _others(result: Bench) -> Table:
     ours = {row.precision: row for row in result.precisions}
     theirs = {other.name: other for other in result.others}
     headings = ["prefill\ntokens/s", "theirs", "ratio", "decode\ntokens/s", "theirs", "ratio"]
-    table = _table("Against others, on the same weights", ["precision", "against"], headings)
+    table = console.table("Against others, on the same weights", "precision", "against", *headings, words=2, simple=True)
     for ratio in result.ratios:
         mine, other = ours[ratio.precision], theirs[ratio.against]
         prefill = (_rate(mine.prefill), _rate(other.prefill), f"[bold]{ratio.prefill:.2f}x[/]")
         decode = (_rate(mine.decode), _rate(other.decode), f"[bold]{ratio.decode:.2f}x[/]")
         table.add_row(ratio.precision, ratio.against, *prefill, *decode)
-    return table
-
-
-def _table(title: str, words: list[str], numbers: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in words:
-        table.add_column(heading, vertical="bottom")
-    for heading in numbers:
-        table.add_column(heading, justify="right", vertical="bottom")
     return table
 
 

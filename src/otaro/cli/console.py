@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape as escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.readable import size as size
@@ -86,6 +88,18 @@ GroupSizeOption = Annotated[
         help="Weights that share a scale, a multiple of 32. By default as the model was tuned, else 64.",
     ),
 ]
+
+
+def table(title: str, *headings: str, words: int = 1, simple: bool = False) -> Table:
+    """So many columns of words, then numbers; without lines if simple."""
+    looks = (box.SIMPLE_HEAD, (0, 1, 0, 0)) if simple else (box.HEAVY_HEAD, (0, 1))
+    made = Table(title=title, title_justify="left", box=looks[0], padding=looks[1])
+    vertical: Literal["bottom", "top"] = "bottom" if simple else "top"
+    for heading in headings[:words]:
+        made.add_column(heading, overflow="fold", vertical=vertical)  # a name that is cut off is none
+    for heading in headings[words:]:
+        made.add_column(heading, justify="right", vertical=vertical)
+    return made
 
 
 def print_json(value: Any) -> None:

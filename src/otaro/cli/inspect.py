@@ -150,8 +150,6 @@ def show_fits(fits: dict[str, Fit], finest: str) -> None:
 
 def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     """Print the tables."""
-    from rich.table import Table
-
     console.out.print(f"[bold]{console.escape(summary.path)}[/]  model {summary.model[:12]}", highlight=False)
     console.out.print(
         f"{summary.packed_weights:,} packed weights and {summary.other_parameters:,} others, "
@@ -161,11 +159,7 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     if calibrated is not None:
         on = f"{calibrated.tokens:,} tokens of {console.escape(calibrated.text)}"
         console.out.print(f"calibrated on {on}", highlight=False)
-    sizes = Table(title="By precision", title_justify="left")
-    sizes.add_column("precision")
-    sizes.add_column("shards model-...")
-    for heading in ("size", "bits per weight", "of FP16"):
-        sizes.add_column(heading, justify="right")
+    sizes = console.table("By precision", "precision", "shards model-...", "size", "bits per weight", "of FP16", words=2)
     for row in summary.precisions:
         sizes.add_row(
             row.precision,
@@ -175,10 +169,7 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
             f"{row.ratio_to_fp16:.1%}" if row.ratio_to_fp16 is not None else "-",
         )
     console.out.print(sizes)
-    modules = Table(title="By kind of module", title_justify="left")
-    modules.add_column("module", overflow="fold")
-    for heading in ("tensors", "weights", "scales", "zero at E5M3"):
-        modules.add_column(heading, justify="right")
+    modules = console.table("By kind of module", "module", "tensors", "weights", "scales", "zero at E5M3")
     for module in summary.modules:
         modules.add_row(
             module.type,
@@ -191,10 +182,7 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
         console.out.print(modules)
     else:
         console.remark("note: scales and zeros per kind of module are not in the headers; `otaro fetch` the model to see them")
-    left = Table(title="Not packed, the same at every precision", title_justify="left")
-    left.add_column("tensor", overflow="fold")  # a name that is cut off is none
-    for heading in ("tensors", "weights", "type", "size"):
-        left.add_column(heading, justify="right")
+    left = console.table("Not packed, the same at every precision", "tensor", "tensors", "weights", "type", "size")
     for group in summary.unpacked:
         left.add_row(group.name, str(group.tensors), f"{group.weights:,}", group.dtype, console.size(group.bytes))
     if summary.unpacked:

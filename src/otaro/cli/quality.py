@@ -59,12 +59,7 @@ def _tables_on_text(entries: list[Entry]) -> Iterator[Table]:
 
 
 def _table(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    table.add_column("precision", overflow="fold")  # a name that is cut off is none
-    for column in columns:
-        table.add_column(console.escape(column.heading), justify="right")
+    table = console.table(title, "precision", *(console.escape(column.heading) for column in columns))
     for precision in _precisions(entries):
         table.add_row(precision, *(column.cells.get(precision, "-") for column in columns))
     return table

@@ -93,12 +93,7 @@ def tune(
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Perplexity on data not trained on", title_justify="left")
-    table.add_column("precision")
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right")
+    table = console.table("Perplexity on data not trained on", "precision", "before", "after", "change")
     for name, before in result["before"].items():
         after = result["after"][name]
         table.add_row("full" if name == "fp" else name, f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}")

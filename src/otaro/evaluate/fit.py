@@ -28,7 +28,8 @@ from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.sensitivity import LARGEST_LOSS, Kept, Probe, Reading, Sensitivity, check_reached, measure
+from otaro.evaluate.records import LARGEST_LOSS
+from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure
 from otaro.evaluate.text import Text, TextError
 from otaro.evaluate.windows import ModelReader, Windows, choose_window, read
 from otaro.file.fits import Budget, Fit, bytes_of, plane_bytes, read_fits, weights_of, write_fit

@@ -67,27 +67,6 @@ class TaskResult:
     """Requests longer than the model's context, which lost their beginning."""
 
 
-def evaluate_tasks(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    *,
-    data_dir: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    progress: Count = lambda done, total: None,
-) -> dict[str, TaskResult]:
-    """Run tasks at the precision the model is at; `limit` keeps the first so many samples of each.
-
-    >>> evaluate_tasks(otaro.load(DIR, "E5M4"), tokenizer, ["arc_easy"])["arc_easy"].value   # doctest: +SKIP
-    """
-    loaded = Tasks(tasks, data_dir)
-    return {
-        name: loaded.measure(name, model, tokenizer, limit=limit, batch_size=batch_size, progress=progress)
-        for name in loaded.names
-    }
-
-
 class Tasks:
     """Tasks by `names`, checked; their data is loaded once, however many models are measured."""
 

@@ -33,7 +33,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import records
 from otaro.evaluate.harness import PAPER_TASKS, ZEROSHOT8
 from otaro.evaluate.records import FULL, IDENTITY, PRECISION_NAMES
-from otaro.file.atomic import update_text, write_text
+from otaro.file.atomic import update_text
 from otaro.file.coding import Coding
 from otaro.file.header import untrusted_json
 from otaro.file.replace import QUALITY_FILE
@@ -134,11 +134,6 @@ def read_quality(directory: Path, model: str | None = None, older: Coding | None
             f"{path} is about another model ({quality.model[:12]}) than the one beside it ({model[:12]}); move it away"
         )
     return quality
-
-
-def write_quality(directory: Path, quality: Quality) -> None:
-    """Put the record into the directory, whole or not at all."""
-    write_text(directory / QUALITY_FILE, _text(quality))
 
 
 def _text(quality: Quality) -> str:

@@ -26,6 +26,8 @@ PRECISION_NAMES = (FULL, *map(str, PRECISIONS))
 LONGEST = 4096  # characters of a string
 _EXACT = 1 << 53  # integers beyond are not exact in a browser
 _HUGE = 1e300
+LARGEST_LOSS = 1e6  # nats: a file that says more is not of a model that runs
+_LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 
 
 def check(kind: Any, stored: object) -> Any:
@@ -307,3 +309,26 @@ IDENTITY = {
     "task": (*At.__annotations__, "task", "limit", "data_sha256"),
 }
 """The fields that tell entries of a kind apart."""
+
+
+# What tensors lose ----------------------------------------------------------------------------------------------------
+
+
+@_closed
+class _Read(TypedDict):
+    text_sha256: Digest
+    tokens: Count
+    window: Count
+    finest: PrecisionName
+    device: str
+    divergences: dict[str, list[Annotated[Number, Field(ge=0, le=LARGEST_LOSS)]]]
+    errors: dict[str, list[Annotated[Number, Field(ge=0, le=_LARGEST_ERROR)]]]
+
+
+@_closed
+class Sensitivity(TypedDict):
+    """sensitivity.json."""
+
+    version: Literal[1]
+    model: Digest
+    readings: list[_Read]

@@ -25,10 +25,12 @@ import torch
 from torch import nn
 
 from otaro.errors import OtaroError
+from otaro.evaluate import records
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.progress import Progress
+from otaro.evaluate.records import LARGEST_LOSS
 from otaro.file.atomic import update_text
-from otaro.file.header import is_digest, untrusted_json
+from otaro.file.header import untrusted_json
 from otaro.file.replace import SENSITIVITY_FILE
 from otaro.runtime.precision import attachment
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
@@ -36,8 +38,6 @@ from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 VERSION = 1
 MEASURED = 2  # precisions of every tensor, the coarsest
 _LARGEST = 1 << 26  # bytes of a file
-LARGEST_LOSS = 1e6  # nats: a file that says more is not of a model that runs
-_LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 _EVERY = 5.0  # seconds between two times that it is written
 _HEAD = 8  # layers that a head takes as long as, about: for estimates alone
 
@@ -251,36 +251,18 @@ class Kept:
 
 def _parsed(text: str, model: str, tensors: set[str]) -> list[Sensitivity]:
     """The measurements in a file, checked: it may come from strangers. A ValueError says what is wrong."""
-    raw = untrusted_json(text)
-    if not isinstance(raw, dict) or raw.keys() != {"version", "model", "readings"} or not isinstance(raw["readings"], list):
-        raise ValueError("it does not consist of version, model and readings")
-    if raw["version"] != VERSION or type(raw["version"]) is not int:
-        raise ValueError(f"its version is {str(raw['version'])[:20]!r}, this program reads {VERSION}")
+    raw = records.check(records.Sensitivity, untrusted_json(text))
     if raw["model"] != model:
         raise ValueError("it is about another model than the one beside it")
-    return [_reading(f"reading {number}", one, tensors) for number, one in enumerate(raw["readings"])]
+    return [_of_reading(row, tensors) for row in raw["readings"]]
 
 
-def _reading(where: str, raw: object, tensors: set[str]) -> Sensitivity:
-    fields = Reading.__dataclass_fields__.keys()
-    if not isinstance(raw, dict) or raw.keys() != {*fields, "divergences", "errors"}:
-        raise ValueError(f"{where} lacks a field, or has another")
-    reading = Reading(**{name: raw[name] for name in fields})
-    counts = all(type(one) is int and one > 0 for one in (reading.tokens, reading.window))
-    if not counts or not is_digest(reading.text_sha256) or not isinstance(reading.device, str):
-        raise ValueError(f"{where} does not say what was read")
+def _of_reading(row: dict[str, Any], tensors: set[str]) -> Sensitivity:
+    reading = Reading(**{name: row[name] for name in Reading.__dataclass_fields__})
     below = Precision(reading.finest).mantissa_bits - COARSEST  # a PrecisionError is a ValueError
-    tables = {name: raw[name] for name in ("divergences", "errors")}
-    if not all(isinstance(table, dict) and table.keys() <= tensors for table in tables.values()):
-        raise ValueError(f"{where} is of other tensors")
-    if tables["divergences"].keys() != tables["errors"].keys():
-        raise ValueError(f"{where} has divergences and errors of other tensors")
-    for name, count, most in (("divergences", min(MEASURED, below), LARGEST_LOSS), ("errors", below, _LARGEST_ERROR)):
-        for tensor, values in tables[name].items():
-            if not isinstance(values, list) or len(values) != count or not all(_is_within(most, one) for one in values):
-                raise ValueError(f"{where}: {name} of {tensor[:80]!r} are not {count} numbers from 0 to {most:g}")
-    return Sensitivity(reading, raw["divergences"], raw["errors"])
-
-
-def _is_within(most: float, value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= most
+    for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):
+        if row[name].keys() != row["errors"].keys() or not row[name].keys() <= tensors:
+            raise ValueError(f"its {name} are of other tensors")
+        if any(len(values) != count for values in row[name].values()):
+            raise ValueError(f"its {name} are not {count} numbers for each tensor")
+    return Sensitivity(reading, row["divergences"], row["errors"])

@@ -21,12 +21,12 @@ ran at a finer one. A GPU is waited for before a clock is looked at.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +38,7 @@ from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_f
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.turns import PAUSE, Measured, about
+from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, bytes_of, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
@@ -50,6 +50,7 @@ from otaro.runtime.precision import set_precision
 from otaro.sefp.precision import PRECISIONS, Precision
 
 TRANSFORMERS = "transformers"
+PLAIN = "plain access to memory"
 DECODE_PATH = "decode path"
 READ_BYTES = 1 << 28
 SWITCHES = 200
@@ -211,27 +212,42 @@ def bench(
         ours, why_not = engine_for(model, settings.kv, settings.positions, on_gpu)
         if why_not:
             settings = settings.within(BUDGET, *_token_seconds(place, ours, ids), contenders)
-        timer = _Timer(place, ids, settings, (1 + settings.rounds) * contenders, progress)
+        turns: dict[str, Callable[[], tuple[float, float]]] = {}
+        total, done = (1 + settings.rounds) * contenders + settings.rounds, itertools.count()
+
+        def say(name: str) -> None:
+            progress(name, next(done), total)
+
+        def add(name: str, engine: Engine) -> None:
+            """Its warm-up is now."""
+            turns[name] = partial(_turn, place, engine, ids, settings)
+            in_turns({name: turns[name]}, 0, say)
 
         grown: dict[str, int | None] = {}
         for precision in reversed(chosen):
-            timer.add(str(precision), _AtPrecision(model, precision, ours))
+            add(str(precision), _AtPrecision(model, precision, ours))
             now = place.held_bytes()
             grown[str(precision)] = None if now is None or before is None else now - before
         others: dict[str, int] = {}
         if with_transformers:
             plain = plain_model(model, torch.float16 if on_gpu else torch.float32)
             others[TRANSFORMERS] = sum(tensor.nbytes for tensor in plain.parameters())
-            timer.add(TRANSFORMERS, Forward(plain))
+            add(TRANSFORMERS, Forward(plain))
         folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
         for kind in kinds:
-            timer.say(f"a GGUF file of type {kind}")
+            progress(f"a GGUF file of type {kind}", len(turns), total)
             path = gguf_file(nested, kind, folder)
             engine = LlamaCpp(path, threads=threads, positions=settings.positions)
             stack.callback(engine.close)
             others[_llama(kind)] = path.stat().st_size
-            timer.add(_llama(kind), engine)
-        rounds, read_bandwidth = timer.run()
+            add(_llama(kind), engine)
+        read, moved = place.plain_access(READ_BYTES)
+        read()
+        order = {name: turns[name] for name in sorted(turns, key=_neighbours)} | {PLAIN: lambda: (0.0, place.seconds(read))}
+        timed = in_turns(order, settings.rounds, say, warm=True)
+        progress("", total, total)
+        rounds = {name: Rounds(*map(list, zip(*found, strict=True))) for name, found in timed.items()}
+        read_bandwidth = moved / median(rounds[PLAIN].decode)
         switches = switch_times(model, chosen)
         rows = []
         for precision in chosen:
@@ -313,51 +329,15 @@ class _AtPrecision:
         self._engine.keep(length)
 
 
-class _Timer:
-    """Lets engines take turns."""
-
-    def __init__(self, place: Cpu, ids: list[int], settings: Settings, turns: int, progress: Progress) -> None:
-        self._place = place
-        self._ids, self._settings, self._progress = ids, settings, progress
-        self._turns, self._done = turns, 0
-        self._engines: dict[str, Engine] = {}
-
-    def add(self, name: str, engine: Engine) -> None:
-        """Let an engine take part; its warm-up is now."""
-        self._engines[name] = engine
-        self._turn(name)
-
-    def say(self, what: str) -> None:
-        """Tell what is going on."""
-        self._progress(what, self._done, self._turns)
-
-    def run(self) -> tuple[dict[str, Rounds], float]:
-        """Seconds of every engine in every round, and the bytes per second of plain access to memory."""
-        rounds = {name: Rounds() for name in self._engines}
-        read, moved = self._place.plain_access(READ_BYTES)
-        read()
-        reads = []
-        for _ in range(self._settings.rounds):
-            for name in sorted(rounds, key=_neighbours):
-                prefill, decode = self._turn(name)
-                rounds[name].prefill.append(prefill)
-                rounds[name].decode.append(decode)
-            reads.append(self._place.seconds(read))
-        return rounds, moved / median(reads)
-
-    def _turn(self, name: str) -> tuple[float, float]:
-        self.say(name)
-        time.sleep(PAUSE)
-        engine, prompt, context = self._engines[name], self._settings.prompt_tokens, self._settings.context
-        engine.keep(0)
-        prefill = self._place.seconds(lambda: engine.feed(self._ids[:prompt]))
-        engine.keep(min(context, prompt))
-        if context > prompt:
-            engine.feed(self._ids[prompt:context])
-        seconds = self._place.seconds(lambda: engine.decode(self._ids[context : context + self._settings.tokens]))
-        self._done += 1
-        self.say(name)
-        return prefill, seconds
+def _turn(place: Cpu, engine: Engine, ids: list[int], settings: Settings) -> tuple[float, float]:
+    """Seconds of prefill, and of decode behind the context."""
+    prompt, context = settings.prompt_tokens, settings.context
+    engine.keep(0)
+    prefill = place.seconds(lambda: engine.feed(ids[:prompt]))
+    engine.keep(min(context, prompt))
+    if context > prompt:
+        engine.feed(ids[prompt:context])
+    return prefill, place.seconds(lambda: engine.decode(ids[context : context + settings.tokens]))
 
 
 def switch_times(model: Any, precisions: Sequence[Precision | Fit]) -> dict[Precision | Fit, float]:
@@ -402,7 +382,7 @@ def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio], on_gpu: bool 
     if slowest and not on_gpu:  # there it is float16 and not compiled: benchmarks/bench_table2.py asks more
         yield _bar(f"decode at any precision, times {TRANSFORMERS} in float32", min(slowest), 5.0)
     if len(rows) == len(PRECISIONS):
-        least = min(coarser.decode / finer.decode for finer, coarser in pairwise(rows))
+        least = min(coarser.decode / finer.decode for finer, coarser in itertools.pairwise(rows))
         yield Bar("decode with one bit dropped, times that with it, at the least", least, 1.0, least > 1.0)
 
 

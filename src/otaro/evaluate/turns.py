@@ -18,10 +18,12 @@ Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
-def in_turns(turns: Mapping[Key, Callable[[], Result]], rounds: int, say: Callable[[Key], object]) -> dict[Key, list[Result]]:
-    """What every turn gave, round by round; a round is one turn of each, and the first warms up and does not count."""
+def in_turns(
+    turns: Mapping[Key, Callable[[], Result]], rounds: int, say: Callable[[Key], object], *, warm: bool = False
+) -> dict[Key, list[Result]]:
+    """What every turn gave, round by round; a round is one turn of each. Unless all are `warm`, a first one does not count."""
     found: dict[Key, list[Result]] = {key: [] for key in turns}
-    for number in range(1 + rounds):
+    for number in range(warm, 1 + rounds):
         for key, turn in turns.items():
             say(key)
             time.sleep(PAUSE)
