@@ -12,10 +12,12 @@ Losses are added up in float64, from logits in float32.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from otaro.evaluate.windows import Window
+from otaro.evaluate.progress import Count
+from otaro.evaluate.windows import ModelReader, Window, Windows, read
 
 
 class Loss:
@@ -51,3 +53,19 @@ class Loss:
         """The result."""
         loss = self._sum / self._weight
         return math.inf if loss > 700 else math.exp(loss)  # which a float cannot hold
+
+
+def perplexity(
+    model: Any,
+    ids: torch.Tensor,
+    *,
+    window: int,
+    stride: int | None = None,
+    bos: int | None = None,
+    progress: Count = lambda done, total: None,
+) -> float:
+    """Perplexity on the token ids [tokens]; `stride` defaults to `window`, which is fastest and a little pessimistic."""
+    windows = Windows(ids, window, stride, bos)
+    loss = Loss(bos is not None)
+    read(ModelReader(model, comparing=False), windows, [loss], progress)
+    return loss.perplexity
