@@ -4,6 +4,75 @@
 
 namespace otaro::avx2 {
 
+// The machine of rows.h.
+struct Machine : X86<Avx2> {
+  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
+  // which is added to which.
+  template <int M, bool Truncate>
+  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
+                                      const Steps<meaning(M, Truncate).shift>& of_scales,
+                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
+    lanes = others = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
+      Sums sums[1][8];
+      bytes.prefetch(16);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate>(bytes, 2 * i, true, true, x, unit + i, 1, sums, i);
+      const __m256 steps = of_scales.eight(scales + unit);
+      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
+      lanes = others;
+      others = added;
+    }
+  }
+
+  // One token, eight rows at a time. Bytes of rows follow each other, so one pointer walks through all of
+  // them. Where one unit is left over (576 is nine), those of eight rows are summed across together.
+  template <int M, bool Truncate>
+  static int64_t linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
+                            float* out) {
+    constexpr Meaning means = meaning(M, Truncate);
+    if (of_x.stride != 1) return begin;
+    Activations x = of_x;
+    x.stride = 1, x.unit_blocks = 2;  // the compiler computes addresses with them
+    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
+    const int left = static_cast<int>(units - whole);
+    const uint8_t* scales = weight.scales + begin * groups;
+    const Steps<means.shift> of_scales(weight);
+    Bytes<M> bytes(weight, begin);
+    for (int64_t row = begin; row < end; row += 8) {
+      const int rows = end - row < 8 ? static_cast<int>(end - row) : 8;
+      __m256 lanes[8], others[8];
+      Sums sums[1][8] = {};
+      uint8_t last[8] = {};
+#pragma GCC unroll 1
+      for (int r = 0; r < rows; ++r, scales += groups) {
+        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
+        if (left == 1) {
+          bytes.prefetch(2);
+          unit_sums<M, Truncate>(bytes, 0, true, true, x, whole, 1, sums, r);
+          last[r] = scales[whole];
+        } else if (left) {
+          add_units<Machine, M, Truncate>(weight, x, row + r, whole, left, &lanes[r]);
+        }
+        bytes.skip(2 * left);
+      }
+      if (left == 1) {
+        const __m256i products = across(sums[0]),
+                      offset = _mm256_set1_epi32(constant(M, Truncate) * x.sums[whole]);
+        const __m256i dots =
+          _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
+        const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
+        float terms[8];
+        _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
+        for (int r = 0; r < rows; ++r)
+          lanes[r] = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+      }
+      for (int r = 0; r < rows; ++r) out[row + r] = sum_lanes(_mm256_add_ps(lanes[r], others[r]));
+    }
+    return end;
+  }
+};
+
 // Several tokens. Eight rows are turned as they are unpacked, so that a register has two weights of each, of
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
@@ -199,7 +268,7 @@ template <int M, bool Truncate>
 constexpr Precision kPrecision = {Pairs<M, Truncate>::unpack, Avx2::constant(M, Truncate),
                                   meaning(M, Truncate).shift,
                                   Pairs<M, Truncate>::kFactorTwo && !Pairs<M, Truncate>::kDouble};
-constexpr Precision kPrecisions[kPlanes + 1][2] = OTARO_INSTANCES(kPrecision);
+constexpr Instances<Precision> kPrecisions = OTARO_INSTANCES(kPrecision);
 
 template <bool OffsetLast>
 void many_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
@@ -264,7 +333,6 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
 }
 
 // Each precision by itself.
-template <bool Truncate>
 void many(const Packed& finest, const Activations& all, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
   for (const Span* span = spans; span < spans + count; ++span) {
@@ -273,10 +341,10 @@ void many(const Packed& finest, const Activations& all, const Span* spans, int c
     const Activations x = all.some(span->first, span->count);
     float* of_span = out + span->first * stride;
     if (x.tokens == 1) {
-      kAvx2.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, of_span, stride);
+      kAvx2.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, of_span, stride);
       continue;
     }
-    const Precision& is = kPrecisions[weight.bits - kCoarsest][Truncate];
+    const Precision& is = kPrecisions[weight.bits - kCoarsest][weight.truncate];
     for (int64_t row = begin; row < end; row += kTileRows) {
       const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
       (is.offset_last ? many_tile<true> : many_tile<false>)(weight, is, x, row, rows, of_span, stride);
@@ -291,8 +359,8 @@ const Kernels kAvx2 = {"avx2",
                        0,
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
-                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::linear),
-                       {avx2::many<false>, avx2::many<true>},
-                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::dots),
+                       OTARO_INSTANCES(avx2::For<avx2::Machine>::linear),
+                       avx2::many,
                        OTARO_INSTANCES(avx2::decode)};
-}
+const Instances<Dots> kAvx2Dots = OTARO_INSTANCES(avx2::For<avx2::Machine>::dots);
+}  // namespace otaro

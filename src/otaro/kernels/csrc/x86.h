@@ -180,20 +180,23 @@ struct Avx2 {
                             products(second, digits + kBlock, 2 * kBlock, words + kBlock));
   }
 
-  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks of which the second may be
-  // missing, or a single block.
-  template <int M, bool Truncate, int Tokens, bool Pair>
-  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits,
-                                     const int16_t* words, int tokens, Sums (*sums)[8], int i) {
-    constexpr int kWeights = Pair ? 2 * kBlock : kBlock;
+  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks, of which the second may be
+  // missing (not `both`), or a single block.
+  template <int M, bool Truncate>
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, bool both,
+                                     const Activations& x, int64_t unit, int tokens, Sums (*sums)[8], int i) {
+    const int weights = pair ? 2 * kBlock : kBlock;
+    const int64_t at = x.first_block(unit, 0) * kBlock;
+    const int8_t* digits = x.digits + 2 * at;
+    const int16_t* words = x.words + at;
     const Codes<M, Truncate> first(bytes, block);
     if (both) {
       const Codes<M, Truncate> second(bytes, block + 1);
       for (int t = 0; t < tokens; ++t)
-        sums[t][i] = products(first, second, digits + t * 2 * kWeights, words + t * kWeights);
+        sums[t][i] = products(first, second, digits + t * 2 * weights, words + t * weights);
     } else {
       for (int t = 0; t < tokens; ++t)
-        sums[t][i] = products(first, digits + t * 2 * kWeights, kWeights, words + t * kWeights);
+        sums[t][i] = products(first, digits + t * 2 * weights, weights, words + t * weights);
     }
   }
 
@@ -202,13 +205,6 @@ struct Avx2 {
     const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
     const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
-  }
-
-  // The sum across one.
-  static OTARO_INLINE int across_one(Sums p) {
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(p), _mm256_extracti128_si256(p, 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
   }
 
   static OTARO_INLINE Sums zero() { return _mm256_setzero_si256(); }
@@ -255,9 +251,6 @@ struct X86 : Machine {
 
   static OTARO_INLINE Lanes no_lanes() { return _mm256_setzero_ps(); }
   static OTARO_INLINE Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
-  static OTARO_INLINE Lanes add_first(Lanes lanes, float value) {
-    return add(lanes, _mm256_zextps128_ps256(_mm_set_ss(value)));
-  }
 
   // Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
   static OTARO_INLINE float sum_lanes(__m256 lanes) {
@@ -265,9 +258,6 @@ struct X86 : Machine {
     sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
   }
-
-  template <int Shift>
-  using Steps = OTARO_ISA::Steps<Shift>;
 
   // The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
   template <int Shift>
@@ -307,73 +297,6 @@ struct X86 : Machine {
       count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
     const __m256i dots = integers<M, Truncate>(sums, x.sums + slot, count);
     return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
-  }
-
-  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
-  // which is added to which.
-  template <int M, bool Truncate>
-  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
-                                      const Steps<meaning(M, Truncate).shift>& of_scales,
-                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
-    lanes = others = _mm256_setzero_ps();
-    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
-      Sums sums[1][8];
-      bytes.prefetch(16);
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i)
-        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = of_scales.eight(scales + unit);
-      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
-      lanes = others;
-      others = added;
-    }
-  }
-
-  // One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is
-  // left over (576 is nine), those of eight rows are summed across together.
-  template <int M, bool Truncate>
-  static void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
-                         float* out) {
-    constexpr Meaning means = meaning(M, Truncate);
-    Activations x = of_x;
-    x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
-    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
-    const int left = static_cast<int>(units - whole);
-    const uint8_t* scales = weight.scales + begin * groups;
-    const Steps<means.shift> of_scales(weight);
-    Bytes<M> bytes(weight, begin);
-    int64_t row = begin;
-    for (; left == 1 && row + 8 <= end; row += 8) {
-      __m256 lanes[8], others[8];
-      Sums sums[1][8];
-      uint8_t last[8];
-#pragma GCC unroll 1
-      for (int r = 0; r < 8; ++r, scales += groups) {
-        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
-        bytes.prefetch(2);
-        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
-        bytes.skip(2);
-        last[r] = scales[whole];
-      }
-      const __m256i products = across(sums[0]),
-                    offset = _mm256_set1_epi32(constant(M, Truncate) * x.sums[whole]);
-      const __m256i dots =
-        _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-      const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
-      float terms[8];
-      _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
-      for (int r = 0; r < 8; ++r) {
-        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
-        out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
-      }
-    }
-    for (; row < end; ++row, scales += groups) {
-      __m256 lanes, others;
-      add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes, others);
-      if (left) add_rest<X86, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
-      bytes.skip(2 * left);
-      out[row] = sum_lanes(_mm256_add_ps(lanes, others));
-    }
   }
 };
 
