@@ -16,13 +16,36 @@ struct Machine : X86<Avx2> {
     for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
       Sums sums[1][8];
       bytes.prefetch(16);
+      constexpr int kTogether = M < 5 ? 8 : 2;  // fewer where a unit has many instructions
+#pragma GCC unroll 1
+      for (int i = 0; i < 8; i += kTogether)
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) unit_sums<M, Truncate>(bytes, 2 * i, true, true, x, unit + i, 1, sums, i);
+        for (int j = 0; j < kTogether; ++j)
+          unit_sums<M, Truncate>(bytes, 2 * (i + j), true, true, x, unit + i + j, 1, sums, i + j);
       const __m256 steps = of_scales.eight(scales + unit);
       const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
       lanes = others;
       others = added;
     }
+  }
+
+  // Adds the terms of the last unit of eight rows.
+  OTARO_ONCE static void add_last(const Packed& weight, const Activations& x, int64_t unit, const Sums* sums,
+                                  const uint8_t* scales, __m256* lanes) {
+    const Meaning means = meaning(weight.bits, weight.truncate);
+    const __m256i products = _mm256_sll_epi32(across(sums), _mm_cvtsi32_si128(means.factor - 1)),
+                  offset = _mm256_set1_epi32(constant(weight.bits, weight.truncate) * x.sums[unit]);
+    const float factor = power_of_two(weight.scale_exponent + 8 - means.shift) * x.scales[unit];
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+    const __m256 steps = _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), _mm256_set1_ps(factor));
+    float terms[8];
+    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, offset)), steps));
+    for (int r = 0; r < 8; ++r)
+      lanes[r] = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+  }
+
+  OTARO_ONCE static void sum_rows(const __m256* lanes, const __m256* others, int rows, float* out) {
+    for (int r = 0; r < rows; ++r) out[r] = sum_lanes(_mm256_add_ps(lanes[r], others[r]));
   }
 
   // One token, eight rows at a time. Bytes of rows follow each other, so one pointer walks through all of
@@ -41,7 +64,7 @@ struct Machine : X86<Avx2> {
     Bytes<M> bytes(weight, begin);
     for (int64_t row = begin; row < end; row += 8) {
       const int rows = end - row < 8 ? static_cast<int>(end - row) : 8;
-      __m256 lanes[8], others[8];
+      __m256 lanes[8] = {}, others[8];
       Sums sums[1][8] = {};
       uint8_t last[8] = {};
 #pragma GCC unroll 1
@@ -56,18 +79,8 @@ struct Machine : X86<Avx2> {
         }
         bytes.skip(2 * left);
       }
-      if (left == 1) {
-        const __m256i products = across(sums[0]),
-                      offset = _mm256_set1_epi32(constant(M, Truncate) * x.sums[whole]);
-        const __m256i dots =
-          _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-        const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
-        float terms[8];
-        _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
-        for (int r = 0; r < rows; ++r)
-          lanes[r] = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
-      }
-      for (int r = 0; r < rows; ++r) out[row + r] = sum_lanes(_mm256_add_ps(lanes[r], others[r]));
+      if (left == 1) add_last(weight, x, whole, sums[0], last, lanes);
+      sum_rows(lanes, others, rows, out + row);
     }
     return end;
   }
@@ -361,6 +374,6 @@ const Kernels kAvx2 = {"avx2",
                        avx2::quantize<avx2::ByBlock>,
                        OTARO_INSTANCES(avx2::For<avx2::Machine>::linear),
                        avx2::many,
-                       OTARO_INSTANCES(avx2::decode)};
+                       OTARO_ALL(avx2::decode)};
 const Instances<Dots> kAvx2Dots = OTARO_INSTANCES(avx2::For<avx2::Machine>::dots);
 }  // namespace otaro

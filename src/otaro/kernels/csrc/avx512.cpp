@@ -505,7 +505,7 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   };
   const __m512i zero = _mm512_setzero_si512();
   Sums a{zero, zero}, b = a, c = a, d = a;
-#pragma GCC unroll 16
+#pragma GCC unroll 4
   for (int q = 0; q < kQuads; ++q) {
     const __m512i first = tile.codes[kCodes * q], second = tile.codes[kCodes * q + Wide];
     const auto add = [&](int i, Sums& sums) __attribute__((always_inline)) {
@@ -673,7 +673,7 @@ OTARO_INLINE void few_dots(const __m512i* codes, const Precision& is, const Acti
   for (int t = 0; t < Tokens; ++t) dots[t] = is.offset_last ? _mm512_setzero_si512() : offset(t);
   if constexpr (Wide) {
     const int16_t* words = x.words + block * kBlock;
-#pragma GCC unroll 32
+#pragma GCC unroll 8
     for (int k = 0; k < 2 * kQuads; ++k)
       for (int t = 0; t < Tokens; ++t)
         dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
@@ -681,7 +681,7 @@ OTARO_INLINE void few_dots(const __m512i* codes, const Precision& is, const Acti
     const int8_t* digits = x.digits + block * 2 * kBlock;
     __m512i high[Tokens];
     for (int t = 0; t < Tokens; ++t) high[t] = _mm512_setzero_si512();
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int q = 0; q < kQuads; ++q)
       for (int t = 0; t < Tokens; ++t) {
         const int8_t* at = digits + t * 4 * kBlock + 4 * q;
@@ -768,6 +768,6 @@ const Kernels kAvx512 = {"avx512",
                          avx512::quantize<avx512::ByPair>,
                          OTARO_INSTANCES(avx512::For<avx512::Machine>::linear),
                          avx512::many,
-                         OTARO_INSTANCES(avx512::decode)};
+                         OTARO_ALL(avx512::decode)};
 const Instances<Dots> kAvx512Dots = OTARO_INSTANCES(avx512::For<avx512::Machine>::dots);
 }  // namespace otaro

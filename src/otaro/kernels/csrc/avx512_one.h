@@ -53,27 +53,23 @@ constexpr OneOrders kOneOrders;
 
 OTARO_INLINE __m512i in_order(const ByteOrder& order) { return _mm512_load_si512(order.of); }
 
-// The lanes of rows, from the terms of their units.
-OTARO_ONCE void add_lanes(const float* terms, int64_t units, int rows, __m512* lanes) {
-  for (int r = 0; r < rows; ++r) {
-    __m512 sum = _mm512_setzero_ps();
-    int64_t left = units;
-    for (; left >= kLanes; left -= kLanes, terms += kLanes) sum = _mm512_add_ps(sum, _mm512_loadu_ps(terms));
-    if (left) {
-      const auto some = static_cast<__mmask16>((1u << left) - 1);
-      sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(some, terms));
-      terms += left;
-    }
-    lanes[r] = sum;
-  }
-}
-
-// Lanes of sixteen rows summed as step 4 of sefp.h says, the first `rows` of them wanted.
-OTARO_ONCE void sum_rows(const __m512 (&lanes)[16], int rows, float* out) {
-  __m512 eight[8], four[4], two[2];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = lanes[2 * i], b = lanes[2 * i + 1];
-    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+// Sums of up to sixteen rows, as step 4 of sefp.h says, from the terms of their units. (Lanes begin with a
+// term, not with 0; the sign that a sum of 0 may have by this is lost in the end.)
+OTARO_ONCE void sum_rows(const float* terms, int64_t units, int rows, float* out) {
+  const int64_t whole = units / kLanes * kLanes;
+  const auto rest = static_cast<__mmask16>((1u << (units - whole)) - 1);
+  const auto lanes = [&](int row) __attribute__((always_inline)) {
+    const float* at = terms + row * units;
+    if (!whole) return _mm512_maskz_loadu_ps(rest, at);
+    __m512 sum = _mm512_loadu_ps(at);
+    for (int64_t k = kLanes; k < whole; k += kLanes) sum = _mm512_add_ps(sum, _mm512_loadu_ps(at + k));
+    return rest ? _mm512_mask_add_ps(sum, rest, sum, _mm512_maskz_loadu_ps(rest, at + whole)) : sum;
+  };
+  __m512 eight[8] = {}, four[4], two[2];  // lanes of two rows each, of four, of eight
+#pragma GCC unroll 1
+  for (int r = 0; r < rows; r += 2) {
+    const __m512 a = lanes(r), b = r + 1 < rows ? lanes(r + 1) : _mm512_setzero_ps();
+    eight[r / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   }
   for (int i = 0; i < 4; ++i) {
     const __m512 a = eight[2 * i], b = eight[2 * i + 1];
@@ -88,32 +84,30 @@ OTARO_ONCE void sum_rows(const __m512 (&lanes)[16], int rows, float* out) {
     _mm512_add_ps(_mm512_shuffle_ps(two[0], two[1], 0x88),
                   _mm512_shuffle_ps(two[0], two[1], 0xdd));  // of rows 0 4 8 12 1 5 9 13 ...
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << rows) - 1), _mm512_permutexvar_ps(order, sums));
+  const __m512 ordered = _mm512_add_ps(_mm512_permutexvar_ps(order, sums), _mm512_setzero_ps());
+  _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << rows) - 1), ordered);
 }
 
-template <int M, bool Truncate>
-struct One {
-  static constexpr int kPlanesUsed = M - kCoarsest, kInBytes = kPlanesUsed < 4 ? kPlanesUsed : 4;
+// Activations as these kernels read them.
+struct OneToken {
   static constexpr int kMostPairs = 512, kMostTerms = 4096;
-  static constexpr int kUnitBase = 2 * kBaseBytes, kUnitPlane = 2 * kPlaneBytes;
   static constexpr int kPairDigits = 8 * kBlock;  // high, low; of first blocks, of second ones
-  static constexpr Meaning kMeans = meaning(M, Truncate);
 
   int64_t units;
-  int rows;       // that end where sixteen units do
+  int rows;       // the fewest that end where sixteen units do
   int64_t cycle;  // at least eight pairs, after which activations are those of a row's beginning again
-  // Activations as this kernel reads them, of so many pairs and of those that are read beyond.
+  // Of so many pairs and of those that are read beyond.
   alignas(64) int8_t digits[kMostPairs + 7][kPairDigits];
   int32_t offsets[2 * (kMostPairs + 7)];
   float scales[2 * (kMostPairs + 7)];  // times what makes steps of scale bytes' halves
 
-  One(const Packed& weight, const Activations& x) : units(x.units) {
+  OTARO_ONCE OneToken(const Packed& weight, const Activations& x) : units(x.units) {
     const int64_t divisor = units & -units;  // the largest power of two that divides them
     rows = divisor < 16 ? static_cast<int>(16 / divisor) : 1;
     const int64_t pairs = units % 2 ? units : units / 2;
     cycle = pairs < 8 ? (pairs + 7) / pairs * pairs : pairs;
     if (!fits()) return;
-    constexpr auto& kOrders = kPlanesUsed ? kOneOrders.digits : kOneOrders.digits_of_base;
+    const ByteOrder* orders = weight.bits > kCoarsest ? kOneOrders.digits : kOneOrders.digits_of_base;
     for (int64_t pair = 0, unit = 0; pair < cycle + 7; ++pair) {
       const auto next = [&] {
         return x.digits + (unit < units ? unit++ : (unit = 1, 0)) * x.stride * 4 * kBlock;
@@ -123,17 +117,25 @@ struct One {
         for (int block = 0; block < 2; ++block)
           _mm512_store_si512(
             digits[pair] + (2 * half + block) * 2 * kBlock,
-            _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock), in_order(kOrders[block]),
+            _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock), in_order(orders[block]),
                                      _mm512_loadu_si512(second + half * 2 * kBlock)));
     }
-    const float factor = power_of_two(weight.scale_exponent + 8 - kMeans.shift);
+    const Meaning means = meaning(weight.bits, weight.truncate);
+    const float factor = power_of_two(weight.scale_exponent + 8 - means.shift);
     for (int64_t i = 0; i < 2 * (cycle + 7); ++i) {
-      offsets[i] = i < units ? kMeans.constant * x.sums[i] : offsets[i - units];
+      offsets[i] = i < units ? means.constant * x.sums[i] : offsets[i - units];
       scales[i] = i < units ? factor * x.scales[i] : scales[i - units];
     }
   }
 
   bool fits() const { return cycle <= kMostPairs && rows * units <= kMostTerms; }
+};
+
+template <int M, bool Truncate>
+struct One {
+  static constexpr int kPlanesUsed = M - kCoarsest, kInBytes = kPlanesUsed < 4 ? kPlanesUsed : 4;
+  static constexpr int kUnitBase = 2 * kBaseBytes, kUnitPlane = 2 * kPlaneBytes;
+  static constexpr Meaning kMeans = meaning(M, Truncate);
 
   // Rows of planes that are in use.
   static constexpr uint64_t kRows = (1 << kInBytes) - 1, kUsed = (kRows | kRows << 4) * 0x0101010101010101;
@@ -226,7 +228,7 @@ struct One {
       __m128i fifth = _mm_setzero_si128();
       if constexpr (M == kFinest)
         fifth = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.planes[4] + at + i * 2 * kUnitPlane));
-      sums[i] = products(of_pair, matrices(bytes, at, i), fifth, digits + i * kPairDigits);
+      sums[i] = products(of_pair, matrices(bytes, at, i), fifth, digits + i * OneToken::kPairDigits);
     }
     return quads(sums);
   }
@@ -239,25 +241,25 @@ struct One {
   }
 
   // The terms of the units of some rows, sixteen at a time.
-  OTARO_INLINE void terms(const Packed& weight, int64_t row, float* out) const {
+  static OTARO_INLINE void terms(const Packed& weight, const OneToken& x, int64_t row, int rows, float* out) {
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     const Bytes<M> bytes(weight, row);
-    const uint8_t* of_scales = weight.scales + row * units;
-    const int64_t end = rows * units * kUnitPlane, around = cycle;
+    const uint8_t* of_scales = weight.scales + row * x.units;
+    const int64_t end = rows * x.units * kUnitPlane, cycle = x.cycle;
     int64_t pair = 0;
     for (int64_t at = 0; at < end; at += 16 * kUnitPlane) {
-      const __m512i first = eight_sums(bytes, at, digits[pair]),
-                    second = eight_sums(bytes, at + 8 * kUnitPlane, digits[pair + 4]);
+      const __m512i first = eight_sums(bytes, at, x.digits[pair]),
+                    second = eight_sums(bytes, at + 8 * kUnitPlane, x.digits[pair + 4]);
       const __m512i sums =
         _mm512_permutexvar_epi32(order, _mm512_add_epi32(_mm512_shuffle_i32x4(first, second, 0x88),
                                                          _mm512_shuffle_i32x4(first, second, 0xdd)));
-      const __m512i integers = _mm512_add_epi32(scaled(sums), _mm512_loadu_si512(offsets + 2 * pair));
+      const __m512i integers = _mm512_add_epi32(scaled(sums), _mm512_loadu_si512(x.offsets + 2 * pair));
       const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_scales));
       const __m512 steps =
-        _mm512_mul_ps(_mm512_cvtph_ps(scale_halves(sixteen)), _mm512_loadu_ps(scales + 2 * pair));
+        _mm512_mul_ps(_mm512_cvtph_ps(scale_halves(sixteen)), _mm512_loadu_ps(x.scales + 2 * pair));
       _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), steps));
       of_scales += 16, out += 16, pair += 8;
-      if (pair >= around) pair -= around;
+      if (pair >= cycle) pair -= cycle;
     }
   }
 
@@ -273,19 +275,15 @@ struct Machine : X86<Avx512> {
   template <int M, bool Truncate>
   static int64_t linear_one(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                             float* out) {
-    const One<M, Truncate> one(weight, x);
+    const OneToken one(weight, x);
     if (!one.fits()) return begin;
-    alignas(64) float terms[One<M, Truncate>::kMostTerms];
-    __m512 lanes[16] = {};
+    alignas(64) float terms[OneToken::kMostTerms];
     int64_t row = begin;
-    for (; row + one.rows <= end;) {
-      int done = 0;
-      for (; done < 16 && row + done + one.rows <= end; done += one.rows) {
-        one.terms(weight, row + done, terms);
-        add_lanes(terms, one.units, one.rows, lanes + done);
-      }
-      sum_rows(lanes, done, out + row);
-      row += done;
+    while (row + one.rows <= end) {
+      const int some = row + 16 <= end && 16 * one.units <= OneToken::kMostTerms ? 16 : one.rows;
+      One<M, Truncate>::terms(weight, one, row, some, terms);
+      sum_rows(terms, one.units, some, out + row);
+      row += some;
     }
     return row;
   }

@@ -19,7 +19,9 @@ std::vector<Span> spans_of(int tokens, BitsOf&& bits_of) {
     else
       ++spans.back().count;
   }
-  std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.bits < b.bits; });
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
+    return a.bits != b.bits ? a.bits < b.bits : a.first < b.first;
+  });
   return spans;
 }
 

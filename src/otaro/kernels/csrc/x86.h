@@ -105,6 +105,29 @@ struct Avx2 {
   using Sums = __m256i;                 // the partial sums of a unit
   static constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 
+  // The nibbles of a block.
+  static OTARO_INLINE __m256i nibbles(const uint8_t* base) {
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(base));
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(bytes), shifts),
+                            _mm256_set1_epi8(15));
+  }
+
+  // Codes with a bit more, from four bytes of a plane.
+  static OTARO_INLINE __m256i longer(__m256i low, const uint8_t* plane) {
+    const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202,
+                                           0x08080808, 0x20202020, static_cast<int>(0x80808080));
+    int32_t word;
+    std::memcpy(&word, plane, sizeof word);
+    const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
+    return _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
+  }
+
+  // From nibbles: -1 where a weight is negative.
+  static OTARO_INLINE __m256i negative_ones(__m256i nibbles) {
+    return _mm256_cmpgt_epi8(_mm256_set1_epi8(8), nibbles);
+  }
+
   // A block's codes, ready to be multiplied.
   template <int M, bool Truncate>
   struct Codes {
@@ -117,19 +140,9 @@ struct Avx2 {
                        // bits hold as they are
 
     OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
-      const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-      const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
-      low =
-        _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
-      if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
-      const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202,
-                                             0x08080808, 0x20202020, static_cast<int>(0x80808080));
-      for (int p = 0; p < M - kCoarsest; ++p) {
-        int32_t word;
-        std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
-        const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
-        low = _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
-      }
+      low = nibbles(bytes.base + block * kBaseBytes);
+      if constexpr (kNeedsSign) negative = negative_ones(low);
+      for (int p = 0; p < M - kCoarsest; ++p) low = longer(low, bytes.planes[p] + block * kPlaneBytes);
       if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
       if constexpr (kWide) {
         const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
@@ -235,11 +248,6 @@ struct Steps {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
     return _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), factor);
   }
-
-  OTARO_INLINE float one(uint8_t scale) const {
-    const __m128 value = _mm_cvtph_ps(scale_halves(_mm_cvtsi32_si128(scale)));
-    return _mm_cvtss_f32(_mm_mul_ss(value, _mm256_castps256_ps128(factor)));
-  }
 };
 
 // What rows.h asks of a machine, but for what a `Machine` such as `Avx2` says.
@@ -300,42 +308,42 @@ struct X86 : Machine {
   }
 };
 
-template <int M, bool Truncate>
-void decode(const Packed& weight, int64_t row, float* out) {
-  constexpr Meaning means = meaning(M, Truncate);
-  const Bytes<M> bytes(weight, row);
+// One row is soon done: precision and reconstruction are no template parameters here.
+inline void decode(const Packed& weight, int64_t row, float* out) {
+  const Meaning means = meaning(weight.bits, weight.truncate);
   const int64_t blocks = weight.blocks(), group_blocks = weight.group_size / kBlock;
-  const uint8_t* scales = weight.scales + row * weight.groups();
-  const Steps<means.shift> of_scales(weight);
+  const uint8_t *scales = weight.scales + row * weight.groups(),
+                *base = weight.base + row * blocks * kBaseBytes;
+  const float factor = power_of_two(weight.scale_exponent + 8 - means.shift);
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  // What a negative weight has besides its low bits: at nine bits it is below 0, as `Avx2::constant` knows.
+  const __m256i beside = _mm256_set1_epi32((weight.truncate ? 1 : 0) - (weight.bits == kFinest ? 256 : 0));
+  const __m128i doubled = _mm_cvtsi32_si128(means.factor - 1);
+  const __m256i constant = _mm256_set1_epi32(Avx2::constant(weight.bits, weight.truncate));
   __m256 step = _mm256_setzero_ps();
   for (int64_t b = 0, left = 0; b < blocks; ++b, --left) {  // blocks that are left of the group
     if (!left) {
       const uint8_t scale = *scales++;
+      const __m128 value = _mm_cvtph_ps(scale_halves(_mm_cvtsi32_si128(scale)));
       step = _mm256_set1_ps(weight.of_cache ? power_of_two(static_cast<int8_t>(scale) - means.shift)
-                                            : of_scales.one(scale));
+                                            : _mm_cvtss_f32(value) * factor);
       left = group_blocks;
     }
-    const Avx2::Codes<M, Truncate> codes(bytes, b);
-    alignas(32) uint8_t low[kBlock];
-    alignas(32) int8_t negative[kBlock] = {};
-    _mm256_store_si256(reinterpret_cast<__m256i*>(low), _mm256_permutevar8x32_epi32(codes.low, in_order));
-    if constexpr (M == kFinest)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(negative),
-                         _mm256_permutevar8x32_epi32(codes.negative, in_order));
+    __m256i low = Avx2::nibbles(base + b * kBaseBytes);
+    const __m256i negative = Avx2::negative_ones(low);
+    for (int p = 0; p < weight.bits - kCoarsest; ++p)
+      low = Avx2::longer(low, weight.planes[p] + (row * blocks + b) * kPlaneBytes);
+    alignas(32) uint8_t codes[kBlock];
+    alignas(32) int8_t signs[kBlock];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(low, in_order));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(signs), _mm256_permutevar8x32_epi32(negative, in_order));
     const int64_t count = weight.length - b * kBlock;
     float last[kBlock], *values = count < kBlock ? last : out + b * kBlock;
     for (int i = 0; i < kBlock; i += 8) {
-      __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low + i)));
-      if constexpr (M == kFinest) {
-        const __m256i sign =
-          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(negative + i)));
-        u = _mm256_add_epi32(u, _mm256_slli_epi32(sign, 8));
-        if constexpr (Truncate) u = _mm256_sub_epi32(u, sign);
-      }
-      if constexpr (means.factor == 2) u = _mm256_add_epi32(u, u);
-      u = _mm256_add_epi32(u, _mm256_set1_epi32(Avx2::constant(M, Truncate)));
-      _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(u), step));
+      __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+      const __m256i sign = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(signs + i)));
+      u = _mm256_sll_epi32(_mm256_add_epi32(u, _mm256_and_si256(sign, beside)), doubled);
+      _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(u, constant)), step));
     }
     if (count < kBlock) std::memcpy(out + b * kBlock, last, static_cast<size_t>(count) * sizeof(float));
   }
