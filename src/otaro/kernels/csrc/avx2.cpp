@@ -9,43 +9,56 @@ struct Machine : X86<Avx2> {
   // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
   // which is added to which.
   template <int M, bool Truncate>
-  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
-                                      const Steps<meaning(M, Truncate).shift>& of_scales,
+  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps& of_scales,
                                       const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
     lanes = others = _mm256_setzero_ps();
     for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
       Sums sums[1][8];
       bytes.prefetch(16);
-      constexpr int kTogether = M < 5 ? 8 : 2;  // fewer where a unit has many instructions
+      constexpr int kTogether = 4;
 #pragma GCC unroll 1
       for (int i = 0; i < 8; i += kTogether)
 #pragma GCC unroll 8
         for (int j = 0; j < kTogether; ++j)
-          unit_sums<M, Truncate>(bytes, 2 * (i + j), true, true, x, unit + i + j, 1, sums, i + j);
+          unit_sums<M>(bytes, 2 * (i + j), true, true, Truncate, x, unit + i + j, 1, sums, i + j);
       const __m256 steps = of_scales.eight(scales + unit);
-      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
+      const __m256 added = _mm256_add_ps(lanes, terms(M, Truncate, sums[0], x, 0, unit, 8, steps));
       lanes = others;
       others = added;
     }
   }
 
-  // Adds the terms of the last unit of eight rows.
-  OTARO_ONCE static void add_last(const Packed& weight, const Activations& x, int64_t unit, const Sums* sums,
-                                  const uint8_t* scales, __m256* lanes) {
+  // The terms of one unit of eight rows.
+  OTARO_ONCE static void unit_terms(const Packed& weight, const Activations& x, int64_t unit,
+                                    const Sums* sums, const uint8_t* scales, float* terms) {
     const Meaning means = meaning(weight.bits, weight.truncate);
     const __m256i products = _mm256_sll_epi32(across(sums), _mm_cvtsi32_si128(means.factor - 1)),
                   offset = _mm256_set1_epi32(constant(weight.bits, weight.truncate) * x.sums[unit]);
     const float factor = power_of_two(weight.scale_exponent + 8 - means.shift) * x.scales[unit];
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
     const __m256 steps = _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), _mm256_set1_ps(factor));
-    float terms[8];
     _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, offset)), steps));
-    for (int r = 0; r < 8; ++r)
-      lanes[r] = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
   }
 
-  OTARO_ONCE static void sum_rows(const __m256* lanes, const __m256* others, int rows, float* out) {
-    for (int r = 0; r < rows; ++r) out[r] = sum_lanes(_mm256_add_ps(lanes[r], others[r]));
+  // The sums of eight rows; the first lane gets a term more.
+  OTARO_ONCE static void sum_rows(const __m256* lanes, const __m256* others, const float* terms, float* out) {
+    __m256 two[4], four[2];
+    for (int i = 0; i < 4; ++i) {
+      const auto eight = [&](int r) __attribute__((always_inline)) {
+        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+        return _mm256_add_ps(first, others[r]);
+      };
+      const __m256 a = eight(2 * i), b = eight(2 * i + 1);
+      two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const __m256d a = _mm256_castps_pd(two[2 * i]), b = _mm256_castps_pd(two[2 * i + 1]);
+      four[i] =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    const __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88),
+                                      _mm256_shuffle_ps(four[0], four[1], 0xdd));  // of rows 0 2 4 6 1 3 5 7
+    _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
   }
 
   // One token, eight rows at a time. Bytes of rows follow each other, so one pointer walks through all of
@@ -53,36 +66,38 @@ struct Machine : X86<Avx2> {
   template <int M, bool Truncate>
   static int64_t linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
                             float* out) {
-    constexpr Meaning means = meaning(M, Truncate);
     if (of_x.stride != 1) return begin;
     Activations x = of_x;
-    x.stride = 1, x.unit_blocks = 2;  // the compiler computes addresses with them
+    x.stride = 1, x.unit_blocks = 2;  // a copy that no other function sees: addresses are computed with them
     const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
     const int left = static_cast<int>(units - whole);
     const uint8_t* scales = weight.scales + begin * groups;
-    const Steps<means.shift> of_scales(weight);
+    const Steps of_scales(weight, meaning(M, Truncate).shift);
     Bytes<M> bytes(weight, begin);
-    for (int64_t row = begin; row < end; row += 8) {
-      const int rows = end - row < 8 ? static_cast<int>(end - row) : 8;
-      __m256 lanes[8] = {}, others[8];
-      Sums sums[1][8] = {};
-      uint8_t last[8] = {};
+    int64_t row = begin;
+    for (; row + 8 <= end; row += 8) {
+      __m256 lanes[8], others[8];
+      Sums sums[1][8];
+      uint8_t last[8];
+      float terms[8] = {};
 #pragma GCC unroll 1
-      for (int r = 0; r < rows; ++r, scales += groups) {
+      for (int r = 0; r < 8; ++r, scales += groups) {
         add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
         if (left == 1) {
           bytes.prefetch(2);
-          unit_sums<M, Truncate>(bytes, 0, true, true, x, whole, 1, sums, r);
+          unit_sums<M>(bytes, 0, true, true, Truncate, x, whole, 1, sums, r);
           last[r] = scales[whole];
-        } else if (left) {
-          add_units<Machine, M, Truncate>(weight, x, row + r, whole, left, &lanes[r]);
         }
         bytes.skip(2 * left);
       }
-      if (left == 1) add_last(weight, x, whole, sums[0], last, lanes);
-      sum_rows(lanes, others, rows, out + row);
+      // Not in the loop above, whose constants would leave their registers for the call.
+      if (left == 1)
+        unit_terms(weight, of_x, whole, sums[0], last, terms);
+      else if (left)
+        for (int r = 0; r < 8; ++r) add_units<Machine, M>(weight, of_x, row + r, whole, left, &lanes[r]);
+      sum_rows(lanes, others, terms, out + row);
     }
-    return end;
+    return row;
   }
 };
 
@@ -283,7 +298,6 @@ constexpr Precision kPrecision = {Pairs<M, Truncate>::unpack, Avx2::constant(M, 
                                   Pairs<M, Truncate>::kFactorTwo && !Pairs<M, Truncate>::kDouble};
 constexpr Instances<Precision> kPrecisions = OTARO_INSTANCES(kPrecision);
 
-template <bool OffsetLast>
 void many_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
                float* out, int64_t stride) {
   const int64_t blocks = weight.blocks(), per_group = weight.units_per_group();
@@ -309,7 +323,7 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
       const __m256 scale = _mm256_set1_ps(x.scales[t * x.units + unit]);
       for (int h = 0; h < kHalves; ++h) {
         const __m256i dots =
-          OffsetLast ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
+          is.offset_last ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
         float* lane = lanes[t][unit % kLanes] + 8 * h;
         const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
         _mm256_store_ps(lane,
@@ -320,7 +334,8 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
     for (int t = 0; t < x.tokens; t += 4) {
       __m256i sums[4][2], from[4];
       const int some = x.tokens - t < 4 ? x.tokens - t : 4;
-      for (int i = 0; i < 4; ++i) from[i] = OffsetLast || i >= some ? _mm256_setzero_si256() : offset(t + i);
+      for (int i = 0; i < 4; ++i)
+        from[i] = is.offset_last || i >= some ? _mm256_setzero_si256() : offset(t + i);
       const int16_t* at = words + t * 2 * kBlock;
       if (some == 4)
         pair_products<4>(pairs, at, from, sums);
@@ -360,7 +375,7 @@ void many(const Packed& finest, const Activations& all, const Span* spans, int c
     const Precision& is = kPrecisions[weight.bits - kCoarsest][weight.truncate];
     for (int64_t row = begin; row < end; row += kTileRows) {
       const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      (is.offset_last ? many_tile<true> : many_tile<false>)(weight, is, x, row, rows, of_span, stride);
+      many_tile(weight, is, x, row, rows, of_span, stride);
     }
   }
 }

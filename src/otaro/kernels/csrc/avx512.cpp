@@ -85,14 +85,14 @@ OTARO_INLINE __m512i rotated(__m512i base, int low, int to) {
 struct Avx512 {
   using Sums = __m512i;
 
-  template <int M, bool Truncate>
+  template <int M>
   struct Codes {
     static constexpr int kPlanesUsed = M - kCoarsest;
 
     __m512i low;  // the low eight bits of u; raised where `truncate` wants it and bytes suffice
     __m512i top;  // E5M8: the ninth bit
 
-    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool both) {
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool both, bool truncate) {
       const uint8_t* at = bytes.base + block * kBaseBytes;
       const __m256i two =
         both ? load(at) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
@@ -106,7 +106,7 @@ struct Avx512 {
         low = _mm512_and_si512(nibbles, mask);
       if constexpr (M == kFinest)
         top = _mm512_and_si512(rotated(base, 3, 0), _mm512_set1_epi8(1));
-      else if constexpr (Truncate)
+      else if (truncate)
         low = _mm512_add_epi8(low, _mm512_andnot_si512(rotated(base, 3, 0), _mm512_set1_epi8(1)));
     }
 
@@ -133,8 +133,8 @@ struct Avx512 {
     return meaning(bits, truncate).constant + (truncate && bits == kFinest ? 1 : 0);
   }
 
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m512i products(const Codes<M, Truncate>& codes, __m512i high, __m512i low) {
+  template <int M>
+  static OTARO_INLINE __m512i products(const Codes<M>& codes, __m512i high, __m512i low, bool truncate) {
     __m512i sums = _mm512_setzero_si512(), top = sums;
     if constexpr (M == kFinest) {
       top =
@@ -143,19 +143,20 @@ struct Avx512 {
     }
     sums =
       _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.low, high), 8), codes.low, low);
-    return Truncate && M == kFinest ? _mm512_sub_epi32(sums, top) : sums;
+    return truncate && M == kFinest ? _mm512_sub_epi32(sums, top) : sums;
   }
 
-  template <int M, bool Truncate>
+  template <int M>
   static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, bool both,
-                                     const Activations& x, int64_t unit, int tokens, Sums (*sums)[8], int i) {
-    const Codes<M, Truncate> codes(bytes, block, both);
+                                     bool truncate, const Activations& x, int64_t unit, int tokens,
+                                     Sums (*sums)[8], int i) {
+    const Codes<M> codes(bytes, block, both, truncate);
     const int8_t* at = x.digits + x.first_block(unit, 0) * 2 * kBlock;
 #pragma GCC unroll 1
     for (int t = 0; t < tokens; ++t, at += pair ? 4 * kBlock : 2 * kBlock) {
       const __m512i high = pair ? _mm512_loadu_si512(at) : spread(at),
                     low = pair ? _mm512_loadu_si512(at + 2 * kBlock) : spread(at + kBlock);
-      sums[t][i] = products(codes, high, low);
+      sums[t][i] = products(codes, high, low, truncate);
     }
   }
 
@@ -345,6 +346,12 @@ OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i
   }
 }
 
+// Bit `from` of every byte to bit `to`; what comes from other bytes is for the caller to leave out.
+OTARO_INLINE __m512i moved(__m512i bits, int from, int to) {
+  return from > to ? _mm512_srli_epi32(bits, static_cast<unsigned>(from - to))
+                   : _mm512_slli_epi32(bits, static_cast<unsigned>(to - from));
+}
+
 struct Quads {
   __m512i bytes[kQuads], words[2 * kQuads];  // the codes
   __m512i raised[kQuads];                    // bytes of `truncate`: one more where a weight is negative
@@ -404,9 +411,6 @@ struct Quads {
 #pragma GCC unroll 16
     for (int q = 0; q < kQuads; ++q) {
       const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4, at = digit_quad(block, quad);
-      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
-        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
-      };
       __m512i u = First
                     ? _mm512_and_si512(moved(base[4 * block + quad / 2], nibble, Added), every(15 << Added))
                     : _mm512_slli_epi32(bytes[at], Added);
@@ -594,72 +598,80 @@ OTARO_ONCE void many_tile(const Packed& weight, const Activations& x, const Span
 constexpr int kFewTokens = 16;
 
 // A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here
-// planes of two units are read at once, u is doubled on the way, and lanes are simply sixteen sums.
+// planes of two units are read at once, codes stay in registers, and lanes are simply sixteen sums.
 struct Few {
-  __m512i codes[2 * kQuads];
+  const Packed& weight;
+  const TileRows rows;
   __m512i planes[kPlanes][4];  // words, of two units
-};
 
-// What a precision is to a few tokens: only unpacking is made for it.
-struct Precision {
-  void (*unpack)(const TileRows& rows, int64_t unit, int64_t blocks, Few& to);
-  int constant, shift;
-  bool wide, offset_last;  // offset_last: sums count double
-};
+  Few(const Packed& weight, int64_t first_row, int rows) : weight(weight), rows(weight, first_row, rows) {}
 
-template <int M, bool Truncate>
-struct Alike {
-  static constexpr int kPlanesUsed = M - kCoarsest;
-  static constexpr bool kFactorTwo = meaning(M, Truncate).factor == 2;
-  static constexpr bool kDouble = kFactorTwo && M < 7;  // eight bits twice are no byte
-
-  OTARO_ONCE static void unpack(const TileRows& rows, int64_t unit, int64_t blocks, Few& to) {
-    __m512i words[8];
+  OTARO_INLINE void read(int64_t unit, __m512i (&words)[8]) {
     rows.of(unit,
             [&](const Rows& some, int64_t at) __attribute__((always_inline)) { some.base_words(at, words); });
     if (unit % 2 == 0)
-      for (int p = 0; p < kPlanesUsed; ++p)
-        rows.whole.plane_words(p, 2 * unit, blocks - 2 * unit, to.planes[p]);
-    const int64_t first = unit % 2 * 2;  // of the words of a plane
-    if constexpr (M == kFinest) {
-      for (int block = 0; block < 2; ++block) {
-        const auto of = [&](int p) __attribute__((always_inline)) { return to.planes[p][first + block]; };
-        nine_bits<Truncate>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to.codes + block * kQuads);
-      }
-      return;
-    }
+      for (int p = 0; p < weight.bits - kCoarsest; ++p)
+        rows.whole.plane_words(p, 2 * unit, weight.blocks() - 2 * unit, planes[p]);
+  }
+
+  // E5M3 to E5M7. A code is u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is.
+  OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
+    __m512i words[8];
+    read(unit, words);
+    const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
 #pragma GCC unroll 16
     for (int q = 0; q < kQuads; ++q) {
-      const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4;
-      const __m512i word = words[4 * block + quad / 2];
-      // The lowest bit of u; where u counts double and its bits leave room for it, u is moved up by one.
-      constexpr int kLow = kDouble ? 1 : 0;
-      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
-        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
-      };
-      const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-      __m512i u =
-        _mm512_and_si512(moved(word, nibble, kPlanesUsed + kLow), every(15 << (kPlanesUsed + kLow)));
-      for (int p = 0; p < kPlanesUsed; ++p) {
-        const int bit = kPlanesUsed - 1 - p + kLow;
-        u = _mm512_ternarylogic_epi32(moved(to.planes[p][first + block], quad, bit), every(1 << bit), u,
-                                      0xea);  // a & b | c
-      }
-      if constexpr (Truncate)
-        u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
-      to.codes[digit_quad(block, quad)] = u;
+      const int block = q / 8, quad = q % 8;
+      codes[q] = _mm512_and_si512(moved(words[4 * block + quad / 2], quad % 2 * 4, 4), every(0xf0));
+    }
+    const auto add = [&](int p) __attribute__((always_inline)) {
+      const __m512i* bits = planes[p] + unit % 2 * 2;
+#pragma GCC unroll 16
+      for (int q = 0; q < kQuads; ++q)
+        codes[q] = _mm512_ternarylogic_epi32(moved(bits[q / 8], q % 8, 3 - p), every(8 >> p), codes[q],
+                                             0xea);  // a & b | c
+    };
+    if (weight.bits > 3) add(0);
+    if (weight.bits > 4) add(1);
+    if (weight.bits > 5) add(2);
+    if (weight.bits > 6) add(3);
+    if (weight.truncate)  // raised where negative
+#pragma GCC unroll 16
+      for (int q = 0; q < kQuads; ++q)
+        codes[q] = _mm512_mask_add_epi8(codes[q], _mm512_testn_epi8_mask(codes[q], every(0x80)), codes[q],
+                                        every(1 << (7 - weight.bits)));
+  }
+
+  OTARO_ONCE void unpack(int64_t unit, __m512i (&codes)[2 * kQuads]) {
+    __m512i words[8];
+    read(unit, words);
+    for (int block = 0; block < 2; ++block) {
+      const auto of = [&](int p) __attribute__((always_inline)) { return planes[p][unit % 2 * 2 + block]; };
+      __m512i* to = codes + block * kQuads;
+      if (weight.truncate)
+        nine_bits<true>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
+      else
+        nine_bits<false>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
     }
   }
 };
 
-template <int M, bool Truncate>
-constexpr Precision kPrecision = {Alike<M, Truncate>::unpack, meaning(M, Truncate).constant,
-                                  meaning(M, Truncate).shift, M == kFinest,
-                                  Alike<M, Truncate>::kFactorTwo && !Alike<M, Truncate>::kDouble};
-constexpr Instances<Precision> kPrecisions = OTARO_INSTANCES(kPrecision);
+// What sums of products of such codes mean: the integer I is `factor` times them, plus `constant` times the
+// sum of activations, all of it times 2^-down.
+struct Scaled {
+  int factor, constant, down;
+
+  explicit Scaled(const Packed& weight) {
+    const Meaning means = meaning(weight.bits, weight.truncate);
+    down = weight.bits < kFinest ? kFinest - 1 - weight.bits : 0;
+    factor = means.factor;
+    if (factor == 2 && down) --down, factor = 1;
+    constant = means.constant * (1 << down);
+  }
+};
 
 template <bool Wide, int Tokens>
-OTARO_INLINE void few_dots(const __m512i* codes, const Precision& is, const Activations& x, int64_t unit,
+OTARO_INLINE void few_dots(const __m512i* codes, const Scaled& is, const Activations& x, int64_t unit,
                            int token, __m512i (&dots)[Tokens]) {
   const int64_t block = x.first_block(unit, token);
   const auto four = [](const void* at) __attribute__((always_inline)) {
@@ -670,7 +682,7 @@ OTARO_INLINE void few_dots(const __m512i* codes, const Precision& is, const Acti
   const auto offset = [&](int t) __attribute__((always_inline)) {
     return _mm512_set1_epi32(is.constant * x.sums[(token + t) * x.units + unit]);
   };
-  for (int t = 0; t < Tokens; ++t) dots[t] = is.offset_last ? _mm512_setzero_si512() : offset(t);
+  for (int t = 0; t < Tokens; ++t) dots[t] = is.factor == 2 ? _mm512_setzero_si512() : offset(t);
   if constexpr (Wide) {
     const int16_t* words = x.words + block * kBlock;
 #pragma GCC unroll 8
@@ -681,16 +693,18 @@ OTARO_INLINE void few_dots(const __m512i* codes, const Precision& is, const Acti
     const int8_t* digits = x.digits + block * 2 * kBlock;
     __m512i high[Tokens];
     for (int t = 0; t < Tokens; ++t) high[t] = _mm512_setzero_si512();
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int q = 0; q < kQuads; ++q)
       for (int t = 0; t < Tokens; ++t) {
-        const int8_t* at = digits + t * 4 * kBlock + 4 * q;
+        const int8_t* at = digits + t * 4 * kBlock + 4 * digit_quad(q / 8, q % 8);
         high[t] = _mm512_dpbusd_epi32(high[t], codes[q], four(at));
         dots[t] = _mm512_dpbusd_epi32(dots[t], codes[q], four(at + 2 * kBlock));
       }
-    for (int t = 0; t < Tokens; ++t) dots[t] = _mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]);
+    const __m512i down = _mm512_set1_epi32(is.down);
+    for (int t = 0; t < Tokens; ++t)
+      dots[t] = _mm512_srav_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]), down);
   }
-  if (is.offset_last)
+  if (is.factor == 2)
     for (int t = 0; t < Tokens; ++t)
       dots[t] = _mm512_add_epi32(_mm512_add_epi32(dots[t], dots[t]), offset(t));
 }
@@ -701,26 +715,27 @@ struct Count {
 };
 
 template <bool Wide>
-void few_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
-              float* out, int64_t stride) {
+void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
+              int64_t stride) {
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
-  const TileRows bytes(weight, first_row, rows);
   const uint8_t* scales = weight.scales + first_row * groups;
-  Few few;
+  const Scaled is(weight);
+  Few few(weight, first_row, rows);
   alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
   std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
-  const __m512 factor = scale_factor(weight, is.shift);
+  const __m512 factor = scale_factor(weight, meaning(weight.bits, weight.truncate).shift);
   __m512 steps = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
     prefetch_next<kTileRows>(weight, first_row, unit);
-    is.unpack(bytes, unit, weight.blocks(), few);
+    __m512i codes[Wide ? 2 * kQuads : kQuads];
+    few.unpack(unit, codes);
     if (!left) {
       steps = _mm512_mul_ps(scale_values(scales + group, groups, rows), factor);
       left = per_group, ++group;
     }
     const auto add = [&](auto count, int t) __attribute__((always_inline)) {
       __m512i dots[count.value];
-      few_dots<Wide, count.value>(few.codes, is, x, unit, t, dots);
+      few_dots<Wide, count.value>(codes, is, x, unit, t, dots);
       for (int i = 0; i < count.value; ++i) {
         const __m512 scale = _mm512_set1_ps(x.scales[(t + i) * x.units + unit]);
         const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[i]), _mm512_mul_ps(steps, scale));
@@ -749,11 +764,10 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
-  const Precision& is = kPrecisions[weight.bits - kCoarsest][weight.truncate];
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
     if (count == 1 && x.tokens <= kFewTokens)
-      (is.wide ? few_tile<true> : few_tile<false>)(weight, is, x, row, rows, out, stride);
+      (weight.bits == kFinest ? few_tile<true> : few_tile<false>)(weight, x, row, rows, out, stride);
     else
       many_tile(weight, x, spans, count, row, rows, out, stride);
   }

@@ -53,39 +53,47 @@ constexpr OneOrders kOneOrders;
 
 OTARO_INLINE __m512i in_order(const ByteOrder& order) { return _mm512_load_si512(order.of); }
 
-// Sums of up to sixteen rows, as step 4 of sefp.h says, from the terms of their units. (Lanes begin with a
-// term, not with 0; the sign that a sum of 0 may have by this is lost in the end.)
-OTARO_ONCE void sum_rows(const float* terms, int64_t units, int rows, float* out) {
+// Sums of rows, as step 4 of sefp.h says, from the terms of their units. (Lanes begin with a term, not with
+// 0; the sign that a sum of 0 may have by this is lost in the end.)
+OTARO_ONCE void sum_rows(const float* terms, int64_t units, int64_t rows, float* out) {
   const int64_t whole = units / kLanes * kLanes;
   const auto rest = static_cast<__mmask16>((1u << (units - whole)) - 1);
-  const auto lanes = [&](int row) __attribute__((always_inline)) {
-    const float* at = terms + row * units;
-    if (!whole) return _mm512_maskz_loadu_ps(rest, at);
-    __m512 sum = _mm512_loadu_ps(at);
-    for (int64_t k = kLanes; k < whole; k += kLanes) sum = _mm512_add_ps(sum, _mm512_loadu_ps(at + k));
-    return rest ? _mm512_mask_add_ps(sum, rest, sum, _mm512_maskz_loadu_ps(rest, at + whole)) : sum;
+  const auto fold = [](__m512 a, __m512 b) __attribute__((always_inline)) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   };
-  __m512 eight[8] = {}, four[4], two[2];  // lanes of two rows each, of four, of eight
-#pragma GCC unroll 1
-  for (int r = 0; r < rows; r += 2) {
-    const __m512 a = lanes(r), b = r + 1 < rows ? lanes(r + 1) : _mm512_setzero_ps();
-    eight[r / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512 a = eight[2 * i], b = eight[2 * i + 1];
-    four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  for (int i = 0; i < 2; ++i) {
-    const __m512d a = _mm512_castps_pd(four[2 * i]), b = _mm512_castps_pd(four[2 * i + 1]);
-    two[i] =
-      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  const __m512 sums =
-    _mm512_add_ps(_mm512_shuffle_ps(two[0], two[1], 0x88),
-                  _mm512_shuffle_ps(two[0], two[1], 0xdd));  // of rows 0 4 8 12 1 5 9 13 ...
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512 ordered = _mm512_add_ps(_mm512_permutexvar_ps(order, sums), _mm512_setzero_ps());
-  _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << rows) - 1), ordered);
+  for (; rows > 0; rows -= 16, out += 16, terms += 16 * units) {
+    const auto lanes = [&](int64_t row) __attribute__((always_inline)) {
+      const float* at = terms + row * units;
+      if (!whole) return _mm512_maskz_loadu_ps(rest, at);
+      __m512 sum = _mm512_loadu_ps(at);
+      for (int64_t k = kLanes; k < whole; k += kLanes) sum = _mm512_add_ps(sum, _mm512_loadu_ps(at + k));
+      return rest ? _mm512_mask_add_ps(sum, rest, sum, _mm512_maskz_loadu_ps(rest, at + whole)) : sum;
+    };
+    __m512 eight[8], four[4], two[2];  // lanes of two rows each, of four, of eight
+    if (!whole && rows >= 16)
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) eight[i] = fold(lanes(2 * i), lanes(2 * i + 1));
+    else
+#pragma GCC unroll 1
+      for (int r = 0; r < 16; r += 2)
+        eight[r / 2] = r < rows ? fold(lanes(r), lanes(r + 1 < rows ? r + 1 : r)) : _mm512_setzero_ps();
+    for (int i = 0; i < 4; ++i) {
+      const __m512 a = eight[2 * i], b = eight[2 * i + 1];
+      four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const __m512d a = _mm512_castps_pd(four[2 * i]), b = _mm512_castps_pd(four[2 * i + 1]);
+      two[i] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 sums =
+      _mm512_add_ps(_mm512_shuffle_ps(two[0], two[1], 0x88),
+                    _mm512_shuffle_ps(two[0], two[1], 0xdd));  // of rows 0 4 8 12 1 5 9 13 ...
+    const auto wanted = static_cast<__mmask16>(rows < 16 ? (1u << rows) - 1 : 0xffff);
+    _mm512_mask_storeu_ps(out, wanted,
+                          _mm512_add_ps(_mm512_permutexvar_ps(order, sums), _mm512_setzero_ps()));
+  }
 }
 
 // Activations as these kernels read them.
@@ -94,7 +102,7 @@ struct OneToken {
   static constexpr int kPairDigits = 8 * kBlock;  // high, low; of first blocks, of second ones
 
   int64_t units;
-  int rows;       // the fewest that end where sixteen units do
+  int64_t rows;   // the fewest that end where sixteen units do
   int64_t cycle;  // at least eight pairs, after which activations are those of a row's beginning again
   // Of so many pairs and of those that are read beyond.
   alignas(64) int8_t digits[kMostPairs + 7][kPairDigits];
@@ -103,7 +111,7 @@ struct OneToken {
 
   OTARO_ONCE OneToken(const Packed& weight, const Activations& x) : units(x.units) {
     const int64_t divisor = units & -units;  // the largest power of two that divides them
-    rows = divisor < 16 ? static_cast<int>(16 / divisor) : 1;
+    rows = divisor < 16 ? 16 / divisor : 1;
     const int64_t pairs = units % 2 ? units : units / 2;
     cycle = pairs < 8 ? (pairs + 7) / pairs * pairs : pairs;
     if (!fits()) return;
@@ -241,7 +249,8 @@ struct One {
   }
 
   // The terms of the units of some rows, sixteen at a time.
-  static OTARO_INLINE void terms(const Packed& weight, const OneToken& x, int64_t row, int rows, float* out) {
+  static OTARO_INLINE void terms(const Packed& weight, const OneToken& x, int64_t row, int64_t rows,
+                                 float* out) {
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     const Bytes<M> bytes(weight, row);
     const uint8_t* of_scales = weight.scales + row * x.units;
@@ -279,8 +288,12 @@ struct Machine : X86<Avx512> {
     if (!one.fits()) return begin;
     alignas(64) float terms[OneToken::kMostTerms];
     int64_t row = begin;
+    // Sixteen rows at a time, or as many as have a thousand terms.
+    const int64_t fit = 1024 / one.units, most = fit < 16 ? 16 : fit / 16 * 16;
     while (row + one.rows <= end) {
-      const int some = row + 16 <= end && 16 * one.units <= OneToken::kMostTerms ? 16 : one.rows;
+      int64_t some = (end - row) / one.rows * one.rows;
+      if (some > most) some = most;
+      if (some * one.units > OneToken::kMostTerms) some = one.rows;
       One<M, Truncate>::terms(weight, one, row, some, terms);
       sum_rows(terms, one.units, some, out + row);
       row += some;

@@ -3,12 +3,12 @@
 // instruction set does itself is its machine, the template parameter `Machine`:
 //
 //   Sums                          the partial sums of a unit of a row with a token, and `zero()` of them
-//   unit_sums<M, Truncate>        them of a unit for some tokens
-//   store_integers<M, Truncate>   the integers I of some units, at most eight
+//   unit_sums<M>                  them of a unit for some tokens
+//   integers                      the integers I of some units, at most eight
 //   Lanes                         eight floats: `no_lanes()`, `add`, and `sum_lanes` as step 4 of sefp.h sums
 //                                 them
-//   some_steps<Shift>             the steps of some units, of weights or of a cache
-//   terms<M, Truncate>            the terms of some units of a token, as lanes
+//   some_steps                    the steps of some units, of weights or of a cache
+//   terms                         the terms of some units of a token, as lanes
 //   linear_one<M, Truncate>       all of it for one token and whole units, where each is a group; returns the
 //                                 first row that it leaves to `linear_any`
 #pragma once
@@ -47,7 +47,7 @@ struct Bytes {
 
 // The partial sums of `count` units of a row, at most eight; the row's last may be half a pair. What is
 // beyond is zero.
-template <class Machine, int M, bool Truncate>
+template <class Machine, int M>
 OTARO_INLINE void some_sums(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int count,
                             typename Machine::Sums (*sums)[8]) {
   const Bytes<M> bytes(weight, row);
@@ -55,8 +55,8 @@ OTARO_INLINE void some_sums(const Packed& weight, const Activations& x, int64_t 
 #pragma GCC unroll 1
   for (int i = 0; i < count; ++i) {
     const int64_t block = (unit + i) * x.unit_blocks;
-    Machine::template unit_sums<M, Truncate>(bytes, block, pair, pair && block + 1 < weight.blocks(), x,
-                                             unit + i, x.tokens, sums, i);
+    Machine::template unit_sums<M>(bytes, block, pair, pair && block + 1 < weight.blocks(), weight.truncate,
+                                   x, unit + i, x.tokens, sums, i);
   }
   for (int t = 0; t < x.tokens; ++t)
     for (int i = count; i < 8; ++i) sums[t][i] = Machine::zero();
@@ -75,17 +75,16 @@ OTARO_INLINE void some_scales(const Packed& weight, const uint8_t* scales, int64
 }
 
 // Adds the terms of `count` units of a row, at most eight, with all the care they may need.
-template <class Machine, int M, bool Truncate>
+template <class Machine, int M>
 OTARO_ONCE void add_units(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int count,
                           typename Machine::Lanes* lanes) {
   typename Machine::Sums sums[kMaxTokens][8];
-  some_sums<Machine, M, Truncate>(weight, x, row, unit, count, sums);
-  const auto steps = Machine::template some_steps<meaning(M, Truncate).shift>(
-    weight, weight.scales + row * weight.groups(), unit, count);
+  some_sums<Machine, M>(weight, x, row, unit, count, sums);
+  const auto steps = Machine::some_steps(weight, meaning(M, weight.truncate).shift,
+                                         weight.scales + row * weight.groups(), unit, count);
 #pragma GCC unroll 1
   for (int t = 0; t < x.tokens; ++t)
-    lanes[t] =
-      Machine::add(lanes[t], Machine::template terms<M, Truncate>(sums[t], x, t, unit, count, steps));
+    lanes[t] = Machine::add(lanes[t], Machine::terms(M, weight.truncate, sums[t], x, t, unit, count, steps));
 }
 
 // Any number of tokens, any shape, by `add_units` of a precision. (Several tokens of pairs are
@@ -112,7 +111,7 @@ struct For {
                      int64_t stride) {
     if (x.tokens == 1 && x.unit_blocks == 2 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
       begin = Machine::template linear_one<M, Truncate>(weight, x, begin, end, out);
-    linear_any<Machine>(add_units<Machine, M, Truncate>, weight, x, begin, end, out, stride);
+    linear_any<Machine>(add_units<Machine, M>, weight, x, begin, end, out, stride);
   }
 
   template <int M, bool Truncate>
@@ -121,10 +120,12 @@ struct For {
       for (int64_t unit = 0; unit < x.units; unit += 8) {
         const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
         typename Machine::Sums sums[kMaxTokens][8];
-        some_sums<Machine, M, Truncate>(weight, x, row, unit, count, sums);
-        for (int64_t t = 0; t < x.tokens; ++t)
-          Machine::template store_integers<M, Truncate>(sums[t], x.sums + t * x.units + unit, count,
-                                                        out + (t * weight.rows + row) * x.units + unit);
+        some_sums<Machine, M>(weight, x, row, unit, count, sums);
+        for (int64_t t = 0; t < x.tokens; ++t) {
+          const auto eight = Machine::integers(M, Truncate, sums[t], x.sums + t * x.units + unit, count);
+          std::memcpy(out + (t * weight.rows + row) * x.units + unit, &eight,
+                      static_cast<size_t>(count) * sizeof *out);
+        }
       }
   }
 };

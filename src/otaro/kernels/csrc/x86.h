@@ -129,9 +129,9 @@ struct Avx2 {
   }
 
   // A block's codes, ready to be multiplied.
-  template <int M, bool Truncate>
+  template <int M>
   struct Codes {
-    static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
+    static constexpr bool kWide = M > kBytesUpTo;
 
     __m256i low;  // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and
                   // bytes suffice
@@ -139,16 +139,16 @@ struct Avx2 {
     __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16
                        // bits hold as they are
 
-    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool truncate) {
       low = nibbles(bytes.base + block * kBaseBytes);
-      if constexpr (kNeedsSign) negative = negative_ones(low);
+      if (truncate || M == kFinest) negative = negative_ones(low);
       for (int p = 0; p < M - kCoarsest; ++p) low = longer(low, bytes.planes[p] + block * kPlaneBytes);
-      if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
+      if (truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
       if constexpr (kWide) {
         const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
         wide[0] = _mm256_unpacklo_epi8(low, high);
         wide[1] = _mm256_unpackhi_epi8(low, high);
-        if constexpr (Truncate && M == kFinest) {
+        if (truncate && M == kFinest) {
           wide[0] = _mm256_sub_epi16(wide[0], _mm256_unpacklo_epi8(negative, negative));
           wide[1] = _mm256_sub_epi16(wide[1], _mm256_unpackhi_epi8(negative, negative));
         }
@@ -163,8 +163,8 @@ struct Avx2 {
   }
 
   // One block against one token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& codes, const int8_t* digits, int low_bytes,
+  template <int M>
+  static OTARO_INLINE __m256i products(const Codes<M>& codes, const int8_t* digits, int low_bytes,
                                        const int16_t* words) {
     if constexpr (M <= kBytesUpTo) {
       const __m256i high = _mm256_maddubs_epi16(codes.low, load(digits)),
@@ -178,9 +178,9 @@ struct Avx2 {
   }
 
   // Two blocks against one token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second,
-                                       const int8_t* digits, const int16_t* words) {
+  template <int M>
+  static OTARO_INLINE __m256i products(const Codes<M>& first, const Codes<M>& second, const int8_t* digits,
+                                       const int16_t* words) {
     if constexpr (M <= 5) {  // the sum of two pairs still fits 16 bits: 63 * 128 * 4
       const auto both = [&](const int8_t* at) __attribute__((always_inline)) {
         return _mm256_add_epi16(_mm256_maddubs_epi16(first.low, load(at)),
@@ -195,16 +195,17 @@ struct Avx2 {
 
   // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks, of which the second may be
   // missing (not `both`), or a single block.
-  template <int M, bool Truncate>
+  template <int M>
   static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, bool both,
-                                     const Activations& x, int64_t unit, int tokens, Sums (*sums)[8], int i) {
+                                     bool truncate, const Activations& x, int64_t unit, int tokens,
+                                     Sums (*sums)[8], int i) {
     const int weights = pair ? 2 * kBlock : kBlock;
     const int64_t at = x.first_block(unit, 0) * kBlock;
     const int8_t* digits = x.digits + 2 * at;
     const int16_t* words = x.words + at;
-    const Codes<M, Truncate> first(bytes, block);
+    const Codes<M> first(bytes, block, truncate);
     if (both) {
-      const Codes<M, Truncate> second(bytes, block + 1);
+      const Codes<M> second(bytes, block + 1, truncate);
       for (int t = 0; t < tokens; ++t)
         sums[t][i] = products(first, second, digits + t * 2 * weights, words + t * weights);
     } else {
@@ -237,12 +238,11 @@ OTARO_INLINE __m128i scale_halves(__m128i scales) {
 }
 
 // From scale bytes to steps.
-template <int Shift>
 struct Steps {
   __m256 factor;
 
-  OTARO_INLINE explicit Steps(const Packed& weight)
-    : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - Shift))) {}
+  OTARO_INLINE Steps(const Packed& weight, int shift)
+    : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - shift))) {}
 
   OTARO_INLINE __m256 eight(const uint8_t* scales) const {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
@@ -268,42 +268,33 @@ struct X86 : Machine {
   }
 
   // The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
-  template <int Shift>
-  static OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit,
+  static OTARO_INLINE __m256 some_steps(const Packed& weight, int shift, const uint8_t* scales, int64_t unit,
                                         int count) {
     uint8_t some[8];
     some_scales(weight, scales, unit, count, some);
-    if (!weight.of_cache) return Steps<Shift>(weight).eight(some);
+    if (!weight.of_cache) return Steps(weight, shift).eight(some);
     const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
-    const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift));
+    const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - shift));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
   }
 
   // The integers I of `count` units of a token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i integers(const Sums* sums, const int32_t* activation_sums, int count) {
+  static OTARO_INLINE __m256i integers(int bits, bool truncate, const Sums* sums,
+                                       const int32_t* activation_sums, int count) {
     const __m256i products = across(sums);
     const __m256i of_x =
       count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
-    const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant(M, Truncate)));
-    return _mm256_add_epi32(
-      meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-  }
-
-  template <int M, bool Truncate>
-  static OTARO_INLINE void store_integers(const Sums* sums, const int32_t* activation_sums, int count,
-                                          int32_t* out) {
-    _mm256_maskstore_epi32(out, first_lanes(count), integers<M, Truncate>(sums, activation_sums, count));
+    const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant(bits, truncate)));
+    return _mm256_add_epi32(truncate ? products : _mm256_add_epi32(products, products), offset);
   }
 
   // The terms of `count` units of token t.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256 terms(const Sums* sums, const Activations& x, int t, int64_t unit, int count,
-                                   __m256 steps) {
+  static OTARO_INLINE __m256 terms(int bits, bool truncate, const Sums* sums, const Activations& x, int t,
+                                   int64_t unit, int count, __m256 steps) {
     const int64_t slot = t * x.units + unit;
     const __m256 scales =
       count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
-    const __m256i dots = integers<M, Truncate>(sums, x.sums + slot, count);
+    const __m256i dots = integers(bits, truncate, sums, x.sums + slot, count);
     return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
   }
 };
