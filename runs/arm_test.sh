@@ -27,7 +27,7 @@ case "${1-}" in
     *) usage >&2; exit 2 ;;
 esac
 cd "$root"
-cross=${CROSS_CXX:-aarch64-linux-gnu-g++} qemu=${QEMU:-qemu-aarch64-static} python=${PYTHON:-.venv/bin/python}
+build=${BUILD:-build/arm} cross=${CROSS_CXX:-aarch64-linux-gnu-g++} qemu=${QEMU:-qemu-aarch64-static} python=${PYTHON:-.venv/bin/python}
 PATH=$PATH:$root/.venv/bin
 for tool in "$cross" "$qemu" cmake; do
     command -v "$tool" >/dev/null || { echo "skipped: no $tool here, so the kernels for ARM are not tested" >&2; exit 0; }
@@ -36,7 +36,7 @@ fail() { echo "error: $*" >&2; exit 1; }
 
 # built FOLDER OPTION...
 built() {
-    local folder=build/arm/$1
+    local folder=$build/$1
     shift
     cmake -S . -B "$folder" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER="$cross" \
         -DCMAKE_EXE_LINKER_FLAGS=-static -DOTARO_NATIVE=ON "$@" >/dev/null
@@ -45,7 +45,7 @@ built() {
 
 echo "compiling for ARM"
 built plain
-driver=build/arm/plain/driver cases=build/arm/cases.bin
+driver=$build/plain/driver cases=$build/cases.bin
 "$python" -W ignore -m tests.kernels.cases $cases "${few[@]}"
 digest=$(<tests/kernels/driver.digest)
 # The CPU, what it can run, the best first, and what it lacks.
@@ -66,6 +66,6 @@ done
 if [ ${#few[@]} = 0 ]; then
     echo "compiling with UndefinedBehaviorSanitizer"
     built sanitized -DCMAKE_BUILD_TYPE=Debug -DOTARO_SANITIZE=undefined
-    "$qemu" -cpu max build/arm/sanitized/driver $cases
+    "$qemu" -cpu max $build/sanitized/driver $cases
 fi
 echo "all passed: $digest"

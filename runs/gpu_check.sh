@@ -67,7 +67,7 @@ sanitize() { # tool, test file
 check() {
     scratch=$(mktemp -d)
     trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$scratch"' EXIT
-    trap 'exit 130' INT TERM
+    trap 'tail -n 5 "$scratch"/*.log; echo "stopped; this is how far each came"; exit 130' INT TERM
     date -u '+%Y-%m-%d %H:%M UTC'
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     "$python" - <<END

@@ -143,7 +143,7 @@ struct Tile {
     const auto shift = [&](int by) __attribute__((always_inline)) {
       for (auto& of_unit : sums)
         for (auto& of_half : of_unit)
-          for (int32x4_t& one : of_half) one = vshlq_n_s32(one, by);
+          for (int32x4_t& one : of_half) one = vshlq_s32(one, vdupq_n_s32(by));
     };
     const auto add = [&](const Ordered& codes, int digit) __attribute__((always_inline)) {
       const int8_t* at = x + digit * kRunBytes;
