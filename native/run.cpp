@@ -518,6 +518,15 @@ class Session {
 
 }  // namespace
 
+#ifdef __GLIBCXX__
+// What the C++ library calls where an exception is not caught. Its own tells the exception's type, and brings
+// 47 kB of demangler for it; here only memory can have run out.
+void __gnu_cxx::__verbose_terminate_handler() {
+  complain("there is not enough memory");
+  std::_Exit(1);
+}
+#endif
+
 int main(int count, char** words) {
   const Options options = parse(count, words);
   Session session(options);

@@ -179,8 +179,8 @@ void decompose(uint32_t code, std::vector<uint32_t>& out) {
   const auto* found = std::lower_bound(std::begin(kCanonical), std::end(kCanonical), code,
                                        [](const Canonical& one, uint32_t c) { return one.code < c; });
   if (found == std::end(kCanonical) || found->code != code) return out.push_back(code);
-  decompose(found->first, out);
-  if (found->second) decompose(found->second, out);
+  decompose(static_cast<uint32_t>(found->first), out);
+  if (found->second) decompose(static_cast<uint32_t>(found->second), out);
 }
 
 // The character that two make, or 0.
@@ -188,7 +188,7 @@ uint32_t compose(uint32_t first, uint32_t second) {
   static const auto made = [] {
     std::unordered_map<uint64_t, uint32_t> pairs;
     for (const Canonical& one : kCanonical)
-      if (one.composed) pairs[uint64_t{one.first} << 32 | one.second] = one.code;
+      if (one.composed) pairs[uint64_t{one.first} << 32 | one.second] = static_cast<uint32_t>(one.code);
     return pairs;
   }();
   if (first - kLead < kLeads && second - kVowel < kVowels)

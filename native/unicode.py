@@ -64,11 +64,11 @@ struct Range {
   uint32_t first, last;
 };
 struct CombiningClass {
-  uint32_t code, number;
+  uint32_t code : 24, number : 8;
 };
 struct Canonical {
-  uint32_t code : 31, composed : 1;  // whether the two become one again
-  uint32_t first, second;            // `second` is 0 where one character stands for another
+  uint64_t code : 21, composed : 1,  // whether the two become one again
+    first : 21, second : 21;         // `second` is 0 where one character stands for another
 };
 
 """

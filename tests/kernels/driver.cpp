@@ -166,8 +166,7 @@ struct Case {
     for (int64_t first = 0; first < tokens; first += kMaxTokens) {
       const int some = static_cast<int>(std::min<int64_t>(kMaxTokens, tokens - first));
       std::vector<int32_t> got(static_cast<size_t>(some * rows * units), 1);
-      kernels.dots[bits - kCoarsest][truncate](weight, all.some(static_cast<int>(first), some), 0, rows,
-                                               got.data());
+      dots_of(kernels, weight)(weight, all.some(static_cast<int>(first), some), 0, rows, got.data());
       expect(got.data(), dots.data() + first * rows * units, some * rows * units, name + "integers");
     }
     for (const int64_t some : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{5}, int64_t{8}, tokens}) {

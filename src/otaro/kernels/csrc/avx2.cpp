@@ -4,6 +4,103 @@
 
 namespace otaro::avx2 {
 
+// The machine of rows.h.
+struct Machine : X86<Avx2> {
+  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
+  // which is added to which.
+  template <int M, bool Truncate>
+  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps& of_scales,
+                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
+    lanes = others = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
+      Sums sums[1][8];
+      bytes.prefetch(16);
+      constexpr int kTogether = 4;
+#pragma GCC unroll 1
+      for (int i = 0; i < 8; i += kTogether)
+#pragma GCC unroll 8
+        for (int j = 0; j < kTogether; ++j)
+          unit_sums<M>(bytes, 2 * (i + j), true, true, Truncate, x, unit + i + j, 1, sums, i + j);
+      const __m256 steps = of_scales.eight(scales + unit);
+      const __m256 added = _mm256_add_ps(lanes, terms(M, Truncate, sums[0], x, 0, unit, 8, steps));
+      lanes = others;
+      others = added;
+    }
+  }
+
+  // The terms of one unit of eight rows.
+  OTARO_ONCE static void unit_terms(const Packed& weight, const Activations& x, int64_t unit,
+                                    const Sums* sums, const uint8_t* scales, float* terms) {
+    const Meaning means = meaning(weight.bits, weight.truncate);
+    const __m256i products = _mm256_sll_epi32(across(sums), _mm_cvtsi32_si128(means.factor - 1)),
+                  offset = _mm256_set1_epi32(constant(weight.bits, weight.truncate) * x.sums[unit]);
+    const float factor = power_of_two(weight.scale_exponent + 8 - means.shift) * x.scales[unit];
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+    const __m256 steps = _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), _mm256_set1_ps(factor));
+    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, offset)), steps));
+  }
+
+  // The sums of eight rows; the first lane gets a term more.
+  OTARO_ONCE static void sum_rows(const __m256* lanes, const __m256* others, const float* terms, float* out) {
+    __m256 two[4], four[2];
+    for (int i = 0; i < 4; ++i) {
+      const auto eight = [&](int r) __attribute__((always_inline)) {
+        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
+        return _mm256_add_ps(first, others[r]);
+      };
+      const __m256 a = eight(2 * i), b = eight(2 * i + 1);
+      two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const __m256d a = _mm256_castps_pd(two[2 * i]), b = _mm256_castps_pd(two[2 * i + 1]);
+      four[i] =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    const __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88),
+                                      _mm256_shuffle_ps(four[0], four[1], 0xdd));  // of rows 0 2 4 6 1 3 5 7
+    _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  }
+
+  // One token, eight rows at a time. Bytes of rows follow each other, so one pointer walks through all of
+  // them. Where one unit is left over (576 is nine), those of eight rows are summed across together.
+  template <int M, bool Truncate>
+  static int64_t linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
+                            float* out) {
+    if (of_x.stride != 1) return begin;
+    Activations x = of_x;
+    x.stride = 1, x.unit_blocks = 2;  // a copy that no other function sees: addresses are computed with them
+    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
+    const int left = static_cast<int>(units - whole);
+    const uint8_t* scales = weight.scales + begin * groups;
+    const Steps of_scales(weight, meaning(M, Truncate).shift);
+    Bytes<M> bytes(weight, begin);
+    int64_t row = begin;
+    for (; row + 8 <= end; row += 8) {
+      __m256 lanes[8], others[8];
+      Sums sums[1][8];
+      uint8_t last[8];
+      float terms[8] = {};
+#pragma GCC unroll 1
+      for (int r = 0; r < 8; ++r, scales += groups) {
+        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
+        if (left == 1) {
+          bytes.prefetch(2);
+          unit_sums<M>(bytes, 0, true, true, Truncate, x, whole, 1, sums, r);
+          last[r] = scales[whole];
+        }
+        bytes.skip(2 * left);
+      }
+      // Not in the loop above, whose constants would leave their registers for the call.
+      if (left == 1)
+        unit_terms(weight, of_x, whole, sums[0], last, terms);
+      else if (left)
+        for (int r = 0; r < 8; ++r) add_units<Machine, M>(weight, of_x, row + r, whole, left, &lanes[r]);
+      sum_rows(lanes, others, terms, out + row);
+    }
+    return row;
+  }
+};
+
 // Several tokens. Eight rows are turned as they are unpacked, so that a register has two weights of each, of
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
@@ -199,9 +296,8 @@ template <int M, bool Truncate>
 constexpr Precision kPrecision = {Pairs<M, Truncate>::unpack, Avx2::constant(M, Truncate),
                                   meaning(M, Truncate).shift,
                                   Pairs<M, Truncate>::kFactorTwo && !Pairs<M, Truncate>::kDouble};
-constexpr Precision kPrecisions[kPlanes + 1][2] = OTARO_INSTANCES(kPrecision);
+constexpr Instances<Precision> kPrecisions = OTARO_INSTANCES(kPrecision);
 
-template <bool OffsetLast>
 void many_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
                float* out, int64_t stride) {
   const int64_t blocks = weight.blocks(), per_group = weight.units_per_group();
@@ -227,7 +323,7 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
       const __m256 scale = _mm256_set1_ps(x.scales[t * x.units + unit]);
       for (int h = 0; h < kHalves; ++h) {
         const __m256i dots =
-          OffsetLast ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
+          is.offset_last ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
         float* lane = lanes[t][unit % kLanes] + 8 * h;
         const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
         _mm256_store_ps(lane,
@@ -238,7 +334,8 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
     for (int t = 0; t < x.tokens; t += 4) {
       __m256i sums[4][2], from[4];
       const int some = x.tokens - t < 4 ? x.tokens - t : 4;
-      for (int i = 0; i < 4; ++i) from[i] = OffsetLast || i >= some ? _mm256_setzero_si256() : offset(t + i);
+      for (int i = 0; i < 4; ++i)
+        from[i] = is.offset_last || i >= some ? _mm256_setzero_si256() : offset(t + i);
       const int16_t* at = words + t * 2 * kBlock;
       if (some == 4)
         pair_products<4>(pairs, at, from, sums);
@@ -264,7 +361,6 @@ void many_tile(const Packed& weight, const Precision& is, const Activations& x, 
 }
 
 // Each precision by itself.
-template <bool Truncate>
 void many(const Packed& finest, const Activations& all, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
   for (const Span* span = spans; span < spans + count; ++span) {
@@ -273,13 +369,13 @@ void many(const Packed& finest, const Activations& all, const Span* spans, int c
     const Activations x = all.some(span->first, span->count);
     float* of_span = out + span->first * stride;
     if (x.tokens == 1) {
-      kAvx2.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, of_span, stride);
+      kAvx2.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, of_span, stride);
       continue;
     }
-    const Precision& is = kPrecisions[weight.bits - kCoarsest][Truncate];
+    const Precision& is = kPrecisions[weight.bits - kCoarsest][weight.truncate];
     for (int64_t row = begin; row < end; row += kTileRows) {
       const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      (is.offset_last ? many_tile<true> : many_tile<false>)(weight, is, x, row, rows, of_span, stride);
+      many_tile(weight, is, x, row, rows, of_span, stride);
     }
   }
 }
@@ -291,8 +387,8 @@ const Kernels kAvx2 = {"avx2",
                        0,
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
-                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::linear),
-                       {avx2::many<false>, avx2::many<true>},
-                       OTARO_INSTANCES(avx2::For<avx2::X86<avx2::Avx2>>::dots),
-                       OTARO_INSTANCES(avx2::decode)};
-}
+                       OTARO_INSTANCES(avx2::For<avx2::Machine>::linear),
+                       avx2::many,
+                       OTARO_ALL(avx2::decode)};
+const Instances<Dots> kAvx2Dots = OTARO_INSTANCES(avx2::For<avx2::Machine>::dots);
+}  // namespace otaro

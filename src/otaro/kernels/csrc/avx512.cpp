@@ -85,14 +85,14 @@ OTARO_INLINE __m512i rotated(__m512i base, int low, int to) {
 struct Avx512 {
   using Sums = __m512i;
 
-  template <int M, bool Truncate>
+  template <int M>
   struct Codes {
     static constexpr int kPlanesUsed = M - kCoarsest;
 
     __m512i low;  // the low eight bits of u; raised where `truncate` wants it and bytes suffice
     __m512i top;  // E5M8: the ninth bit
 
-    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool both) {
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool both, bool truncate) {
       const uint8_t* at = bytes.base + block * kBaseBytes;
       const __m256i two =
         both ? load(at) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
@@ -106,7 +106,7 @@ struct Avx512 {
         low = _mm512_and_si512(nibbles, mask);
       if constexpr (M == kFinest)
         top = _mm512_and_si512(rotated(base, 3, 0), _mm512_set1_epi8(1));
-      else if constexpr (Truncate)
+      else if (truncate)
         low = _mm512_add_epi8(low, _mm512_andnot_si512(rotated(base, 3, 0), _mm512_set1_epi8(1)));
     }
 
@@ -133,8 +133,8 @@ struct Avx512 {
     return meaning(bits, truncate).constant + (truncate && bits == kFinest ? 1 : 0);
   }
 
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m512i products(const Codes<M, Truncate>& codes, __m512i high, __m512i low) {
+  template <int M>
+  static OTARO_INLINE __m512i products(const Codes<M>& codes, __m512i high, __m512i low, bool truncate) {
     __m512i sums = _mm512_setzero_si512(), top = sums;
     if constexpr (M == kFinest) {
       top =
@@ -143,21 +143,20 @@ struct Avx512 {
     }
     sums =
       _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(sums, codes.low, high), 8), codes.low, low);
-    return Truncate && M == kFinest ? _mm512_sub_epi32(sums, top) : sums;
+    return truncate && M == kFinest ? _mm512_sub_epi32(sums, top) : sums;
   }
 
-  template <int M, bool Truncate, int Tokens, bool Pair>
-  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits,
-                                     const int16_t*, int tokens, Sums (*sums)[8], int i) {
-    const Codes<M, Truncate> codes(bytes, block, both);
-    for (int t = 0; t < tokens; ++t) {
-      if constexpr (Pair) {
-        const int8_t* at = digits + t * 4 * kBlock;
-        sums[t][i] = products(codes, _mm512_loadu_si512(at), _mm512_loadu_si512(at + 2 * kBlock));
-      } else {
-        const int8_t* at = digits + t * 2 * kBlock;
-        sums[t][i] = products(codes, spread(at), spread(at + kBlock));
-      }
+  template <int M>
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, bool both,
+                                     bool truncate, const Activations& x, int64_t unit, int tokens,
+                                     Sums (*sums)[8], int i) {
+    const Codes<M> codes(bytes, block, both, truncate);
+    const int8_t* at = x.digits + x.first_block(unit, 0) * 2 * kBlock;
+#pragma GCC unroll 1
+    for (int t = 0; t < tokens; ++t, at += pair ? 4 * kBlock : 2 * kBlock) {
+      const __m512i high = pair ? _mm512_loadu_si512(at) : spread(at),
+                    low = pair ? _mm512_loadu_si512(at + 2 * kBlock) : spread(at + kBlock);
+      sums[t][i] = products(codes, high, low, truncate);
     }
   }
 
@@ -180,10 +179,6 @@ struct Avx512 {
     // Lanes are now 0 1 of units 0 to 3, 0 1 of units 4 to 7.
     return _mm512_castsi512_si256(
       _mm512_add_epi32(_mm512_shuffle_i32x4(both, both, 0x08), _mm512_shuffle_i32x4(both, both, 0x0d)));
-  }
-
-  static OTARO_INLINE int across_one(Sums p) {
-    return Avx2::across_one(_mm256_add_epi32(_mm512_castsi512_si256(p), _mm512_extracti64x4_epi64(p, 1)));
   }
 
   static OTARO_INLINE Sums zero() { return _mm512_setzero_si512(); }
@@ -351,34 +346,54 @@ OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i
   }
 }
 
-template <bool Truncate>
+// Bit `from` of every byte to bit `to`; what comes from other bytes is for the caller to leave out.
+OTARO_INLINE __m512i moved(__m512i bits, int from, int to) {
+  return from > to ? _mm512_srli_epi32(bits, static_cast<unsigned>(from - to))
+                   : _mm512_slli_epi32(bits, static_cast<unsigned>(to - from));
+}
+
 struct Quads {
   __m512i bytes[kQuads], words[2 * kQuads];  // the codes
-  __m512i unraised[Truncate ? kQuads : 1];   // codes, before negative ones are raised
+  __m512i raised[kQuads];                    // bytes of `truncate`: one more where a weight is negative
 
-  // Codes at `bits`, from those at `from` bits, or from the base where that is 0.
-  OTARO_INLINE void unpack(const Rows& rows, int64_t unit, int from, int bits) {
+  // Codes at `bits`, from those at `from` bits, or from the base where that is 0. Returns where they are.
+  OTARO_INLINE const __m512i* unpack(const Rows& rows, int64_t unit, int from, int bits, bool truncate) {
     const int added = (bits < kFinest ? bits : kFinest - 1) - (from ? from : kCoarsest);
     if (!from)
-      bits < kFinest ? add<4, true, false>(added, rows, unit, from) : unpack_finest(rows, unit);
+      bits < kFinest ? add<4, 0, true, false>(added, rows, unit, from) : unpack_finest(rows, unit);
     else
-      bits < kFinest ? add<4, false, false>(added, rows, unit, from)
-                     : add<4, false, true>(added, rows, unit, from);
+      bits < kFinest ? add<4, 1, false, false>(added, rows, unit, from)
+                     : add<4, 0, false, true>(added, rows, unit, from);
+    if (truncate) raise(bits);
+    return bits == kFinest ? words : truncate ? raised : bytes;
   }
 
-  __attribute__((noinline)) void unpack_finest(const Rows& rows, int64_t unit) {
+  OTARO_ONCE void raise(int bits) {
+    if (bits == kFinest) {
+      const __m512i ninth = _mm512_set1_epi16(256);
+      for (__m512i& u : words) u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
+    } else {
+      const __m128i top = _mm_cvtsi32_si128(bits);
+      for (int q = 0; q < kQuads; ++q) {
+        const __m512i sign = _mm512_srl_epi32(bytes[q], top);
+        raised[q] = _mm512_add_epi8(bytes[q], _mm512_andnot_si512(sign, _mm512_set1_epi8(1)));
+      }
+    }
+  }
+
+  OTARO_ONCE void unpack_finest(const Rows& rows, int64_t unit) {
     __m512i base[8], bits[kPlanes][2];
     rows.base_words(unit, base);
     for (int p = 0; p < kPlanes; ++p) rows.plane_words(p, unit, bits[p]);
     for (int block = 0; block < 2; ++block)
-      nine_bits<Truncate>(base + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
-                          bits[4][block], words + block * kQuads);
+      nine_bits<false>(base + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
+                       bits[4][block], words + block * kQuads);
   }
 
-  template <int Most, bool First, bool Wide>
+  template <int Most, int Least, bool First, bool Wide>
   OTARO_INLINE void add(int added, const Rows& rows, int64_t unit, int from) {
     if (added == Most) return unpack<Most, First, Wide>(rows, unit, from);
-    if constexpr (Most > 0) add<Most - 1, First, Wide>(added, rows, unit, from);
+    if constexpr (Most > Least) add<Most - 1, Least, First, Wide>(added, rows, unit, from);
   }
 
   // By `Added` planes; where nine bits are wanted, by one more.
@@ -386,24 +401,19 @@ struct Quads {
   // FORMAT.md: byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a
   // plane is weight 4 i + k's: so a quad is the nibbles of one word, and one bit of every byte of another.
   template <int Added, bool First, bool Wide>
-  __attribute__((noinline)) void unpack(const Rows& rows, int64_t unit, int from) {
+  OTARO_ONCE void unpack(const Rows& rows, int64_t unit, int from) {
     const int known = First ? kCoarsest : from;
     const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-    const __m128i top = _mm_cvtsi32_si128(known + Added);
     __m512i base[8], added[Added + 1][2], last[2];
     if constexpr (First) rows.base_words(unit, base);
     for (int p = 0; p < Added; ++p) rows.plane_words(known - kCoarsest + p, unit, added[p]);
     if constexpr (Wide) rows.plane_words(kPlanes - 1, unit, last);
-    __m512i* const raw = Truncate ? unraised : bytes;
 #pragma GCC unroll 16
     for (int q = 0; q < kQuads; ++q) {
       const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4, at = digit_quad(block, quad);
-      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
-        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
-      };
       __m512i u = First
                     ? _mm512_and_si512(moved(base[4 * block + quad / 2], nibble, Added), every(15 << Added))
-                    : _mm512_slli_epi32(raw[at], Added);
+                    : _mm512_slli_epi32(bytes[at], Added);
       for (int p = 0; p < Added; ++p) {  // mask ? bits : u
         const int to = Added - 1 - p;
         u = _mm512_ternarylogic_epi32(moved(added[p][block], quad, to), every(1 << to), u, 0xe2);
@@ -412,16 +422,9 @@ struct Quads {
         for (int i = 0; i < 2; ++i) {  // weights 0 and 2, then 1 and 3
           const __m512i lowest = _mm512_set1_epi32(0x00010001), rest = _mm512_set1_epi32(0x01fe01fe);
           const __m512i nine = _mm512_and_si512(i ? _mm512_srli_epi32(u, 7) : _mm512_slli_epi32(u, 1), rest);
-          __m512i& code = words[2 * q + i];
-          code = _mm512_ternarylogic_epi32(moved(last[block], quad + 8 * i, 0), lowest, nine,
-                                           0xea);  // a & b | c
-          if constexpr (Truncate)
-            code = _mm512_add_epi16(
-              code, _mm512_srli_epi16(_mm512_andnot_si512(code, _mm512_set1_epi32(0x01000100)), 8));
+          words[2 * q + i] = _mm512_ternarylogic_epi32(moved(last[block], quad + 8 * i, 0), lowest, nine,
+                                                       0xea);  // a & b | c
         }
-      } else if constexpr (Truncate) {
-        raw[at] = u;
-        bytes[at] = _mm512_add_epi8(u, _mm512_andnot_si512(_mm512_srl_epi32(u, top), every(1)));
       } else {
         bytes[at] = u;
       }
@@ -480,12 +483,13 @@ struct Unit {
   const __m512i* codes = nullptr;
   __m512 steps = {};
   int constant = 0;
+  __m512i factor = {};  // as a shift
 };
 
 // Multiplies a unit with some tokens, from t on, and adds to their sums. Of words, even and odd pairs are
 // summed by themselves: one register would have to wait for the last sum. (No array of sums: gcc would keep
 // it in memory.)
-template <bool Truncate, bool Wide, int Tokens>
+template <bool Wide, int Tokens>
 OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   struct Sums {
     __m512i first, second;
@@ -505,7 +509,7 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   };
   const __m512i zero = _mm512_setzero_si512();
   Sums a{zero, zero}, b = a, c = a, d = a;
-#pragma GCC unroll 16
+#pragma GCC unroll 4
   for (int q = 0; q < kQuads; ++q) {
     const __m512i first = tile.codes[kCodes * q], second = tile.codes[kCodes * q + Wide];
     const auto add = [&](int i, Sums& sums) __attribute__((always_inline)) {
@@ -521,8 +525,8 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   const auto end = [&](int token, const Sums& sums) __attribute__((always_inline)) {
     const int64_t slot = token * x.units + tile.unit;
     const __m512i dot = _mm512_add_epi32(Wide ? sums.first : _mm512_slli_epi32(sums.first, 8), sums.second);
-    const __m512i integers = _mm512_add_epi32(Truncate ? dot : _mm512_add_epi32(dot, dot),
-                                              _mm512_set1_epi32(tile.constant * x.sums[slot]));
+    const __m512i integers =
+      _mm512_add_epi32(_mm512_sllv_epi32(dot, tile.factor), _mm512_set1_epi32(tile.constant * x.sums[slot]));
     const __m512 term =
       _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(tile.steps, _mm512_set1_ps(x.scales[slot])));
     float (*kept)[kTileRows] = tile.kept[token];
@@ -544,27 +548,27 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   if constexpr (Tokens > 3) end(t + 3, d);
 }
 
-template <bool Truncate, bool Wide>
+template <bool Wide>
 OTARO_INLINE void add_span(const Unit& tile, const Span& span) {
   int t = span.first;
   const int end = t + span.count;
-  for (; t + 4 <= end; t += 4) add_tokens<Truncate, Wide, 4>(tile, t);
-  if (end - t == 3) add_tokens<Truncate, Wide, 3>(tile, t);
-  if (end - t == 2) add_tokens<Truncate, Wide, 2>(tile, t);
-  if (end - t == 1) add_tokens<Truncate, Wide, 1>(tile, t);
+  for (; t + 4 <= end; t += 4) add_tokens<Wide, 4>(tile, t);
+  if (end - t == 3) add_tokens<Wide, 3>(tile, t);
+  if (end - t == 2) add_tokens<Wide, 2>(tile, t);
+  if (end - t == 1) add_tokens<Wide, 1>(tile, t);
 }
 
-template <bool Truncate>
-void many_tile(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t first_row,
-               int rows, float* out, int64_t stride) {
+OTARO_ONCE void many_tile(const Packed& weight, const Activations& x, const Span* spans, int count,
+                          int64_t first_row, int rows, float* out, int64_t stride) {
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
   const uint8_t* scales = weight.scales + first_row * groups;
   const TileRows bytes(weight, first_row, rows);
-  Quads<Truncate> quads;
+  Quads quads;
   alignas(64) float kept[kManyTokens][Merge::kSlots][kTileRows];
   int64_t step = 0;
   constexpr int kOrder[] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
   Unit tile{x, kept, out + first_row, stride, static_cast<__mmask16>((1u << rows) - 1)};
+  tile.factor = _mm512_set1_epi32(weight.truncate ? 0 : 1);
   for (const int lane : kOrder) {
     tile.merge = Merge(lane, x.units);
     for (int64_t unit = lane; unit < x.units; unit += kLanes) {
@@ -575,16 +579,17 @@ void many_tile(const Packed& weight, const Activations& x, const Span* spans, in
       for (const Span* span = spans; span < spans + count; ++span) {
         const int bits = span->bits;
         if (bits != from)
-          bytes.of(unit, [&](const Rows& rows, int64_t at) { quads.unpack(rows, at, from, bits); });
+          bytes.of(unit, [&](const Rows& rows, int64_t at) {
+            tile.codes = quads.unpack(rows, at, from, bits, weight.truncate);
+          });
         from = bits;
-        const Meaning means = meaning(bits, Truncate);
-        tile.codes = bits == kFinest ? quads.words : quads.bytes;
+        const Meaning means = meaning(bits, weight.truncate);
         tile.constant = means.constant;
         tile.steps = _mm512_mul_ps(values, scale_factor(weight, means.shift));
         if (bits == kFinest)
-          add_span<Truncate, true>(tile, *span);
+          add_span<true>(tile, *span);
         else
-          add_span<Truncate, false>(tile, *span);
+          add_span<false>(tile, *span);
       }
     }
   }
@@ -592,121 +597,145 @@ void many_tile(const Packed& weight, const Activations& x, const Span* spans, in
 
 constexpr int kFewTokens = 16;
 
-// A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here they
-// are one loop, made for the precision, and lanes are simply sixteen sums.
-template <int M, bool Truncate>
-struct Alike {
-  static constexpr int kPlanesUsed = M - kCoarsest;
-  static constexpr bool kWide = M == kFinest, kFactorTwo = meaning(M, Truncate).factor == 2;
-  static constexpr bool kDouble = kFactorTwo && M < 7;  // eight bits twice are no byte
+// A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here
+// planes of two units are read at once, codes stay in registers, and lanes are simply sixteen sums.
+struct Few {
+  const Packed& weight;
+  const TileRows rows;
+  __m512i planes[kPlanes][4];  // words, of two units
 
-  __m512i codes[kWide ? 2 * kQuads : kQuads];
-  __m512i bits[kPlanesUsed ? kPlanesUsed : 1][4];  // of two units
+  Few(const Packed& weight, int64_t first_row, int rows) : weight(weight), rows(weight, first_row, rows) {}
 
-  // As `Quads`, with planes of two units read at once.
-  OTARO_INLINE void unpack(const TileRows& rows, int64_t unit, int64_t blocks) {
-    __m512i words[8];
+  OTARO_INLINE void read(int64_t unit, __m512i (&words)[8]) {
     rows.of(unit,
             [&](const Rows& some, int64_t at) __attribute__((always_inline)) { some.base_words(at, words); });
     if (unit % 2 == 0)
-      for (int p = 0; p < kPlanesUsed; ++p) rows.whole.plane_words(p, 2 * unit, blocks - 2 * unit, bits[p]);
-    const int64_t first = unit % 2 * 2;  // of the words of a plane
-    if constexpr (kWide) {
-      for (int block = 0; block < 2; ++block) {
-        const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][first + block]; };
-        nine_bits<Truncate>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), codes + block * kQuads);
-      }
-      return;
-    }
-#pragma GCC unroll 16
-    for (int q = 0; q < kQuads; ++q) {
-      const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4;
-      const __m512i word = words[4 * block + quad / 2];
-      // The lowest bit of u; where u counts double and its bits leave room for it, u is moved up by one.
-      constexpr int kLow = kDouble ? 1 : 0;
-      const auto moved = [](__m512i bits, int from, int to) __attribute__((always_inline)) {
-        return _mm512_rolv_epi32(bits, _mm512_set1_epi32((32 + to - from) % 32));
-      };
-      const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-      __m512i u =
-        _mm512_and_si512(moved(word, nibble, kPlanesUsed + kLow), every(15 << (kPlanesUsed + kLow)));
-      for (int p = 0; p < kPlanesUsed; ++p) {
-        const int to = kPlanesUsed - 1 - p + kLow;
-        u = _mm512_ternarylogic_epi32(moved(bits[p][first + block], quad, to), every(1 << to), u,
-                                      0xea);  // a & b | c
-      }
-      if constexpr (Truncate)
-        u = _mm512_add_epi8(u, _mm512_andnot_si512(moved(word, nibble + 3, 0), every(1)));
-      codes[digit_quad(block, quad)] = u;
-    }
+      for (int p = 0; p < weight.bits - kCoarsest; ++p)
+        rows.whole.plane_words(p, 2 * unit, weight.blocks() - 2 * unit, planes[p]);
   }
 
-  template <int Tokens>
-  OTARO_INLINE void dots(const Activations& x, int64_t unit, int token, __m512i (&dots)[Tokens]) const {
-    const int64_t block = x.first_block(unit, token);
-    const auto four = [](const void* at) __attribute__((always_inline)) {
-      int32_t bytes;
-      std::memcpy(&bytes, at, sizeof bytes);
-      return _mm512_set1_epi32(bytes);
-    };
-    const auto offset = [&](int t) __attribute__((always_inline)) {
-      return _mm512_set1_epi32(meaning(M, Truncate).constant * x.sums[(token + t) * x.units + unit]);
-    };
-    if constexpr (kWide) {
-      const int16_t* words = x.words + block * kBlock;
-      for (int t = 0; t < Tokens; ++t) dots[t] = _mm512_setzero_si512();
-#pragma GCC unroll 32
-      for (int k = 0; k < 2 * kQuads; ++k)
-        for (int t = 0; t < Tokens; ++t)
-          dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
-      for (int t = 0; t < Tokens; ++t)
-        dots[t] = _mm512_add_epi32(kFactorTwo ? _mm512_add_epi32(dots[t], dots[t]) : dots[t], offset(t));
-    } else {
-      const int8_t* digits = x.digits + block * 2 * kBlock;
-      __m512i high[Tokens], low[Tokens];
-      for (int t = 0; t < Tokens; ++t)
-        high[t] = _mm512_setzero_si512(), low[t] = kFactorTwo && !kDouble ? high[t] : offset(t);
+  // E5M3 to E5M7. A code is u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is.
+  OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
+    __m512i words[8];
+    read(unit, words);
+    const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
+#pragma GCC unroll 16
+    for (int q = 0; q < kQuads; ++q) {
+      const int block = q / 8, quad = q % 8;
+      codes[q] = _mm512_and_si512(moved(words[4 * block + quad / 2], quad % 2 * 4, 4), every(0xf0));
+    }
+    const auto add = [&](int p) __attribute__((always_inline)) {
+      const __m512i* bits = planes[p] + unit % 2 * 2;
 #pragma GCC unroll 16
       for (int q = 0; q < kQuads; ++q)
-        for (int t = 0; t < Tokens; ++t) {
-          const int8_t* at = digits + t * 4 * kBlock + 4 * q;
-          high[t] = _mm512_dpbusd_epi32(high[t], codes[q], four(at));
-          low[t] = _mm512_dpbusd_epi32(low[t], codes[q], four(at + 2 * kBlock));
-        }
-      for (int t = 0; t < Tokens; ++t) {
-        const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[t], 8), low[t]);
-        dots[t] = kFactorTwo && !kDouble ? _mm512_add_epi32(_mm512_add_epi32(sums, sums), offset(t)) : sums;
-      }
+        codes[q] = _mm512_ternarylogic_epi32(moved(bits[q / 8], q % 8, 3 - p), every(8 >> p), codes[q],
+                                             0xea);  // a & b | c
+    };
+    if (weight.bits > 3) add(0);
+    if (weight.bits > 4) add(1);
+    if (weight.bits > 5) add(2);
+    if (weight.bits > 6) add(3);
+    if (weight.truncate)  // raised where negative
+#pragma GCC unroll 16
+      for (int q = 0; q < kQuads; ++q)
+        codes[q] = _mm512_mask_add_epi8(codes[q], _mm512_testn_epi8_mask(codes[q], every(0x80)), codes[q],
+                                        every(1 << (7 - weight.bits)));
+  }
+
+  OTARO_ONCE void unpack(int64_t unit, __m512i (&codes)[2 * kQuads]) {
+    __m512i words[8];
+    read(unit, words);
+    for (int block = 0; block < 2; ++block) {
+      const auto of = [&](int p) __attribute__((always_inline)) { return planes[p][unit % 2 * 2 + block]; };
+      __m512i* to = codes + block * kQuads;
+      if (weight.truncate)
+        nine_bits<true>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
+      else
+        nine_bits<false>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
     }
   }
 };
+
+// What sums of products of such codes mean: the integer I is `factor` times them, plus `constant` times the
+// sum of activations, all of it times 2^-down.
+struct Scaled {
+  int factor, constant, down;
+
+  explicit Scaled(const Packed& weight) {
+    const Meaning means = meaning(weight.bits, weight.truncate);
+    down = weight.bits < kFinest ? kFinest - 1 - weight.bits : 0;
+    factor = means.factor;
+    if (factor == 2 && down) --down, factor = 1;
+    constant = means.constant * (1 << down);
+  }
+};
+
+template <bool Wide, int Tokens>
+OTARO_INLINE void few_dots(const __m512i* codes, const Scaled& is, const Activations& x, int64_t unit,
+                           int token, __m512i (&dots)[Tokens]) {
+  const int64_t block = x.first_block(unit, token);
+  const auto four = [](const void* at) __attribute__((always_inline)) {
+    int32_t bytes;
+    std::memcpy(&bytes, at, sizeof bytes);
+    return _mm512_set1_epi32(bytes);
+  };
+  const auto offset = [&](int t) __attribute__((always_inline)) {
+    return _mm512_set1_epi32(is.constant * x.sums[(token + t) * x.units + unit]);
+  };
+  for (int t = 0; t < Tokens; ++t) dots[t] = is.factor == 2 ? _mm512_setzero_si512() : offset(t);
+  if constexpr (Wide) {
+    const int16_t* words = x.words + block * kBlock;
+#pragma GCC unroll 8
+    for (int k = 0; k < 2 * kQuads; ++k)
+      for (int t = 0; t < Tokens; ++t)
+        dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
+  } else {
+    const int8_t* digits = x.digits + block * 2 * kBlock;
+    __m512i high[Tokens];
+    for (int t = 0; t < Tokens; ++t) high[t] = _mm512_setzero_si512();
+#pragma GCC unroll 16
+    for (int q = 0; q < kQuads; ++q)
+      for (int t = 0; t < Tokens; ++t) {
+        const int8_t* at = digits + t * 4 * kBlock + 4 * digit_quad(q / 8, q % 8);
+        high[t] = _mm512_dpbusd_epi32(high[t], codes[q], four(at));
+        dots[t] = _mm512_dpbusd_epi32(dots[t], codes[q], four(at + 2 * kBlock));
+      }
+    const __m512i down = _mm512_set1_epi32(is.down);
+    for (int t = 0; t < Tokens; ++t)
+      dots[t] = _mm512_srav_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]), down);
+  }
+  if (is.factor == 2)
+    for (int t = 0; t < Tokens; ++t)
+      dots[t] = _mm512_add_epi32(_mm512_add_epi32(dots[t], dots[t]), offset(t));
+}
 
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-template <int M, bool Truncate>
+template <bool Wide>
 void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
               int64_t stride) {
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
-  const TileRows bytes(weight, first_row, rows);
   const uint8_t* scales = weight.scales + first_row * groups;
-  Alike<M, Truncate> quads;
+  const Scaled is(weight);
+  Few few(weight, first_row, rows);
   alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
   std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
-  const __m512 factor = scale_factor(weight, meaning(M, Truncate).shift);
+  const __m512 factor = scale_factor(weight, meaning(weight.bits, weight.truncate).shift);
   __m512 steps = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
     prefetch_next<kTileRows>(weight, first_row, unit);
-    quads.unpack(bytes, unit, weight.blocks());
+    __m512i codes[Wide ? 2 * kQuads : kQuads];
+    few.unpack(unit, codes);
     if (!left) {
       steps = _mm512_mul_ps(scale_values(scales + group, groups, rows), factor);
       left = per_group, ++group;
     }
     const auto add = [&](auto count, int t) __attribute__((always_inline)) {
       __m512i dots[count.value];
-      quads.template dots<count.value>(x, unit, t, dots);
+      few_dots<Wide, count.value>(codes, is, x, unit, t, dots);
       for (int i = 0; i < count.value; ++i) {
         const __m512 scale = _mm512_set1_ps(x.scales[(t + i) * x.units + unit]);
         const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[i]), _mm512_mul_ps(steps, scale));
@@ -731,20 +760,16 @@ void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int
   }
 }
 
-template <bool Truncate>
 void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
-  constexpr decltype(&few_tile<3, Truncate>) kFew[] = {few_tile<3, Truncate>, few_tile<4, Truncate>,
-                                                       few_tile<5, Truncate>, few_tile<6, Truncate>,
-                                                       few_tile<7, Truncate>, few_tile<8, Truncate>};
   if (x.tokens == 1)
-    return kAvx512.linear[weight.bits - kCoarsest][Truncate](weight, x, begin, end, out, stride);
+    return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
     if (count == 1 && x.tokens <= kFewTokens)
-      kFew[weight.bits - kCoarsest](weight, x, row, rows, out, stride);
+      (weight.bits == kFinest ? few_tile<true> : few_tile<false>)(weight, x, row, rows, out, stride);
     else
-      many_tile<Truncate>(weight, x, spans, count, row, rows, out, stride);
+      many_tile(weight, x, spans, count, row, rows, out, stride);
   }
 }
 
@@ -755,8 +780,8 @@ const Kernels kAvx512 = {"avx512",
                          0,
                          avx512::ByPair::digit_weight,
                          avx512::quantize<avx512::ByPair>,
-                         OTARO_INSTANCES(avx512::For<avx512::Wide>::linear),
-                         {avx512::many<false>, avx512::many<true>},
-                         OTARO_INSTANCES(avx512::For<avx512::Wide>::dots),
-                         OTARO_INSTANCES(avx512::decode)};
-}
+                         OTARO_INSTANCES(avx512::For<avx512::Machine>::linear),
+                         avx512::many,
+                         OTARO_ALL(avx512::decode)};
+const Instances<Dots> kAvx512Dots = OTARO_INSTANCES(avx512::For<avx512::Machine>::dots);
+}  // namespace otaro

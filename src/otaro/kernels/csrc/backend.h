@@ -13,10 +13,24 @@
 // vanish, or registers.
 #define OTARO_INLINE inline __attribute__((always_inline))
 
+// For functions that every precision has: once each, with no copies for arguments that happen to be
+// constants.
+#ifdef __clang__
+#define OTARO_ONCE __attribute__((noinline))
+#else
+#define OTARO_ONCE __attribute__((noinline, noclone))
+#endif
+
 #define OTARO_INSTANCES(name)                                                                          \
   {                                                                                                    \
     {name<3, false>, name<3, true>}, {name<4, false>, name<4, true>}, {name<5, false>, name<5, true>}, \
     {name<6, false>, name<6, true>}, {name<7, false>, name<7, true>}, {name<8, false>, name<8, true>}, \
+  }
+
+// Where one function serves all of them.
+#define OTARO_ALL(name)                                                                  \
+  {                                                                                      \
+    {name, name}, {name, name}, {name, name}, {name, name}, {name, name}, { name, name } \
   }
 
 namespace otaro::OTARO_ISA {

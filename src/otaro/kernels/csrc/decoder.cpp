@@ -298,8 +298,9 @@ struct Decoder::Run {
     });
     std::vector<Pair> pairs;
     for (int64_t t = 0; t < count; ++t) choose(experts, scores + t * experts.count, t, pairs);
-    std::stable_sort(pairs.begin(), pairs.end(),
-                     [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
+    std::sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) {
+      return a.expert != b.expert ? a.expert < b.expert : a.token < b.token;
+    });
 
     const auto some = static_cast<int64_t>(pairs.size());
     const int64_t width = layer.gate.weight.rows;

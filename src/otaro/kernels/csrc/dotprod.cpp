@@ -9,7 +9,7 @@ const Kernels kDotprod = {"dotprod",
                           dotprod::digit_weight_by_quad,
                           dotprod::quantize,
                           OTARO_INSTANCES(dotprod::linear),
-                          {dotprod::many, dotprod::many},
-                          OTARO_INSTANCES(dotprod::dots),
+                          dotprod::many,
                           OTARO_INSTANCES(dotprod::decode)};
-}
+const Instances<Dots> kDotprodDots = OTARO_INSTANCES(dotprod::dots);
+}  // namespace otaro

@@ -9,7 +9,7 @@ const Kernels kI8mm = {"i8mm",
                        i8mm::digit_weight_by_quad,
                        i8mm::quantize,
                        OTARO_INSTANCES(i8mm::linear),
-                       {i8mm::many, i8mm::many},
-                       OTARO_INSTANCES(i8mm::dots),
+                       i8mm::many,
                        OTARO_INSTANCES(i8mm::decode)};
-}
+const Instances<Dots> kI8mmDots = OTARO_INSTANCES(i8mm::dots);
+}  // namespace otaro

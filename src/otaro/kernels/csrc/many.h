@@ -121,7 +121,7 @@ class ManyTokens {
 
 // Tokens of several precisions, each by itself. `linear` has [mantissa bits - 3][truncate].
 template <class Linear>
-void each_precision(const Linear (&linear)[kPlanes + 1][2], const Packed& weight, const Activations& x,
+void each_precision(const Instances<Linear>& linear, const Packed& weight, const Activations& x,
                     const Span* spans, int count, int64_t begin, int64_t end, float* out, int64_t stride) {
   for (const Span* span = spans; span < spans + count; ++span) {
     Packed at = weight;

@@ -87,7 +87,7 @@ void dots(const Array<const float, 2>& x, const Bytes& base, const Bytes& scales
   const Kernels& chosen = kernels();
   Scratch scratch;
   const Activations activations = quantized(chosen, x, weight, scratch);
-  chosen.dots[weight.bits - kCoarsest][weight.truncate](weight, activations, 0, weight.rows, out.data());
+  dots_of(chosen, weight)(weight, activations, 0, weight.rows, out.data());
 }
 
 void quantize(const Array<const float, 2>& x, int group_size, const Array<int16_t, 2>& codes,

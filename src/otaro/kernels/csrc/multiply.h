@@ -19,7 +19,9 @@ std::vector<Span> spans_of(int tokens, BitsOf&& bits_of) {
     else
       ++spans.back().count;
   }
-  std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.bits < b.bits; });
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
+    return a.bits != b.bits ? a.bits < b.bits : a.first < b.first;
+  });
   return spans;
 }
 
@@ -27,7 +29,7 @@ std::vector<Span> spans_of(int tokens, BitsOf&& bits_of) {
 // which `weight` has the planes for, and have all tokens of x.
 inline void multiply_rows(const Kernels& kernels, const Packed& weight, const Activations& x,
                           const Span* spans, int count, int64_t begin, int64_t end, float* out) {
-  if (const auto many = kernels.many[weight.truncate]; many && x.unit_blocks == 2)
+  if (const auto many = kernels.many; many && x.unit_blocks == 2)
     return many(weight, x, spans, count, begin, end, out, weight.rows);
   for (const Span* span = spans; span < spans + count; ++span) {
     Packed at = weight;

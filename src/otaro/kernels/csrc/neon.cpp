@@ -9,7 +9,7 @@ const Kernels kNeon = {"neon",
                        neon::digit_weight_by_quad,
                        neon::quantize,
                        OTARO_INSTANCES(neon::linear),
-                       {neon::many, neon::many},
-                       OTARO_INSTANCES(neon::dots),
+                       neon::many,
                        OTARO_INSTANCES(neon::decode)};
-}
+const Instances<Dots> kNeonDots = OTARO_INSTANCES(neon::dots);
+}  // namespace otaro

@@ -51,27 +51,27 @@ inline float step_of(const Packed& weight, int64_t group, int shift) {
   return byte & 0x80 ? -size : size;
 }
 
-template <int M>
+// The codes of a block, raised where `truncate` wants it. Precision and reconstruction are no template
+// parameters here: one copy of every loop is enough.
 void unpack(const Packed& weight, int64_t block, uint16_t* u) {
   const uint8_t* base = weight.base + block * kBaseBytes;
   for (int i = 0; i < kBlock; ++i) u[digit_weight(i)] = base[i % kBaseBytes] >> (i < kBaseBytes ? 0 : 4) & 15;
-  for (int p = 0; p < M - kCoarsest; ++p) {
+  for (int p = 0; p < weight.bits - kCoarsest; ++p) {
     const uint8_t* plane = weight.planes[p] + block * kPlaneBytes;
     for (int i = 0; i < kBlock; ++i) u[i] = static_cast<uint16_t>(2 * u[i] + (plane[i % 4] >> i / 4 & 1));
   }
+  if (weight.truncate)
+    for (int i = 0; i < kBlock; ++i) u[i] = static_cast<uint16_t>(u[i] + !(u[i] >> weight.bits));
 }
 
-template <int M, bool Truncate>
 void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int32_t* dots,
                int64_t stride) {
-  constexpr Meaning means = meaning(M, Truncate);
+  const Meaning means = meaning(weight.bits, weight.truncate);
   const int64_t blocks = weight.blocks(), first = unit * x.unit_blocks;
   for (int t = 0; t < x.tokens; ++t) dots[t * stride] = means.constant * x.sums[t * x.units + unit];
   for (int64_t b = first; b < first + x.unit_blocks && b < blocks; ++b) {
     uint16_t u[kBlock], ordered[kBlock];
-    unpack<M>(weight, row * blocks + b, u);
-    if constexpr (means.raise_negative)
-      for (uint16_t& one : u) one = static_cast<uint16_t>(one + !(one >> M));
+    unpack(weight, row * blocks + b, u);
     for (int i = 0; i < kBlock; ++i) ordered[i] = u[word_weight(i)];
     for (int t = 0; t < x.tokens; ++t) {
       const int16_t* a = x.words + (x.first_block(unit, t) + b - first) * kBlock;
@@ -82,16 +82,15 @@ void unit_dots(const Packed& weight, const Activations& x, int64_t row, int64_t 
   }
 }
 
-template <int M, bool Truncate>
 void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
             int64_t stride) {
-  constexpr Meaning means = meaning(M, Truncate);
+  const Meaning means = meaning(weight.bits, weight.truncate);
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
   for (int64_t row = begin; row < end; ++row) {
     float lanes[kMaxTokens][kLanes] = {};
     for (int64_t unit = 0; unit < x.units; ++unit) {
       int32_t dots[kMaxTokens];
-      unit_dots<M, Truncate>(weight, x, row, unit, dots, 1);
+      unit_dots(weight, x, row, unit, dots, 1);
       const float step = step_of(weight, row * groups + unit / per_group, means.shift);
       for (int t = 0; t < x.tokens; ++t)
         lanes[t][unit % kLanes] += static_cast<float>(dots[t]) * (step * x.scales[t * x.units + unit]);
@@ -104,26 +103,22 @@ void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t e
   }
 }
 
-template <int M, bool Truncate>
 void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
   for (int64_t row = begin; row < end; ++row)
     for (int64_t unit = 0; unit < x.units; ++unit)
-      unit_dots<M, Truncate>(weight, x, row, unit, out + row * x.units + unit, weight.rows * x.units);
+      unit_dots(weight, x, row, unit, out + row * x.units + unit, weight.rows * x.units);
 }
 
-template <int M, bool Truncate>
 void decode(const Packed& weight, int64_t row, float* out) {
-  constexpr Meaning means = meaning(M, Truncate);
+  const Meaning means = meaning(weight.bits, weight.truncate);
   const int64_t blocks = weight.blocks();
   for (int64_t b = 0; b < blocks; ++b) {
     uint16_t u[kBlock];
-    unpack<M>(weight, row * blocks + b, u);
+    unpack(weight, row * blocks + b, u);
     const int64_t at = b * kBlock, count = weight.length - at < kBlock ? weight.length - at : kBlock;
     const float step = step_of(weight, row * weight.groups() + at / weight.group_size, means.shift);
-    for (int64_t i = 0; i < count; ++i) {
-      const int code = means.raise_negative ? u[i] + !(u[i] >> M) : u[i];
-      out[at + i] = static_cast<float>(means.factor * code + means.constant) * step;
-    }
+    for (int64_t i = 0; i < count; ++i)
+      out[at + i] = static_cast<float>(means.factor * u[i] + means.constant) * step;
   }
 }
 
@@ -134,8 +129,8 @@ const Kernels kPortable = {"portable",
                            0,
                            portable::digit_weight_by_block,
                            portable::quantize,
-                           OTARO_INSTANCES(portable::linear),
-                           {},
-                           OTARO_INSTANCES(portable::dots),
-                           OTARO_INSTANCES(portable::decode)};
-}
+                           OTARO_ALL(portable::linear),
+                           nullptr,
+                           OTARO_ALL(portable::decode)};
+const Instances<Dots> kPortableDots = OTARO_ALL(portable::dots);
+}  // namespace otaro

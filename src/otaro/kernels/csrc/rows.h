@@ -3,16 +3,14 @@
 // instruction set does itself is its machine, the template parameter `Machine`:
 //
 //   Sums                          the partial sums of a unit of a row with a token, and `zero()` of them
-//   unit_sums<M, Truncate, ...>   them of a unit for some tokens
-//   across_one                    their sum; with the sum of activations times `constant(bits, truncate)` it
-//                                 makes the integer I
-//   store_integers<M, Truncate>   the integers I of some units, at most eight
-//   Lanes                         eight floats: `no_lanes()`, `add`, `add_first` (to the first of them),
-//                                 `sum_lanes`, as step 4 of sefp.h sums them
-//   Steps<Shift>                  from scale bytes to steps: `eight` as lanes, or `one`
-//   some_steps<Shift>             the steps of some units, of weights or of a cache
-//   terms<M, Truncate>            the terms of some units of a token, as lanes
-//   linear_one<M, Truncate>       all of it for one token and whole units, where each is a group
+//   unit_sums<M>                  them of a unit for some tokens
+//   integers                      the integers I of some units, at most eight
+//   Lanes                         eight floats: `no_lanes()`, `add`, and `sum_lanes` as step 4 of sefp.h sums
+//                                 them
+//   some_steps                    the steps of some units, of weights or of a cache
+//   terms                         the terms of some units of a token, as lanes
+//   linear_one<M, Truncate>       all of it for one token and whole units, where each is a group; returns the
+//                                 first row that it leaves to `linear_any`
 #pragma once
 
 #include "backend.h"
@@ -47,26 +45,20 @@ struct Bytes {
   }
 };
 
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const Activations& x,
-                            int64_t unit, typename Machine::Sums (*sums)[8], int i) {
-  const int64_t at = x.first_block(unit, 0) * kBlock;
-  Machine::template unit_sums<M, Truncate, Tokens, Pair>(bytes, block, both, x.digits + 2 * at, x.words + at,
-                                                         Tokens ? Tokens : x.tokens, sums, i);
-}
-
-// The partial sums of `count` units, at most eight; the row's last may be half a pair (`odd`). What is beyond
-// is zero.
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-OTARO_INLINE void some_sums(const Bytes<M>& bytes, const Activations& x, int64_t unit, int count, bool odd,
+// The partial sums of `count` units of a row, at most eight; the row's last may be half a pair. What is
+// beyond is zero.
+template <class Machine, int M>
+OTARO_INLINE void some_sums(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int count,
                             typename Machine::Sums (*sums)[8]) {
-  const int tokens = Tokens ? Tokens : x.tokens;
+  const Bytes<M> bytes(weight, row);
+  const bool pair = x.unit_blocks == 2;
 #pragma GCC unroll 1
   for (int i = 0; i < count; ++i) {
-    const bool both = Pair && !(odd && i == count - 1);
-    unit_sums<Machine, M, Truncate, Tokens, Pair>(bytes, i * (Pair ? 2 : 1), both, x, unit + i, sums, i);
+    const int64_t block = (unit + i) * x.unit_blocks;
+    Machine::template unit_sums<M>(bytes, block, pair, pair && block + 1 < weight.blocks(), weight.truncate,
+                                   x, unit + i, x.tokens, sums, i);
   }
-  for (int t = 0; t < tokens; ++t)
+  for (int t = 0; t < x.tokens; ++t)
     for (int i = count; i < 8; ++i) sums[t][i] = Machine::zero();
 }
 
@@ -82,73 +74,32 @@ OTARO_INLINE void some_scales(const Packed& weight, const uint8_t* scales, int64
   }
 }
 
-// The end of a row, out of line: `count` units with all the care they may need.
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-__attribute__((noinline)) void add_rest(const Bytes<M>& bytes, const Activations& x, const Packed& weight,
-                                        const uint8_t* scales, int64_t unit, int count, bool odd,
-                                        typename Machine::Lanes* lanes) {
-  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-  some_sums<Machine, M, Truncate, Tokens, Pair>(bytes, x, unit, count, odd, sums);
-  const auto steps = Machine::template some_steps<meaning(M, Truncate).shift>(weight, scales, unit, count);
-  const int tokens = Tokens ? Tokens : x.tokens;
-  for (int t = 0; t < tokens; ++t)
-    lanes[t] =
-      Machine::add(lanes[t], Machine::template terms<M, Truncate>(sums[t], x, t, unit, count, steps));
-}
-
-// Adds one more unit after a multiple of eight to lane 0 of each token. Common: 576 is nine units.
-template <class Machine, int M, bool Truncate, int Tokens>
-OTARO_INLINE void add_one(const Bytes<M>& bytes, const Activations& x, float step, int64_t unit,
+// Adds the terms of `count` units of a row, at most eight, with all the care they may need.
+template <class Machine, int M>
+OTARO_ONCE void add_units(const Packed& weight, const Activations& x, int64_t row, int64_t unit, int count,
                           typename Machine::Lanes* lanes) {
-  constexpr Meaning means = meaning(M, Truncate);
-  const int tokens = Tokens ? Tokens : x.tokens;
-  typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-  unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 0, true, x, unit, sums, 0);
+  typename Machine::Sums sums[kMaxTokens][8];
+  some_sums<Machine, M>(weight, x, row, unit, count, sums);
+  const auto steps = Machine::some_steps(weight, meaning(M, weight.truncate).shift,
+                                         weight.scales + row * weight.groups(), unit, count);
 #pragma GCC unroll 1
-  for (int t = 0; t < tokens; ++t) {
-    const int64_t slot = t * x.units + unit;
-    const int dot =
-      means.factor * Machine::across_one(sums[t][0]) + Machine::constant(M, Truncate) * x.sums[slot];
-    lanes[t] = Machine::add_first(lanes[t], static_cast<float>(dot) * (step * x.scales[slot]));
-  }
+  for (int t = 0; t < x.tokens; ++t)
+    lanes[t] = Machine::add(lanes[t], Machine::terms(M, weight.truncate, sums[t], x, t, unit, count, steps));
 }
 
-// Any number of tokens, any shape. (Several tokens of whole units are `Kernels::many`'s.)
-template <class Machine, int M, bool Truncate, int Tokens, bool Pair>
-void linear_any(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
-                int64_t stride) {
-  const int tokens = Tokens ? Tokens : x.tokens;
-  const int64_t groups = weight.groups(), per_group = weight.units_per_group(), units = x.units;
-  const bool odd = Pair && weight.blocks() % 2;
-  const int64_t whole = Pair && per_group == 1 ? (units - odd) / 8 * 8 : 0;  // units that need no care
-  const uint8_t* scales = weight.scales + begin * groups;
-  const typename Machine::template Steps<meaning(M, Truncate).shift> of_scales(weight);
-  for (int64_t row = begin; row < end; ++row, scales += groups) {
-    Bytes<M> bytes(weight, row);
-    typename Machine::Lanes lanes[2][Tokens ? Tokens : kMaxTokens];
-    for (int t = 0; t < tokens; ++t) lanes[0][t] = lanes[1][t] = Machine::no_lanes();
-    int64_t unit = 0;
-    for (int side = 0; unit < whole; unit += 8, bytes.skip(16), side ^= 1) {
-      typename Machine::Sums sums[Tokens ? Tokens : kMaxTokens][8];
-#pragma GCC unroll 1
-      for (int i = 0; i < 8; ++i)
-        unit_sums<Machine, M, Truncate, Tokens, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const auto steps = of_scales.eight(scales + unit);
-#pragma GCC unroll 1
-      for (int t = 0; t < tokens; ++t)
-        lanes[side][t] =
-          Machine::add(lanes[side][t], Machine::template terms<M, Truncate>(sums[t], x, t, unit, 8, steps));
+// Any number of tokens, any shape, by `add_units` of a precision. (Several tokens of pairs are
+// `Kernels::many`'s.)
+template <class Machine, class AddUnits>
+OTARO_ONCE void linear_any(AddUnits add_units, const Packed& weight, const Activations& x, int64_t begin,
+                           int64_t end, float* out, int64_t stride) {
+  for (int64_t row = begin; row < end; ++row) {
+    typename Machine::Lanes lanes[2][kMaxTokens];
+    for (int t = 0; t < x.tokens; ++t) lanes[0][t] = lanes[1][t] = Machine::no_lanes();
+    for (int64_t unit = 0; unit < x.units; unit += 8) {
+      const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
+      add_units(weight, x, row, unit, count, lanes[unit / 8 % 2]);
     }
-    if (Pair && per_group == 1 && !odd && units - unit == 1) {
-      add_one<Machine, M, Truncate, Tokens>(bytes, x, of_scales.one(scales[unit]), unit, lanes[unit / 8 % 2]);
-      unit = units;
-    }
-    for (; unit < units; unit += 8, bytes.skip(Pair ? 16 : 8)) {
-      const int count = units - unit < 8 ? static_cast<int>(units - unit) : 8;
-      add_rest<Machine, M, Truncate, Tokens, Pair>(bytes, x, weight, scales, unit, count,
-                                                   odd && unit + count == units, lanes[unit / 8 % 2]);
-    }
-    for (int t = 0; t < tokens; ++t)
+    for (int t = 0; t < x.tokens; ++t)
       out[t * stride + row] = Machine::sum_lanes(Machine::add(lanes[0][t], lanes[1][t]));
   }
 }
@@ -158,31 +109,24 @@ struct For {
   template <int M, bool Truncate>
   static void linear(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
                      int64_t stride) {
-    if (x.unit_blocks == 1)
-      linear_any<Machine, M, Truncate, 0, false>(weight, x, begin, end, out, stride);
-    else if (x.tokens == 1 && x.stride == 1 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
-      Machine::template linear_one<M, Truncate>(weight, x, begin, end, out);
-    else
-      linear_any<Machine, M, Truncate, 0, true>(weight, x, begin, end, out, stride);
+    if (x.tokens == 1 && x.unit_blocks == 2 && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
+      begin = Machine::template linear_one<M, Truncate>(weight, x, begin, end, out);
+    linear_any<Machine>(add_units<Machine, M>, weight, x, begin, end, out, stride);
   }
 
   template <int M, bool Truncate>
   static void dots(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out) {
-    for (int64_t row = begin; row < end; ++row) {
-      Bytes<M> bytes(weight, row);
-      for (int64_t unit = 0; unit < x.units; unit += 8, bytes.skip(8 * x.unit_blocks)) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t unit = 0; unit < x.units; unit += 8) {
         const int count = x.units - unit < 8 ? static_cast<int>(x.units - unit) : 8;
         typename Machine::Sums sums[kMaxTokens][8];
-        if (x.unit_blocks == 1)
-          some_sums<Machine, M, Truncate, 0, false>(bytes, x, unit, count, false, sums);
-        else
-          some_sums<Machine, M, Truncate, 0, true>(bytes, x, unit, count,
-                                                   weight.blocks() % 2 && unit + count == x.units, sums);
-        for (int64_t t = 0; t < x.tokens; ++t)
-          Machine::template store_integers<M, Truncate>(sums[t], x.sums + t * x.units + unit, count,
-                                                        out + (t * weight.rows + row) * x.units + unit);
+        some_sums<Machine, M>(weight, x, row, unit, count, sums);
+        for (int64_t t = 0; t < x.tokens; ++t) {
+          const auto eight = Machine::integers(M, Truncate, sums[t], x.sums + t * x.units + unit, count);
+          std::memcpy(out + (t * weight.rows + row) * x.units + unit, &eight,
+                      static_cast<size_t>(count) * sizeof *out);
+        }
       }
-    }
   }
 };
 

@@ -90,8 +90,11 @@ struct Span {
 constexpr int digit_weight(int i) { return 8 * (i % 16 / 4) + 4 * (i / 16) + i % 4; }
 constexpr int word_weight(int i) { return digit_weight(i / 8 % 2 * 16 + i / 16 * 8 + i % 8); }
 
-// The functions of one instruction set. Those on weights come in twelve instances:
-// [mantissa bits - 3][truncate].
+// Functions on weights come in twelve instances.
+template <class Function>
+using Instances = Function[kPlanes + 1][2];  // [mantissa bits - 3][truncate]
+
+// The functions of one instruction set.
 struct Kernels {
   const char* name;
   // Blocks of a run of activations; 0: those of a unit.
@@ -101,32 +104,40 @@ struct Kernels {
   // One token's activations x [length] into slot `token`.
   void (*quantize)(const float* x, int64_t length, const Activations& out, int token);
   // Rows [begin, end) of the product for all tokens: out[token * stride + row].
-  void (*linear[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
-                                 float* out, int64_t stride);
+  Instances<void (*)(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                     int64_t stride)>
+    linear;
   // The same for tokens of several precisions, in spans of ascending bits: what the coarser ones have
-  // unpacked the finer ones go on with. [truncate]; null where there is none. `weight.bits` are those of the
-  // last span.
-  void (*many[2])(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
-                  int64_t end, float* out, int64_t stride);
-  // The integers I of step 3, for tests: out[(token * rows + row) * units + unit].
-  void (*dots[kPlanes + 1][2])(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
-                               int32_t* out);
+  // unpacked the finer ones go on with. Null where there is none. `weight.bits` are those of the last span.
+  void (*many)(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
+               int64_t end, float* out, int64_t stride);
   // The values of one row, exactly: out [length].
-  void (*decode[kPlanes + 1][2])(const Packed& weight, int64_t row, float* out);
+  Instances<void (*)(const Packed& weight, int64_t row, float* out)> decode;
 };
 
+// The integers I of step 3, for tests: out[(token * rows + row) * units + unit]. They are not in `Kernels`,
+// so that a program that never asks for them is linked without.
+using Dots = void (*)(const Packed& weight, const Activations& x, int64_t begin, int64_t end, int32_t* out);
+
 extern const Kernels kPortable;
+extern const Instances<Dots> kPortableDots;
 #ifdef OTARO_X86
 extern const Kernels kAvx2;
+extern const Instances<Dots> kAvx2Dots;
 extern const Kernels kAvx512;
+extern const Instances<Dots> kAvx512Dots;
 #endif
 #ifdef OTARO_ARM
 extern const Kernels kNeon;
+extern const Instances<Dots> kNeonDots;
 extern const Kernels kDotprod;
+extern const Instances<Dots> kDotprodDots;
 extern const Kernels kI8mm;
+extern const Instances<Dots> kI8mmDots;
 #endif
 #ifdef __wasm_simd128__
 extern const Kernels kWasm;
+extern const Instances<Dots> kWasmDots;
 #endif
 
 }  // namespace otaro

@@ -75,6 +75,23 @@ const Kernels& kernels() {
   return *one;
 }
 
+Dots dots_of(const Kernels& kernels, const Packed& weight) {
+  const Instances<Dots>* found = &kPortableDots;
+#ifdef OTARO_X86
+  if (&kernels == &kAvx512) found = &kAvx512Dots;
+  if (&kernels == &kAvx2) found = &kAvx2Dots;
+#endif
+#ifdef OTARO_ARM
+  if (&kernels == &kI8mm) found = &kI8mmDots;
+  if (&kernels == &kDotprod) found = &kDotprodDots;
+  if (&kernels == &kNeon) found = &kNeonDots;
+#endif
+#ifdef __wasm_simd128__
+  if (&kernels == &kWasm) found = &kWasmDots;
+#endif
+  return (*found)[weight.bits - kCoarsest][weight.truncate];
+}
+
 bool choose(const std::string& name) {
   for (const Kernels* one : runnable())
     if (name == one->name) {

@@ -15,4 +15,7 @@ std::vector<std::string> available();
 const Kernels& kernels();
 bool choose(const std::string& name);
 
+// Its integers, for tests.
+Dots dots_of(const Kernels& kernels, const Packed& weight);
+
 }  // namespace otaro

@@ -485,7 +485,7 @@ const Kernels kWasm = {"wasm",
                        wasm::digit_weight_by_block,
                        wasm::quantize,
                        OTARO_INSTANCES(wasm::linear),
-                       {wasm::many, wasm::many},
-                       OTARO_INSTANCES(wasm::dots),
+                       wasm::many,
                        OTARO_INSTANCES(wasm::decode)};
-}
+const Instances<Dots> kWasmDots = OTARO_INSTANCES(wasm::dots);
+}  // namespace otaro

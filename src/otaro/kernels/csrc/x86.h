@@ -105,10 +105,33 @@ struct Avx2 {
   using Sums = __m256i;                 // the partial sums of a unit
   static constexpr int kBytesUpTo = 6;  // 255 * 128 * 2 would not fit the 16 bits of vpmaddubsw
 
+  // The nibbles of a block.
+  static OTARO_INLINE __m256i nibbles(const uint8_t* base) {
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(base));
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(bytes), shifts),
+                            _mm256_set1_epi8(15));
+  }
+
+  // Codes with a bit more, from four bytes of a plane.
+  static OTARO_INLINE __m256i longer(__m256i low, const uint8_t* plane) {
+    const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202,
+                                           0x08080808, 0x20202020, static_cast<int>(0x80808080));
+    int32_t word;
+    std::memcpy(&word, plane, sizeof word);
+    const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
+    return _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
+  }
+
+  // From nibbles: -1 where a weight is negative.
+  static OTARO_INLINE __m256i negative_ones(__m256i nibbles) {
+    return _mm256_cmpgt_epi8(_mm256_set1_epi8(8), nibbles);
+  }
+
   // A block's codes, ready to be multiplied.
-  template <int M, bool Truncate>
+  template <int M>
   struct Codes {
-    static constexpr bool kWide = M > kBytesUpTo, kNeedsSign = Truncate || M == kFinest;
+    static constexpr bool kWide = M > kBytesUpTo;
 
     __m256i low;  // the low eight bits of u in the order of `digits`; raised where `truncate` wants it and
                   // bytes suffice
@@ -116,26 +139,16 @@ struct Avx2 {
     __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16
                        // bits hold as they are
 
-    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block) {
-      const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-      const __m128i base = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.base + block * kBaseBytes));
-      low =
-        _mm256_and_si256(_mm256_srlv_epi32(_mm256_broadcastsi128_si256(base), shifts), _mm256_set1_epi8(15));
-      if constexpr (kNeedsSign) negative = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), low);
-      const __m256i quad = _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x02020202,
-                                             0x08080808, 0x20202020, static_cast<int>(0x80808080));
-      for (int p = 0; p < M - kCoarsest; ++p) {
-        int32_t word;
-        std::memcpy(&word, bytes.planes[p] + block * kPlaneBytes, sizeof word);
-        const __m256i bits = _mm256_set1_epi32(word), twice = _mm256_add_epi8(low, low);
-        low = _mm256_sub_epi8(twice, _mm256_cmpeq_epi8(_mm256_and_si256(bits, quad), quad));
-      }
-      if constexpr (Truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool truncate) {
+      low = nibbles(bytes.base + block * kBaseBytes);
+      if (truncate || M == kFinest) negative = negative_ones(low);
+      for (int p = 0; p < M - kCoarsest; ++p) low = longer(low, bytes.planes[p] + block * kPlaneBytes);
+      if (truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
       if constexpr (kWide) {
         const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
         wide[0] = _mm256_unpacklo_epi8(low, high);
         wide[1] = _mm256_unpackhi_epi8(low, high);
-        if constexpr (Truncate && M == kFinest) {
+        if (truncate && M == kFinest) {
           wide[0] = _mm256_sub_epi16(wide[0], _mm256_unpacklo_epi8(negative, negative));
           wide[1] = _mm256_sub_epi16(wide[1], _mm256_unpackhi_epi8(negative, negative));
         }
@@ -150,8 +163,8 @@ struct Avx2 {
   }
 
   // One block against one token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& codes, const int8_t* digits, int low_bytes,
+  template <int M>
+  static OTARO_INLINE __m256i products(const Codes<M>& codes, const int8_t* digits, int low_bytes,
                                        const int16_t* words) {
     if constexpr (M <= kBytesUpTo) {
       const __m256i high = _mm256_maddubs_epi16(codes.low, load(digits)),
@@ -165,9 +178,9 @@ struct Avx2 {
   }
 
   // Two blocks against one token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i products(const Codes<M, Truncate>& first, const Codes<M, Truncate>& second,
-                                       const int8_t* digits, const int16_t* words) {
+  template <int M>
+  static OTARO_INLINE __m256i products(const Codes<M>& first, const Codes<M>& second, const int8_t* digits,
+                                       const int16_t* words) {
     if constexpr (M <= 5) {  // the sum of two pairs still fits 16 bits: 63 * 128 * 4
       const auto both = [&](const int8_t* at) __attribute__((always_inline)) {
         return _mm256_add_epi16(_mm256_maddubs_epi16(first.low, load(at)),
@@ -180,20 +193,24 @@ struct Avx2 {
                             products(second, digits + kBlock, 2 * kBlock, words + kBlock));
   }
 
-  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks of which the second may be
-  // missing, or a single block.
-  template <int M, bool Truncate, int Tokens, bool Pair>
-  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool both, const int8_t* digits,
-                                     const int16_t* words, int tokens, Sums (*sums)[8], int i) {
-    constexpr int kWeights = Pair ? 2 * kBlock : kBlock;
-    const Codes<M, Truncate> first(bytes, block);
+  // The partial sums of a unit for each token, into sums[t][i]: a pair of blocks, of which the second may be
+  // missing (not `both`), or a single block.
+  template <int M>
+  static OTARO_INLINE void unit_sums(const Bytes<M>& bytes, int64_t block, bool pair, bool both,
+                                     bool truncate, const Activations& x, int64_t unit, int tokens,
+                                     Sums (*sums)[8], int i) {
+    const int weights = pair ? 2 * kBlock : kBlock;
+    const int64_t at = x.first_block(unit, 0) * kBlock;
+    const int8_t* digits = x.digits + 2 * at;
+    const int16_t* words = x.words + at;
+    const Codes<M> first(bytes, block, truncate);
     if (both) {
-      const Codes<M, Truncate> second(bytes, block + 1);
+      const Codes<M> second(bytes, block + 1, truncate);
       for (int t = 0; t < tokens; ++t)
-        sums[t][i] = products(first, second, digits + t * 2 * kWeights, words + t * kWeights);
+        sums[t][i] = products(first, second, digits + t * 2 * weights, words + t * weights);
     } else {
       for (int t = 0; t < tokens; ++t)
-        sums[t][i] = products(first, digits + t * 2 * kWeights, kWeights, words + t * kWeights);
+        sums[t][i] = products(first, digits + t * 2 * weights, weights, words + t * weights);
     }
   }
 
@@ -202,13 +219,6 @@ struct Avx2 {
     const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
     const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
-  }
-
-  // The sum across one.
-  static OTARO_INLINE int across_one(Sums p) {
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(p), _mm256_extracti128_si256(p, 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
   }
 
   static OTARO_INLINE Sums zero() { return _mm256_setzero_si256(); }
@@ -228,21 +238,15 @@ OTARO_INLINE __m128i scale_halves(__m128i scales) {
 }
 
 // From scale bytes to steps.
-template <int Shift>
 struct Steps {
   __m256 factor;
 
-  OTARO_INLINE explicit Steps(const Packed& weight)
-    : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - Shift))) {}
+  OTARO_INLINE Steps(const Packed& weight, int shift)
+    : factor(_mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - shift))) {}
 
   OTARO_INLINE __m256 eight(const uint8_t* scales) const {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
     return _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), factor);
-  }
-
-  OTARO_INLINE float one(uint8_t scale) const {
-    const __m128 value = _mm_cvtph_ps(scale_halves(_mm_cvtsi32_si128(scale)));
-    return _mm_cvtss_f32(_mm_mul_ss(value, _mm256_castps256_ps128(factor)));
   }
 };
 
@@ -255,9 +259,6 @@ struct X86 : Machine {
 
   static OTARO_INLINE Lanes no_lanes() { return _mm256_setzero_ps(); }
   static OTARO_INLINE Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
-  static OTARO_INLINE Lanes add_first(Lanes lanes, float value) {
-    return add(lanes, _mm256_zextps128_ps256(_mm_set_ss(value)));
-  }
 
   // Lanes j and j + 8 are summed already; now j + 4, j + 2, j + 1.
   static OTARO_INLINE float sum_lanes(__m256 lanes) {
@@ -266,153 +267,74 @@ struct X86 : Machine {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
   }
 
-  template <int Shift>
-  using Steps = OTARO_ISA::Steps<Shift>;
-
   // The steps of `count` units of a row from `unit` on, at most eight, of weights or of a cache.
-  template <int Shift>
-  static OTARO_INLINE __m256 some_steps(const Packed& weight, const uint8_t* scales, int64_t unit,
+  static OTARO_INLINE __m256 some_steps(const Packed& weight, int shift, const uint8_t* scales, int64_t unit,
                                         int count) {
     uint8_t some[8];
     some_scales(weight, scales, unit, count, some);
-    if (!weight.of_cache) return Steps<Shift>(weight).eight(some);
+    if (!weight.of_cache) return Steps(weight, shift).eight(some);
     const __m256i exponents = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(some)));
-    const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - Shift));
+    const __m256i biased = _mm256_add_epi32(exponents, _mm256_set1_epi32(127 - shift));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
   }
 
   // The integers I of `count` units of a token.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256i integers(const Sums* sums, const int32_t* activation_sums, int count) {
+  static OTARO_INLINE __m256i integers(int bits, bool truncate, const Sums* sums,
+                                       const int32_t* activation_sums, int count) {
     const __m256i products = across(sums);
     const __m256i of_x =
       count == 8 ? load(activation_sums) : _mm256_maskload_epi32(activation_sums, first_lanes(count));
-    const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant(M, Truncate)));
-    return _mm256_add_epi32(
-      meaning(M, Truncate).factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-  }
-
-  template <int M, bool Truncate>
-  static OTARO_INLINE void store_integers(const Sums* sums, const int32_t* activation_sums, int count,
-                                          int32_t* out) {
-    _mm256_maskstore_epi32(out, first_lanes(count), integers<M, Truncate>(sums, activation_sums, count));
+    const __m256i offset = _mm256_mullo_epi32(of_x, _mm256_set1_epi32(constant(bits, truncate)));
+    return _mm256_add_epi32(truncate ? products : _mm256_add_epi32(products, products), offset);
   }
 
   // The terms of `count` units of token t.
-  template <int M, bool Truncate>
-  static OTARO_INLINE __m256 terms(const Sums* sums, const Activations& x, int t, int64_t unit, int count,
-                                   __m256 steps) {
+  static OTARO_INLINE __m256 terms(int bits, bool truncate, const Sums* sums, const Activations& x, int t,
+                                   int64_t unit, int count, __m256 steps) {
     const int64_t slot = t * x.units + unit;
     const __m256 scales =
       count == 8 ? _mm256_loadu_ps(x.scales + slot) : _mm256_maskload_ps(x.scales + slot, first_lanes(count));
-    const __m256i dots = integers<M, Truncate>(sums, x.sums + slot, count);
+    const __m256i dots = integers(bits, truncate, sums, x.sums + slot, count);
     return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps, scales));
-  }
-
-  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
-  // which is added to which.
-  template <int M, bool Truncate>
-  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x,
-                                      const Steps<meaning(M, Truncate).shift>& of_scales,
-                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
-    lanes = others = _mm256_setzero_ps();
-    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
-      Sums sums[1][8];
-      bytes.prefetch(16);
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i)
-        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 2 * i, true, x, unit + i, sums, i);
-      const __m256 steps = of_scales.eight(scales + unit);
-      const __m256 added = _mm256_add_ps(lanes, terms<M, Truncate>(sums[0], x, 0, unit, 8, steps));
-      lanes = others;
-      others = added;
-    }
-  }
-
-  // One token. Bytes of rows follow each other, so one pointer walks through all of them. Where one unit is
-  // left over (576 is nine), those of eight rows are summed across together.
-  template <int M, bool Truncate>
-  static void linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
-                         float* out) {
-    constexpr Meaning means = meaning(M, Truncate);
-    Activations x = of_x;
-    x.stride = 1, x.unit_blocks = 2;  // as the caller made sure; the compiler computes addresses with them
-    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
-    const int left = static_cast<int>(units - whole);
-    const uint8_t* scales = weight.scales + begin * groups;
-    const Steps<means.shift> of_scales(weight);
-    Bytes<M> bytes(weight, begin);
-    int64_t row = begin;
-    for (; left == 1 && row + 8 <= end; row += 8) {
-      __m256 lanes[8], others[8];
-      Sums sums[1][8];
-      uint8_t last[8];
-#pragma GCC unroll 1
-      for (int r = 0; r < 8; ++r, scales += groups) {
-        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
-        bytes.prefetch(2);
-        OTARO_ISA::unit_sums<Machine, M, Truncate, 1, true>(bytes, 0, true, x, whole, sums, r);
-        bytes.skip(2);
-        last[r] = scales[whole];
-      }
-      const __m256i products = across(sums[0]),
-                    offset = _mm256_set1_epi32(constant(M, Truncate) * x.sums[whole]);
-      const __m256i dots =
-        _mm256_add_epi32(means.factor == 2 ? _mm256_add_epi32(products, products) : products, offset);
-      const __m256 factors = _mm256_mul_ps(of_scales.eight(last), _mm256_set1_ps(x.scales[whole]));
-      float terms[8];
-      _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(dots), factors));
-      for (int r = 0; r < 8; ++r) {
-        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
-        out[row + r] = sum_lanes(_mm256_add_ps(first, others[r]));
-      }
-    }
-    for (; row < end; ++row, scales += groups) {
-      __m256 lanes, others;
-      add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes, others);
-      if (left) add_rest<X86, M, Truncate, 1, true>(bytes, x, weight, scales, whole, left, false, &lanes);
-      bytes.skip(2 * left);
-      out[row] = sum_lanes(_mm256_add_ps(lanes, others));
-    }
   }
 };
 
-template <int M, bool Truncate>
-void decode(const Packed& weight, int64_t row, float* out) {
-  constexpr Meaning means = meaning(M, Truncate);
-  const Bytes<M> bytes(weight, row);
+// One row is soon done: precision and reconstruction are no template parameters here.
+inline void decode(const Packed& weight, int64_t row, float* out) {
+  const Meaning means = meaning(weight.bits, weight.truncate);
   const int64_t blocks = weight.blocks(), group_blocks = weight.group_size / kBlock;
-  const uint8_t* scales = weight.scales + row * weight.groups();
-  const Steps<means.shift> of_scales(weight);
+  const uint8_t *scales = weight.scales + row * weight.groups(),
+                *base = weight.base + row * blocks * kBaseBytes;
+  const float factor = power_of_two(weight.scale_exponent + 8 - means.shift);
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  // What a negative weight has besides its low bits: at nine bits it is below 0, as `Avx2::constant` knows.
+  const __m256i beside = _mm256_set1_epi32((weight.truncate ? 1 : 0) - (weight.bits == kFinest ? 256 : 0));
+  const __m128i doubled = _mm_cvtsi32_si128(means.factor - 1);
+  const __m256i constant = _mm256_set1_epi32(Avx2::constant(weight.bits, weight.truncate));
   __m256 step = _mm256_setzero_ps();
   for (int64_t b = 0, left = 0; b < blocks; ++b, --left) {  // blocks that are left of the group
     if (!left) {
       const uint8_t scale = *scales++;
+      const __m128 value = _mm_cvtph_ps(scale_halves(_mm_cvtsi32_si128(scale)));
       step = _mm256_set1_ps(weight.of_cache ? power_of_two(static_cast<int8_t>(scale) - means.shift)
-                                            : of_scales.one(scale));
+                                            : _mm_cvtss_f32(value) * factor);
       left = group_blocks;
     }
-    const Avx2::Codes<M, Truncate> codes(bytes, b);
-    alignas(32) uint8_t low[kBlock];
-    alignas(32) int8_t negative[kBlock] = {};
-    _mm256_store_si256(reinterpret_cast<__m256i*>(low), _mm256_permutevar8x32_epi32(codes.low, in_order));
-    if constexpr (M == kFinest)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(negative),
-                         _mm256_permutevar8x32_epi32(codes.negative, in_order));
+    __m256i low = Avx2::nibbles(base + b * kBaseBytes);
+    const __m256i negative = Avx2::negative_ones(low);
+    for (int p = 0; p < weight.bits - kCoarsest; ++p)
+      low = Avx2::longer(low, weight.planes[p] + (row * blocks + b) * kPlaneBytes);
+    alignas(32) uint8_t codes[kBlock];
+    alignas(32) int8_t signs[kBlock];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(low, in_order));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(signs), _mm256_permutevar8x32_epi32(negative, in_order));
     const int64_t count = weight.length - b * kBlock;
     float last[kBlock], *values = count < kBlock ? last : out + b * kBlock;
     for (int i = 0; i < kBlock; i += 8) {
-      __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low + i)));
-      if constexpr (M == kFinest) {
-        const __m256i sign =
-          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(negative + i)));
-        u = _mm256_add_epi32(u, _mm256_slli_epi32(sign, 8));
-        if constexpr (Truncate) u = _mm256_sub_epi32(u, sign);
-      }
-      if constexpr (means.factor == 2) u = _mm256_add_epi32(u, u);
-      u = _mm256_add_epi32(u, _mm256_set1_epi32(Avx2::constant(M, Truncate)));
-      _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(u), step));
+      __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+      const __m256i sign = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(signs + i)));
+      u = _mm256_sll_epi32(_mm256_add_epi32(u, _mm256_and_si256(sign, beside)), doubled);
+      _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(u, constant)), step));
     }
     if (count < kBlock) std::memcpy(out + b * kBlock, last, static_cast<size_t>(count) * sizeof(float));
   }
