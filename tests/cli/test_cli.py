@@ -447,9 +447,10 @@ def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
         (["verify", str(MODEL_DIR)], "is not a nested model"),
         (["generate", str(MODEL_DIR), "--prompt", "x"], "otaro pack"),
         (["pack", "no such model", "out"], "neither a directory nor a Hub id"),
+        (["pack", "no/such.gguf", "out"], "there is no file no/such.gguf"),
         (["pack", "builtin", "out", "--group-size", "48"], "multiple of 32"),
     ],
-    ids=["verify a checkpoint", "generate from a checkpoint", "pack nothing", "odd group size"],
+    ids=["verify a checkpoint", "generate from a checkpoint", "pack nothing", "pack no file", "odd group size"],
 )
 def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, in_child):
     folder = tmp_path / "here"

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import otaro
 from otaro.errors import FormatError, OtaroError, ShardMissingError, TargetError
+from otaro.export.checkpoint import spell_out_rope
 from otaro.export.run import export
 
 ALL = ["llama", "llama_tied", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2"]
@@ -128,3 +129,22 @@ def test_nothing_is_left_of_an_export_that_fails(make_nested, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         export(make_nested("llama"), tmp_path / "out", precision="E5M4", to="hf", progress=stop)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
+def test_rope_is_told_by_its_older_names_too(architecture, make_nested, tmp_path):
+    nested = make_nested(architecture)
+    export(nested, tmp_path / "out", precision="E5M3", to="hf")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    rope = config["rope_parameters"]
+    assert config["rope_theta"] == rope.get("full_attention", rope)["rope_theta"]
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == AutoConfig.from_pretrained(nested).rope_parameters
+
+
+def test_scaled_rope_is_told_by_its_older_names_too(tmp_path):
+    rope = {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0}
+    LlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
+    spell_out_rope(tmp_path / "config.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (2e6, {"rope_type": "linear", "factor": 8.0})
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope

@@ -101,7 +101,7 @@ def test_a_flipped_byte_of_data_is_found_and_its_tensor_named(victim, plane, nam
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         write_sealed(shard(victim, plane), header, bytes(damaged))
-        message = f"model-m{plane}.safetensors: the bytes of {re.escape(name)} are damaged; fetch the file again"
+        message = f"model-m{plane}.safetensors: the bytes of {re.escape(name)} are damaged; delete the file"
         with pytest.raises(DigestError, match=message):
             open_all(victim).verify()
 

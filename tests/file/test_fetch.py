@@ -271,6 +271,20 @@ def test_planes_of_another_model_are_refused(server, packed, tmp_path):
     assert same(out, packed, 3)
 
 
+def test_another_model_is_refused_where_nothing_is_missing_too(packed, tmp_path):
+    out = tmp_path / "out"
+    fetch(packed, out)
+    before = content(out)
+    other = packed.parent / "other"
+    (other / "precisions.json").write_text("{}")
+    try:
+        with pytest.raises(TargetError, match="holds another model"):
+            fetch(other, out)
+    finally:
+        (other / "precisions.json").unlink()
+    assert content(out) == before
+
+
 def test_busy_servers_are_asked_again_and_refusals_are_not(server, packed, tmp_path):
     server.statuses = {SHARDS[0]: [503, 200, 200, 429], "config.json": [500]}
     fetch(server.address, tmp_path / "out", E5M3)

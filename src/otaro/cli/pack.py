@@ -98,7 +98,8 @@ def pack(
                 calibrated = pack_calibrated(model, out, text.content, text_name=text.name, progress=progress, **options)
                 nested = calibrated.nested
     except KeyboardInterrupt:
-        kept = "; finished layers are kept beside it, and the same command goes on with them" if calibrate is not None else ""
+        begun = calibrate is not None and out.with_name(f".{out.name}.calibrating").exists()
+        kept = "; finished layers are kept beside it, and the same command goes on with them" if begun else ""
         now = f"{out} is as it was" if out.exists() else f"there is no {out}" if kept else "nothing is left behind"
         console.remark(f"interrupted: {now}{kept}")
         raise typer.Exit(130) from None

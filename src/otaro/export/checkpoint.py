@@ -6,6 +6,7 @@ written is read back, weights are computed from it as the reader computes them, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from otaro.export.safetensors import SafetensorsWriter
 from otaro.export.source import Piece, Progress, Rows, Source
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-WEIGHTS = "model.safetensors"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -86,6 +87,7 @@ def write_checkpoint(
     source.copy_sidecars(out)
     source.config.dtype = dtype
     source.config.save_pretrained(out)
+    spell_out_rope(out / CONFIG)
     with safe_open(out / WEIGHTS, framework="pt") as file:
         for piece in pieces:
             its_form = form if piece.name in packed else None
@@ -101,6 +103,22 @@ def write_checkpoint(
                 found = its_form.decode(piece, some) if its_form else some[piece.name]
                 report.compare(kind, piece.name, found.to(matrix.dtype), matrix)
                 at, done = at + len(matrix), done + matrix.numel()
+
+
+def spell_out_rope(path: Path) -> None:
+    """Rope as readers look for it that do not know `rope_parameters`: mlx_lm would take its default without a word."""
+    config = json.loads(path.read_text())
+    rope = config.get("rope_parameters") or {}
+    if "full_attention" in rope:  # a rope for each kind of layer, as in Gemma 3
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    scaling = dict(rope)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in scaling:
+            config[name] = scaling.pop(name)
+    if scaling.get("rope_type", "default") != "default":
+        config["rope_scaling"] = scaling
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

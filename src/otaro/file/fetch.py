@@ -170,6 +170,10 @@ def fetch(
         nested = _there(target)
         remote = RemoteModel(source, None if nested is None else nested.base.header)
         offers = _missing(remote, nested, precision)
+        if nested is not None and not offers and (theirs := RemoteModel(source).model) != nested.model:
+            raise TargetError(
+                f"{out} holds another model (identity {nested.model[:12]}) than {source} ({theirs[:12]}); choose another place"
+            )
         under_way = target / FOLDER
         _check_space(target, sum(offer.size - _begun(offer, under_way) for offer in offers))
         made = not target.exists()

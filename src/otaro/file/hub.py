@@ -33,6 +33,8 @@ class Hub:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 
+        if model.endswith(".gguf"):
+            raise CheckpointError(f"there is no file {model}")
         try:
             return Path(
                 snapshot_download(

@@ -81,7 +81,9 @@ class Shard:
                 for start in range(entry.start, entry.end, _READ_SIZE):
                     digest.update(file.read(min(_READ_SIZE, entry.end - start)))
                 if digest.hexdigest() != self.header.digests[name]:
-                    raise DigestError(f"{self.header.path}: the bytes of {name} are damaged; fetch the file again")
+                    raise DigestError(
+                        f"{self.header.path}: the bytes of {name} are damaged; delete the file, and `otaro fetch` it again"
+                    )
                 progress(f"{self.header.path.name} {name}", entry.end - entry.start)
 
 
