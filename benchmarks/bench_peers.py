@@ -94,7 +94,7 @@ def one_shape(rows: int, length: int, found: list[peers.Peer], rounds: int) -> d
         graphs: dict[str, Captured] = {"float16": capture(partial(rotate_half, x, halves), enough(about, len(halves)))}
         for precision in OURS:
             seen = [[at(one, precision)] for one in packed]
-            launch = partial(multiply_ours, seen, digits, tokens, [out], scratch)
+            launch = partial(multiply_ours, seen, digits, x, [out], scratch)
             graphs[str(precision)] = capture(launch, enough(about / 2, len(seen)))
         for peer in found:
             if tokens in peer.tokens:

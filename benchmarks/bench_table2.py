@@ -8,7 +8,7 @@ Weights are random: only their shapes matter here. Parts:
 
     gemv          every product of the model with one token, beside cuBLAS in float16
     layer         every product of a layer with 4 to 128 tokens, beside cuBLAS in float16
-    batch         one large matrix times 1 to 64 tokens: where integers straight from the planes stop paying
+    batch         one large matrix times 1 to 128 tokens: where integers, then halves straight from the planes stop paying
     prompts       500 and 4,000 tokens read by our own decoder, in float16 and packed
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed

@@ -32,7 +32,7 @@ PROMPTS = {500: 1.4, 4000: 1.15}
 
 
 def layer(asked: Settings) -> dict[str, Any]:
-    """Every product of a layer with 4 to 128 tokens that are integers already, beside cuBLAS in float16."""
+    """Every product of a layer with 4 to 128 tokens, up to 16 of them integers already, beside cuBLAS in float16."""
     results: dict[str, Any] = {}
     for product in PRODUCTS:
         if product.name != "head":
@@ -63,14 +63,15 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
     results = {}
     for tokens in TOKENS:
         x = torch.randn(tokens, product.length, device=gpu.DEVICE, dtype=torch.float16)
-        outs = [torch.empty(tokens, rows, device=gpu.DEVICE) for rows in product.rows]
+        kind = torch.float32 if tokens <= cuda.MOST_TOKENS else torch.float16  # that of cuBLAS's results
+        outs = [torch.empty(tokens, rows, device=gpu.DEVICE, dtype=kind) for rows in product.rows]
         digits, scratch = cuda.to_digits(x, GROUP_SIZE), cuda.Scratch(torch.device(gpu.DEVICE))
         about = size / 4e12 + 2e-6
         graphs = {"float16": capture(partial(rotate_half, x, matrices), enough(about, len(matrices)))}
         checks = {}
         for precision in MULTIPLIED:
             seen = [[at(packed, precision) for packed in one] for one in rotated]
-            launch = partial(multiply, seen, digits, tokens, outs, scratch)
+            launch = partial(multiply, seen, digits, x, outs, scratch)
             graphs[str(precision)] = capture(launch, enough(about / 2, copies))
             checks[str(precision)] = outcome = check(rotated[0], precision, tokens)
             if outcome["wrong"]:
@@ -80,12 +81,14 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
 
 
 def multiply(
-    rotated: list[list[Packed]], digits: Any, tokens: int, outs: list[torch.Tensor], scratch: cuda.Scratch, number: int
+    rotated: list[list[Packed]], digits: Any, x: torch.Tensor, outs: list[torch.Tensor], scratch: cuda.Scratch, number: int
 ) -> None:
-    """One copy of the matrices times tokens that are integers already, in as many launches as that takes."""
-    for first in range(0, tokens, cuda.MOST_TOKENS):
-        few = min(cuda.MOST_TOKENS, tokens - first)
-        cuda.products(digits, few, rotated[number % len(rotated)], outs, first=first, scratch=scratch)
+    """One copy of the matrices times tokens that are integers already, or float16."""
+    matrices = rotated[number % len(rotated)]
+    if len(x) <= cuda.MOST_TOKENS:
+        cuda.products(digits, len(x), matrices, outs, scratch=scratch)
+    else:
+        cuda.multiply_halves(x, matrices, outs, scratch=scratch, early=True)
 
 
 def print_layer(results: dict[str, Any], total: dict[str, dict[str, float]]) -> None:

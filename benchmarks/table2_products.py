@@ -13,7 +13,7 @@ from gpu import Captured, alternate, capture, enough, medians
 from llama3 import PRODUCTS, Product, at, matrix_bytes, random_packed
 from torch.nn.functional import linear
 
-from otaro.kernels import cuda, reference
+from otaro.kernels import cuda, halves, reference
 from otaro.kernels.packed import Packed
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 from otaro.tune import fake_quant
@@ -23,7 +23,7 @@ ROTATED = 200_000_000
 CHECKED = 48  # rows
 TOLERANCE = 1e-3  # relative error of a product; integers of 16 bits are good for 1e-4
 BATCH_SHAPE = (28672, 4096)
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Settings(NamedTuple):
@@ -112,19 +112,23 @@ def moved(product: Product, precision: Precision | None) -> int:
 
 
 def check(matrices: list[Packed], precision: Precision, tokens: int = 1) -> dict[str, Any]:
-    """Some rows against the reference, bit for bit, and against the decoded weights in float64; every row must be written."""
+    """Some rows against the reference, integers bit for bit, and against the decoded weights in float64; every row must be
+    written.
+    """
     seen = [at(packed, precision) for packed in matrices]
-    x = torch.randn(tokens, seen[0].length, device=gpu.DEVICE)
+    x = torch.randn(tokens, seen[0].length, device=gpu.DEVICE).half().float()
     outs = [torch.full((tokens, len(packed.base)), torch.nan, device=gpu.DEVICE) for packed in seen]
-    digits = cuda.to_digits(x, GROUP_SIZE)
-    for first in range(0, tokens, cuda.MOST_TOKENS):
-        cuda.products(digits, min(cuda.MOST_TOKENS, tokens - first), seen, outs, first=first)
+    integers = tokens <= cuda.MOST_TOKENS
+    if integers:
+        cuda.products(cuda.to_digits(x, GROUP_SIZE), tokens, seen, outs)
+    else:
+        cuda.multiply_halves(x.half(), seen, outs)
     same, unwritten, off, size = True, 0, 0.0, 0.0
     for packed, out in zip(seen, outs, strict=True):
         some = torch.cat([torch.tensor([0, len(packed.base) - 1]), torch.randint(len(packed.base), (CHECKED,))]).to(gpu.DEVICE)
         few = on_cpu(packed.rows(some))
         found = out[:, some].cpu()
-        same &= torch.equal(found, reference.linear(x.cpu(), few))
+        same &= not integers or torch.equal(found, reference.linear(x.cpu(), few))
         exact = x.cpu().double() @ reference.decode(few).double().T
         off, size = off + float((found - exact).square().sum()), size + float(exact.square().sum())
         unwritten += int(out.isnan().sum())
@@ -174,18 +178,20 @@ def print_sums(total: dict[str, float]) -> None:
 
 
 def batch(asked: Settings) -> dict[str, Any]:
-    """One large matrix times 1 to 64 tokens: integers straight from the planes, decoded tiles and a GEMM, cuBLAS in float16."""
+    """One large matrix times 1 to 128 tokens: straight from the planes by integers and by halves, decoded tiles and a GEMM,
+    cuBLAS in float16.
+    """
     rows, length = BATCH_SHAPE
     precisions = [Precision("E5M8"), Precision("E5M4")]
     size = matrix_bytes(rows, length, precisions[-1])
     copies = ROTATED // size + 1
     made = [random_packed(rows, length, gpu.DEVICE) for _ in range(copies)]
-    halves = [torch.empty(rows, length, dtype=torch.float16, device=gpu.DEVICE).normal_(std=0.02) for _ in range(2)]
+    plain = [torch.empty(rows, length, dtype=torch.float16, device=gpu.DEVICE).normal_(std=0.02) for _ in range(2)]
     results: dict[str, dict[str, Any]] = {}
     for tokens in BATCHES:
         x = torch.randn(tokens, length, device=gpu.DEVICE, dtype=torch.float16)
         about = 40e-6 + 4e-6 * tokens
-        contenders = {"float16": capture(partial(rotate_half, x, halves), enough(about, len(halves), 40))}
+        contenders = {"float16": capture(partial(rotate_half, x, plain), enough(about, len(plain), 40))}
         checks = {}
         for precision in precisions:
             matrices = [at(packed, precision) for packed in made]
@@ -205,13 +211,20 @@ def by_integers(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     return cuda.linear(x, packed)
 
 
+def by_halves(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    out = torch.empty(len(x), len(packed.base), dtype=x.dtype, device=x.device)
+    cuda.multiply_halves(x, [packed], [out])
+    return out
+
+
 def by_tiles(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Weights decoded tile by tile before they are multiplied."""
-    thresholds, cuda.INTEGER_TOKENS = cuda.INTEGER_TOKENS, (0,) * 6
+    thresholds = cuda.INTEGER_TOKENS, halves.MOST_TOKENS
+    cuda.INTEGER_TOKENS, halves.MOST_TOKENS = (0,) * 6, 0
     try:
         return cuda.matmul(x, packed)
     finally:
-        cuda.INTEGER_TOKENS = thresholds
+        cuda.INTEGER_TOKENS, halves.MOST_TOKENS = thresholds
 
 
 def by_whole(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -220,6 +233,7 @@ def by_whole(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 ROADS: dict[str, Callable[[torch.Tensor, Packed], torch.Tensor]] = {
     "integers": by_integers,
+    "halves": by_halves,
     "tiles": by_tiles,
     "whole": by_whole,
 }
@@ -230,11 +244,11 @@ def along(how: Callable[..., torch.Tensor], x: torch.Tensor, matrices: list[Pack
 
 
 def check_decoded(x: torch.Tensor, packed: Packed) -> dict[str, Any]:
-    """Products by decoded tiles against float64; values are rounded to float16 on the way."""
+    """Products in float16 against float64; decoded values are rounded on the way."""
     some = torch.randint(len(packed.base), (CHECKED,), device=gpu.DEVICE)
     exact = x.cpu().double() @ reference.decode(on_cpu(packed.rows(some))).double().T
     errors = {}
-    for name in ("tiles", "whole"):
+    for name in ("halves", "tiles", "whole"):
         found = ROADS[name](x, packed)[:, some].cpu().double()
         errors[name] = float((found - exact).norm() / exact.norm())
     return {"errors": errors, "wrong": not all(error < 1e-2 for error in errors.values())}

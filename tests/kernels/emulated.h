@@ -366,6 +366,14 @@ template <int Bytes>
 void copy_piece(void* to, const void* from) {
   std::memcpy(to, from, Bytes);
 }
+template <int Bytes>
+void copy_to(uint32_t to, const void* from) {
+  std::memcpy(emulated::shared(emulated::current / emulated::threads) + to, from, Bytes);
+}
+inline void copy_or_clear(uint32_t to, const void* from, bool there) {
+  char* at = emulated::shared(emulated::current / emulated::threads) + to;
+  there ? std::memcpy(at, from, 16) : std::memset(at, 0, 16);
+}
 inline void end_stage() {}
 template <int Stages>
 void wait_for_stage() {}

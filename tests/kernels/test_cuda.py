@@ -78,12 +78,15 @@ def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
 COMMON = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "RAGGED": 0}
 FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1}
 BATCH = COMMON | {"CHUNK": 4, "SLICES": 2, "GROUPS": 2, "PLANE_COPY": 16, "BLOCKS": 1}
+HALVES = COMMON | {"UNITS": 4, "SLICES": 4, "PLANE_COPY": 16, "SCALE_WORDS": 1, "OUT": 1}
 CONSTANTS = [
     ("linear.cu", FEW | {"BITS": 3, "TOKENS": 1, "DEPTH": 4}),
     ("linear.cu", FEW | {"BITS": 8, "TOKENS": 2, "DEPTH": 3}),
     ("batch.cu", BATCH | {"BITS": 8, "COLUMNS": 8, "TILES": 1, "STAGES": 3, "STEPS": 1}),
     ("batch.cu", BATCH | {"BITS": 5, "COLUMNS": 16, "TILES": 2, "STAGES": 2, "STEPS": 2}),
-    ("hopper.cu", {"BITS": 8, "TRUNCATE": 0, "TOKENS": 32, "STAGES": 3}),
+    ("hopper.cu", {"BITS": 8, "TRUNCATE": 0, "TOKENS": 16, "STAGES": 3}),
+    ("halves.cu", HALVES | {"BITS": 4, "COLUMNS": 32, "GROUPS": 7, "PARTS": 1, "STAGES": 4}),
+    ("halves.cu", HALVES | {"BITS": 8, "COLUMNS": 64, "GROUPS": 4, "PARTS": 2, "STAGES": 2}),
 ]
 
 
@@ -168,9 +171,9 @@ def on_hopper(emulation, monkeypatch):
     [
         (8, 3, False, 8, 1024, (64, 130, 200)),  # more tiles than clusters
         (16, 5, True, 13, 2048, (100, 33, 64)),
-        (16, 8, False, 29, 1024, (70,)),  # two passes
-        (32, 8, True, 64, 1024, (65,)),
-        (32, 4, False, 31, 2048, (300,)),
+        (16, 8, False, 16, 1024, (70,)),
+        (8, 8, True, 5, 1024, (65,)),
+        (16, 4, False, 9, 2048, (300,)),
     ],
     ids=str,
 )
@@ -188,8 +191,8 @@ def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper
     taken = []
     multiply = cuda._multiply_wide
     monkeypatch.setattr(cuda, "_multiply_wide", lambda *given: (taken.append(given[-1]), multiply(*given)))
-    packed, x = make_packed(70, 1024, 64, 4), make_activations(67, 1024)
-    for tokens, columns in ((2, []), (3, [8]), (67, [32, 8])):
+    packed, x = make_packed(70, 1024, 64, 4), make_activations(27, 1024)
+    for tokens, columns in ((2, []), (3, [8]), (27, [16, 16])):
         taken.clear()
         assert same_bits(cuda.linear(x[:tokens], packed), reference.linear(x[:tokens], packed))
         assert taken == columns
@@ -202,9 +205,8 @@ def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper
     assert not taken
 
 
-def test_rows_too_long_for_hoppers_shared_memory_take_fewer_tokens_or_another_way(on_hopper):
-    assert [hopper._columns(0, 64, 64, bits) for bits in (4, 8)] == [32, 16]
-    assert [hopper._columns(0, tokens, 224, 4) for tokens in (8, 9, 33)] == [8, None, None]  # 14,336 weights
+def test_rows_too_long_for_hoppers_shared_memory_take_another_way(on_hopper):
+    assert [hopper._columns(0, tokens, 224, 4) for tokens in (8, 9)] == [8, None]  # 14,336 weights
 
 
 def test_emulated_products_of_several_tokens_leave_the_range_of_floats_as_one_does(emulation):

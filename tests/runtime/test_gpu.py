@@ -22,7 +22,7 @@ from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.architectures import describe
 from otaro.runtime.description import Matrix
 from otaro.runtime.gpu import GpuDecoder
-from otaro.runtime.gpu_prompt import CudaPromptSteps, PromptSteps
+from otaro.runtime.gpu_prompt import Ahead, CudaPromptSteps, PromptSteps, Straight
 from otaro.sefp.precision import Precision
 from tests.kernels import emulated
 from tests.runtime.test_decode import EXACT, IDS, LONGROPE, MORE, SERVED, VARIANTS, RoundingCache, error, slow
@@ -405,8 +405,14 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
         monkeypatch.setattr(torch.cuda, one, AtOnce)
     parts, bits = decoder._parts, decoder.description.precisions()
     assert len(parts.at(bits)) == 3 * len(decoder.description.layers)
-    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, parts.ahead(bits)))
-    assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
+    monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 64 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(cuda, "_halves_kernel", cuda._halves_kernel.__wrapped__)
+    monkeypatch.setattr("otaro.runtime.gpu_prompt.STRAIGHT", 24)
+    assert isinstance(parts.of(bits, 24), Straight if dtype == torch.float16 else Ahead)
+    for way in (lambda: parts.ahead(bits), lambda: parts.of(bits, 24)):
+        monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given, way=way: CudaPromptSteps(*given, way()))
+        assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
 
 
 @pytest.mark.parametrize(

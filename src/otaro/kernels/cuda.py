@@ -16,18 +16,18 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks
-from otaro.kernels import hopper, nvrtc
+from otaro.kernels import halves, hopper, nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
 from otaro.sefp.precision import COARSEST
 
-MOST_TOKENS = 64
-"""Of one call of `products`: one launch on Hopper, elsewhere one for every 16 where rows are not too long for shared memory."""
+MOST_TOKENS = 16
+"""Of one call of `products`, which is one launch where rows are not too long for shared memory."""
 MATRICES = 3
 DECODED = 4
 """Matrices of one launch of `decoding`."""
 INTEGER_TOKENS = (48, 48, 48, 32, 32, 32)
-"""Up to so many tokens integers are faster at E5M3, E5M4, ..., up to a third more on Hopper; for more, weights are decoded and
+"""Where halves do not serve, integers are faster up to so many tokens at E5M3, E5M4, ...; for more, weights are decoded and
 multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the nearer one."""
 
 _TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
@@ -305,17 +305,102 @@ def _multiply_wide(
     biases: Sequence[torch.Tensor | None],
     columns: int,
 ) -> None:
-    """Any number of tokens where `hopper` serves, so many to a cluster."""
+    """Up to 16 where `hopper` serves, by clusters that take so many."""
     like, units = matrices[0], digits.digits.shape[1]
     kernel, shared, most = hopper.kernel(_device(like.base), like.bits, like.truncate, columns, units)
     ends = list(accumulate(-(-len(one.base) // hopper.ROWS) for one in matrices))
-    passes = -(-tokens // columns)
     kernel(
-        (hopper.CLUSTER * passes * min(ends[-1], max(1, most // passes)),), hopper.THREADS, shared,
+        (hopper.CLUSTER * min(ends[-1], most),), hopper.THREADS, shared,
         matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
         first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(),
-        tokens=tokens, units=units, passes=passes,
+        tokens=tokens, units=units,
     )  # fmt: skip
+
+
+def multiply_halves(
+    x: torch.Tensor,
+    matrices: Sequence[Packed],
+    outs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+    scratch: Scratch | None = None,
+    early: bool = False,
+    shape: halves.Shape | None = None,
+) -> None:
+    """Multiply tokens [tokens, length], rounded to float16, with up to three matrices of one form in one launch.
+
+    Products [tokens, rows] are of any one type, biases float32. Tokens in float16 are taken as they are. Others get a power of
+    two each, so that whatever float32 holds becomes halves. Weights that nobody has just written may be loaded early.
+    """
+    sizes = None
+    if x.dtype != torch.float16 or x.shape[1] % 8 or x.data_ptr() % 16 or not x.is_contiguous():
+        x, sizes = _to_halves(x)
+    scratch = scratch or Scratch(x.device)  # which must live until it is launched
+    launch = halves_launch(len(x), matrices, outs[0].dtype, scratch, biases, sizes, shape)
+    launch.fields.x, launch.fields.pieces, launch.fields.early = x.data_ptr(), x.shape[1] // 8, int(early)
+    for number, out in enumerate(outs):
+        launch.fields.out[number], launch.fields.stride[number] = out.data_ptr(), out.stride(0)
+    launch()
+
+
+def halves_launch(
+    tokens: int,
+    matrices: Sequence[Packed],
+    dtype: torch.dtype,
+    scratch: Scratch,
+    biases: Sequence[torch.Tensor | None] = (),
+    sizes: torch.Tensor | None = None,
+    shape: halves.Shape | None = None,
+) -> nvrtc.Launch:
+    """The launch of `multiply_halves`. For the caller to say is where tokens lie (`fields.x`, of `pieces` eights each), and
+    where products of this type go to (`fields.out`, `stride`).
+    """
+    like, device = matrices[0], _device(matrices[0].base)
+    if len(matrices) > MATRICES or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
+        raise KernelError(f"one launch takes {MATRICES} matrices of one length, precision, group size and reconstruction")
+    count, units, per_group = blocks(like.length), -(-like.length // halves.UNIT), like.group_size // halves.UNIT
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = tuple(len(one.base) for one in matrices)
+    shape = shape or halves.shape(nvrtc.most_shared(device), processors, tokens, rows, units, like.bits)
+    planes = [count * PLANE_BYTES, 2 * shape.units * PLANE_BYTES, *(one.data_ptr() for m in matrices for one in m.planes)]
+    words = shape.units == 4 and per_group == 1 and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices)
+    ragged = like.length % (halves.UNIT * shape.units) != 0
+    kernel, most = _halves_kernel(device, like.bits, like.truncate, per_group, shape, ragged, gcd(16, *planes), words, dtype)
+    ends, passes = list(accumulate(-(-one // shape.rows) for one in rows)), -(-tokens // shape.columns)
+    items, sums, tickets = ends[-1] * passes * shape.slices, None, None
+    if shape.slices > 1:
+        sums, tickets = scratch.of(items * shape.rows * shape.columns, ends[-1] * passes)
+    return kernel.bound(
+        (min(items, most),), shape.threads, shape.shared(like.bits),
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=(), stride=(),
+        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=None, sizes=sizes, scratch=sums, tickets=tickets,
+        tokens=tokens, blocks=count, units=units, groups=-(-like.length // like.group_size), pieces=0,
+        early=1,
+    )  # fmt: skip
+
+
+@cache
+def _halves_kernel(
+    device: int, bits: int, truncate: bool, per_group: int, shape: halves.Shape, ragged: bool, plane_copy: int, words: bool,
+    dtype: torch.dtype,
+) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
+    """The kernel, and how many of its blocks the GPU runs at a time."""
+    kernel = nvrtc.kernel(
+        "halves.cu", "halves", device, BITS=bits, TRUNCATE=truncate, UNITS_PER_GROUP=per_group, COLUMNS=shape.columns,
+        GROUPS=shape.groups, PARTS=shape.parts, UNITS=shape.units, STAGES=shape.stages, SLICES=shape.slices, RAGGED=ragged,
+        PLANE_COPY=plane_copy, SCALE_WORDS=words, OUT=_TYPES[dtype],
+    )  # fmt: skip
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return kernel, processors * kernel.blocks_per_multiprocessor(shape.threads, shape.shared(bits))
+
+
+def _to_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [tokens, length] in float16, whole units of them, and what each is to be multiplied with."""
+    tokens, length = x.shape
+    out = torch.empty(tokens, -(-length // halves.UNIT) * halves.UNIT, dtype=torch.float16, device=x.device)
+    sizes = torch.empty(tokens, device=x.device)
+    kernel = nvrtc.kernel("rows.cu", "halve", _device(x), DTYPE=_TYPES[x.dtype])
+    kernel((tokens,), _THREADS, x=x.contiguous(), out=out, sizes=sizes, length=length, padded=out.shape[1])
+    return out, sizes
 
 
 @cache
@@ -350,9 +435,13 @@ def embedding(ids: torch.Tensor, packed: Packed, dtype: torch.dtype = torch.floa
 
 
 def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `reference.matmul`; integers serve while they are faster, then decoded weights."""
-    most = INTEGER_TOKENS[packed.bits - COARSEST]
-    if len(x) <= (most * 4 // 3 if hopper.columns([packed], len(x)) else most):
+    """As `reference.matmul`; integers serve while they are faster, then halves, then decoded weights."""
+    if len(x) > MOST_TOKENS and halves.serves([packed], len(x), x.dtype):
+        out = torch.empty(len(x), len(packed.base), dtype=x.dtype, device=x.device)
+        if out.numel():
+            multiply_halves(x, [_aligned_rows(packed)], [out], [None if bias is None else bias.float()])
+        return out
+    if len(x) <= INTEGER_TOKENS[packed.bits - COARSEST]:
         product = linear(x, packed)
         return (product if bias is None else product + bias).to(x.dtype)
     count, rows = len(packed.base), max(64, _TILE // packed.length)

@@ -15,7 +15,7 @@ from otaro.sefp.precision import COARSEST
 
 CLUSTER, THREADS, ROWS = 2, 640, 64
 """Blocks of a cluster, threads of a block, rows of a tile: constants of hopper.cu."""
-TOKENS = (8, 16, 32)
+TOKENS = (8, 16)
 """That a cluster may have: TOKENS of hopper.cu."""
 COMPILERS: tuple[str, ...] = ()
 """Whose machine code serves; elsewhere `batch.cu` does. Others might use registers that matrix units still read.
@@ -28,7 +28,7 @@ _LEAST_STAGES, _MOST_STAGES = 3, 8
 
 
 def columns(matrices: Sequence[Packed], tokens: int) -> int | None:
-    """Tokens of a cluster, of so many; None where another kernel serves.
+    """Of clusters that take so many tokens; None where another kernel serves.
 
     Rows must be whole steps of sixteen units with a scale each, and fit into shared memory with their tokens.
     """
@@ -52,9 +52,8 @@ def has_instructions(device: int) -> bool:
 
 @cache
 def _columns(device: int, tokens: int, units: int, bits: int) -> int | None:
-    """As measured on an H200: all of them at once, or 32, or 16 in passes."""
-    some = next(((one,) for one in TOKENS[:-1] if tokens <= one), (32, 16))
-    return next((one for one in some if _stages(device, one, units, bits) >= _LEAST_STAGES), None)
+    least = next(one for one in TOKENS if tokens <= one)
+    return least if _stages(device, least, units, bits) >= _LEAST_STAGES else None
 
 
 def _fixed(tokens: int, units: int) -> int:

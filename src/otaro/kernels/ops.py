@@ -96,7 +96,7 @@ def linear(
     """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the activations.
 
     Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
-    weights by the matrix product of the device's library, unless a backend's integers are faster (`cuda.INTEGER_TOKENS`).
+    weights by the matrix product of the device's library, unless a backend has a faster way (`cuda.matmul`).
     """
     packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_activations(x, base, length, bias)

@@ -305,7 +305,7 @@ class GpuDecoder(BaseDecoder):
         dtype = self.description.dtype
         steps: Steps = PromptSteps(device, dtype, sequence, past)
         if self._on_gpu and dtype != torch.float32 and not self._routed:
-            steps = CudaPromptSteps(device, dtype, sequence, past, self._parts.ahead(bits))
+            steps = CudaPromptSteps(device, dtype, sequence, past, self._parts.of(bits, count))
         layers = Layers(self.description, steps, count)
         layers.run(count, tokens, [Span(slice(0, count), bits)], self._ropes, cache.kv_cache)
         if wanted == "none":

@@ -2,7 +2,7 @@
 
 Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's
 own type. Weights are decoded for one product and forgotten; on a GPU of ours a second stream decodes those of
-the next layer while those of this one are multiplied with.
+the next layer while those of this one are multiplied with. Short prompts can be multiplied straight from the planes.
 
 A prompt of some hundred tokens takes a GPU no longer than it takes the host to ask for it. So what is asked for
 at every layer is made once for all of them (`CudaPromptSteps`), and but for addresses stays as it is.
@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from otaro.kernels import cuda, nvrtc, ops
+from otaro.kernels import cuda, halves, nvrtc, ops
 from otaro.kernels.cuda_steps import CudaSteps, cache_rows
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
@@ -27,6 +27,8 @@ from otaro.runtime.description import MATRICES, Description, Layer
 
 CHUNK = 4096
 """Tokens read at a time."""
+STRAIGHT = 0
+"""Up to so many tokens are multiplied straight from the planes. None yet: not before a GPU has timed it."""
 _PARTS = 4096  # that are known at most
 _ALIGNED = 128  # numbers, so that the library finds a decoded matrix as it finds a tensor
 _PRODUCTS = (((0, 3), (3, 4)), ((4, 6),), ((6, 7),))  # of a layer, by their matrices' numbers, part by part
@@ -163,6 +165,15 @@ class Parts:
         self._known: dict[tuple[int, bytes], Part] = {}
         self._last: tuple[bytes, list[Part]] = (b"", [])
         self._stream: Any = None
+        self.straight = Straight(description.device)
+        matrices = [matrix for layer in description.layers for matrix, _ in layer.those(*MATRICES, first=0)]
+        self._served = description.dtype == torch.float16 and all(
+            one.group_size is None or (one.group_size % halves.UNIT == 0 and one.length % 8 == 0) for one in matrices
+        )
+
+    def of(self, bits: bytes, tokens: int) -> Ahead | Straight:
+        """What a chunk of so many tokens is multiplied with."""
+        return self.straight if self._served and tokens <= STRAIGHT else self.ahead(bits)
 
     def ahead(self, bits: bytes) -> Ahead:
         """All parts at these precisions, for a chunk."""
@@ -242,12 +253,41 @@ class Ahead:
             self._decoded[turn].record(self._stream)
 
 
+class Straight:
+    """Products with few enough tokens to take weights as they are packed; launches are made once for all prompts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch, self._made = cuda.Scratch(device), dict[tuple[int, ...], nvrtc.Launch]()
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[Packed],
+        outs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        stream: int,
+    ) -> None:
+        """Matrices of one form, on the stream with this handle."""
+        tokens, bits = halves.as_many(len(x)), weights[0].bits
+        key = (tokens, bits, *(one.base.data_ptr() for one in weights))
+        if key not in self._made:
+            if len(self._made) > _PARTS:
+                self._made.clear()
+            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases)
+        launch = self._made[key]
+        fields = launch.fields
+        fields.tokens, fields.x, fields.pieces = len(x), x.data_ptr(), x.shape[1] // 8
+        for number, out in enumerate(outs):
+            fields.out[number], fields.stride[number] = out.data_ptr(), out.stride(0)
+        launch.on(stream)
+
+
 class CudaPromptSteps(_Attention, CudaSteps):
     """By kernels; of models without experts, in float16 or bfloat16. For one chunk, in its GPU's context."""
 
     query_dtype = torch.float16
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead | Straight) -> None:
         CudaSteps.__init__(self, device)
         _Attention.__init__(self, dtype, sequence, past)
         if device.type == "cuda":
@@ -317,10 +357,15 @@ class CudaPromptSteps(_Attention, CudaSteps):
         outs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
     ) -> None:
-        """Products that lie side by side are one of the library's."""
+        """Straight, or by the library, where products that lie side by side are one of its own."""
         packed = [weight for weight in weights if isinstance(weight, Packed)]
         if len(packed) < len(weights):
             super().multiply(x, weights, outs, biases)
+        elif isinstance(self._weights, Straight):
+            for same in _of_one_form(packed):
+                few = [packed[number] for number in same]
+                theirs = [biases[number] for number in same]
+                self._weights.multiply(x.data, few, [outs[number] for number in same], theirs, self._stream)
         elif len(packed) > 1 and not any(bias is not None for bias in biases) and _side_by_side(outs):
             tokens, rows = outs[0].shape[0], sum(out.shape[1] for out in outs)
             whole = outs[0].as_strided((tokens, rows), outs[0].stride())
@@ -334,6 +379,14 @@ class CudaPromptSteps(_Attention, CudaSteps):
                 else:
                     torch.addmm(bias.to(x.data.dtype), x.data, matrix, out=out)
                 self._weights.done(1)
+
+
+def _of_one_form(matrices: Sequence[Packed]) -> list[list[int]]:
+    """Their numbers, by what one launch takes together."""
+    found: dict[Any, list[int]] = {}
+    for number, one in enumerate(matrices):
+        found.setdefault((one.bits, one[3:6]), []).append(number)
+    return list(found.values())
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

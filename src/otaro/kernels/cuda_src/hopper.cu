@@ -12,7 +12,7 @@
 // the rows, where two more warps add them and write, while they go on. The order of a sum is that of
 // ../reference.py, step 4, whoever takes it.
 //
-// Set by the caller: BITS, TRUNCATE, TOKENS (8, 16 or 32), STAGES. Units are 64 weights and have a scale
+// Set by the caller: BITS, TRUNCATE, TOKENS (8 or 16), STAGES. Units are 64 weights and have a scale
 // each; rows are whole sixteens of them.
 #include "sefp.cuh"
 
@@ -50,7 +50,6 @@ struct Wide {
   int first_tile[kMatrices + 1];  // tiles of kRows rows, numbered through the matrices
   Activations x;
   int tokens, units;
-  int passes;  // of TOKENS tokens, each by clusters of its own
 };
 
 template <int Bytes>
@@ -183,16 +182,6 @@ __device__ __forceinline__ void multiply_async(int (&c)[16], uint32_t a0, uint32
     : C4(0), C4(4), C4(8), C4(12)
     : A_OPERANDS);
 }
-__device__ __forceinline__ void multiply_async(int (&c)[32], uint32_t a0, uint32_t a1, uint32_t a2,
-                                               uint32_t a3, uint64_t b, int upon) {
-  asm volatile(
-    "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-    "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-    "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-    "{%32, %33, %34, %35}, %36, p;\n}"
-    : C4(0), C4(4), C4(8), C4(12), C4(16), C4(20), C4(24), C4(28)
-    : A_OPERANDS);
-}
 
 // How `wgmma` finds 32 bytes of kColumns columns: in pieces of eight columns of sixteen bytes, kColumns * 16
 // bytes apart along the bytes, 128 along the columns.
@@ -312,10 +301,8 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
   wide(const __grid_constant__ Wide p) {
   extern __shared__ int4 buffer[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, t = lane % 4, g = lane / 4;
-  const int rank = blockIdx.x % kCluster, pass = blockIdx.x / kCluster % p.passes;
-  const int first = blockIdx.x / kCluster / p.passes, stride = gridDim.x / kCluster / p.passes;
+  const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
   const int tiles = p.first_tile[kMatrices], chunks = p.units / kLanes * kEach;
-  const int first_token = TOKENS * pass, tokens = min(TOKENS, p.tokens - first_token);
 
   uint64_t* full = reinterpret_cast<uint64_t*>(buffer);
   uint64_t* empty = full + STAGES;
@@ -391,8 +378,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
 #pragma unroll 4
       for (int i = thread; i < chunks * kGroups * TOKENS; i += kWarp * kAdders) {
         const int token = i % TOKENS, n = i / TOKENS, unit = unit_of(n / kGroups) + n % kGroups;
-        const Term term =
-          p.x.terms[static_cast<int64_t>(first_token + min(token, tokens - 1)) * p.units + unit];
+        const Term term = p.x.terms[static_cast<int64_t>(min(token, p.tokens - 1)) * p.units + unit];
         terms[i] = {(kInside ? kConstant / kMeaning.factor : kConstant) * term.sum, term.scale};
       }
       meet<kWarp*(kConsumers + kAdders)>();
@@ -402,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
         const int64_t row = static_cast<int64_t>(tile - p.first_tile[matrix]) * kRows + kOwn * rank;
         const int rows = static_cast<int>(min(static_cast<int64_t>(kOwn), p.matrix[matrix].rows - row));
         const float* bias = p.bias[matrix];
-        float* out = p.out[matrix] + first_token * p.stride[matrix] + row;
+        float* out = p.out[matrix] + row;
         if (thread == 0) arrive_expecting(summed, 4 * kSlots * kOwn * TOKENS);
         await(summed, phase);
         for (int i = thread; i < kFragments; i += kWarp * kAdders) {
@@ -411,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
           sum_slots(sums + i, sum);
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-            if (at + 8 * (k / 2) < rows && token + k % 2 < tokens) {
+            if (at + 8 * (k / 2) < rows && token + k % 2 < p.tokens) {
               if (bias) sum[k] = __fadd_rn(sum[k], bias[row + at + 8 * (k / 2)]);
               out[(token + k % 2) * p.stride[matrix] + at + 8 * (k / 2)] = sum[k];
             }
@@ -436,16 +422,16 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
         const int piece = i + kThreads * j, at = piece % 4, token = piece / 4 % TOKENS;
         const int digit = piece / 4 / TOKENS % 2, n = piece / 4 / kColumns;
         const int unit = unit_of(n / kGroups) + n % kGroups;
-        if (piece < pieces && token < tokens)
+        if (piece < pieces && token < p.tokens)
           four[j] = *reinterpret_cast<const int4*>(
-            p.x.digits + 2 * kUnit * (static_cast<int64_t>(first_token + token) * p.units + unit) +
-            kUnit * digit + 16 * at);
+            p.x.digits + 2 * kUnit * (static_cast<int64_t>(token) * p.units + unit) + kUnit * digit +
+            16 * at);
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int piece = i + kThreads * j, column = piece / 4 % kColumns, n = piece / 4 / kColumns;
         int* to = reinterpret_cast<int*>(digits + n * kDigits + 16 * column) + piece % 4;
-        if (piece < pieces && column % TOKENS < tokens)
+        if (piece < pieces && column % TOKENS < p.tokens)
           to[0] = four[j].x, to[4 * kColumns] = four[j].y, to[8 * kColumns] = four[j].z,
           to[12 * kColumns] = four[j].w;
       }

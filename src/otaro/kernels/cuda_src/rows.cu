@@ -1,4 +1,4 @@
-// Activations to integers, and packed rows to values.
+// Activations to integers or halves, and packed rows to values.
 //
 // Set by the caller: DTYPE (0 float32, 1 float16, 2 bfloat16); for `quantize` UNIT; for `decode` BITS,
 // TRUNCATE, GROUP_SIZE, IDS.
@@ -38,6 +38,35 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
                       UNIT == 64 && second < p.length ? Float::load(row[second]) : 0.0f, slot, p.out);
 }
 #endif
+
+struct Halve {
+  const Stored* x;  // [tokens, length]
+  uint16_t* out;    // [tokens, padded]
+  float* sizes;     // [tokens]
+  int64_t length, padded;
+};
+
+// A block makes halves of a token, times a power of two that leaves none of them too large.
+extern "C" __global__ void halve(const __grid_constant__ Halve p) {
+  constexpr int kHalfExponent = 15;  // of numbers that are less than 2^15
+  __shared__ uint32_t of_warps[kWarp];
+  wait_for_predecessor();
+  let_successor_start();
+  const Stored* row = p.x + blockIdx.x * p.length;
+  uint32_t largest = 0;
+  for (int64_t i = threadIdx.x; i < p.length; i += blockDim.x)
+    largest = max(largest, __float_as_uint(Float::load(row[i])) & kMagnitude);
+  largest = __reduce_max_sync(kAll, largest);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
+  __syncthreads();
+  for (int i = 0; i < static_cast<int>(blockDim.x) / kWarp; ++i) largest = max(largest, of_warps[i]);
+  const int exponent =
+    largest < kInfinity ? max(exponent_of(largest), kMinActivationExponent) : kHalfExponent;
+  const float inverse = power_of_two(kHalfExponent - exponent);
+  for (int64_t i = threadIdx.x; i < p.padded; i += blockDim.x)
+    p.out[blockIdx.x * p.padded + i] = to_half(i < p.length ? Float::load(row[i]) * inverse : 0.0f);
+  if (threadIdx.x == 0) p.sizes[blockIdx.x] = power_of_two(exponent - kHalfExponent);
+}
 
 constexpr int kDecoded = 4;
 
