@@ -35,3 +35,13 @@ def test_a_penalty_counts_for_the_likeliest_too():
     assert otaro.Sampling().sampler().choose(IDS, logits[None]) == [50]
     assert otaro.Sampling(repetition_penalty=1.5).sampler().choose(IDS, logits[None]) == [7]
     assert not otaro.Sampling(repetition_penalty=1.5).sampler().argmax
+
+
+@pytest.mark.parametrize("penalty", [1.1, 0.7, 1.3])
+def test_a_penalty_leaves_the_bits_that_transformers_leaves(penalty):
+    """And the logits as they were. Tokens that the head does not have are passed over."""
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))
+    before, ids = logits.clone(), torch.randint(5100, (2, 400), generator=torch.Generator().manual_seed(3))
+    sampler = otaro.Sampling(repetition_penalty=penalty).sampler()
+    assert torch.equal(sampler._penalized(ids, logits), LogitsProcessorList(sampler.processors)(ids, logits.clone()))
+    assert torch.equal(logits, before)

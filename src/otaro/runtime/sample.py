@@ -120,6 +120,7 @@ class Sampler:
         # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean something else.
         at = next((number for number, kind in enumerate(kinds) if kind in order), len(kinds))
         self._first, self._warpers = (LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:]))
+        self._penalty = _penalty_of(self._first)
         stateless = {RepetitionPenaltyLogitsProcessor, *order}
         self._askable = stateless.issuperset(kinds)
         """Whether it makes no difference how often processors are asked."""
@@ -147,7 +148,7 @@ class Sampler:
         same again whatever else draws. A `proposal`, for one row, is kept as often as its token is to be drawn.
         """
         if self.known:
-            scores = self._first(ids, logits.clone()) if self._first else logits
+            scores = self._penalized(ids, logits)
         else:
             scores = self.scores = self.processors(ids, logits.clone())
         if not self.do_sample:
@@ -172,7 +173,17 @@ class Sampler:
         """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
         if not self.known:
             return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0).double().cpu().numpy()
-        return self._left(ids, (self._first(ids, logits.clone().unsqueeze(0))[0] if self._first else logits).cpu())
+        return self._left(ids, self._penalized(ids, logits.unsqueeze(0))[0].cpu())
+
+    def _penalized(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What penalties and bans make of logits [rows, vocabulary]."""
+        if self._penalty is None or logits.device.type != "cpu" or logits.dtype != torch.float32:
+            return self._first(ids, logits.clone()) if self._first else logits
+        scores = logits.numpy().copy()
+        for row, tokens in zip(scores, ids.numpy(), strict=True):
+            said = tokens[tokens < len(row)]
+            row[said] = np.where(row[said] < 0, row[said] * self._penalty, row[said] / self._penalty)
+        return torch.from_numpy(scores)
 
     def _one_of(self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None) -> int:
         """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
@@ -235,6 +246,13 @@ class Sampler:
             return None
         kept = int((above > 0).sum())
         return tokens[:kept], chances[:kept]
+
+
+def _penalty_of(processors: LogitsProcessorList) -> Any:
+    """That of repetition, in float32, where there is nothing else."""
+    if [type(one) for one in processors] != [RepetitionPenaltyLogitsProcessor] or processors[0].prompt_ignore_length:
+        return None
+    return np.float32(processors[0].penalty)
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
