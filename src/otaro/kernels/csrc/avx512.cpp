@@ -312,14 +312,16 @@ struct TileRows {
   }
 };
 
+// Bits of `yes` where the mask has them, of `no` elsewhere.
+OTARO_INLINE __m512i choose(int mask, __m512i yes, __m512i no) {
+  return _mm512_ternarylogic_epi32(no, yes, _mm512_set1_epi16(static_cast<short>(mask)), 0xd8);
+}
+
 // All quads of a block at nine bits, as pairs: weights 0 and 2 of a quad, then 1 and 3. Planes are joined
 // two by two, so that a register has two bits of every other quad, then four of every fourth.
 template <bool Truncate>
 OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3, __m512i p4,
                             __m512i* codes) {
-  const auto choose = [](int mask, __m512i yes, __m512i no) __attribute__((always_inline)) {
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<short>(mask)), yes, no, 0xca);
-  };
   const auto up = [](__m512i bits, int by) { return _mm512_slli_epi32(bits, by); };
   const auto down = [](__m512i bits, int by) { return _mm512_srli_epi32(bits, by); };
   const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // quads 0 2 4 6
@@ -486,6 +488,20 @@ struct Unit {
   __m512i factor = {};  // as a shift
 };
 
+// Products with four bytes, or two words, of activations, that are the same for all lanes. Compilers load
+// these by an instruction of their own; with half as many instructions a CPU sees further ahead.
+using FourBytes = int32_t __attribute__((may_alias, aligned(1)));
+OTARO_INLINE void add_bytes(__m512i& sums, __m512i codes, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(sums)
+      : "v"(codes), "m"(*reinterpret_cast<const FourBytes*>(four)));
+}
+OTARO_INLINE void add_words(__m512i& sums, __m512i codes, const int16_t* two) {
+  asm("vpdpwssd %2%{1to16%}, %1, %0"
+      : "+v"(sums)
+      : "v"(codes), "m"(*reinterpret_cast<const FourBytes*>(two)));
+}
+
 // Multiplies a unit with some tokens, from t on, and adds to their sums. Of words, even and odd pairs are
 // summed by themselves: one register would have to wait for the last sum. (No array of sums: gcc would keep
 // it in memory.)
@@ -499,13 +515,8 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
   const int64_t block = x.first_block(tile.unit, t);
   const int8_t* bytes =
     Wide ? reinterpret_cast<const int8_t*>(x.words + block * kBlock) : x.digits + block * 2 * kBlock;
-  const auto broadcast = [](const int8_t* at) __attribute__((always_inline)) {
-    int32_t four;
-    std::memcpy(&four, at, sizeof four);
-    return _mm512_set1_epi32(four);
-  };
-  const auto multiplied = [](__m512i sums, __m512i codes, __m512i x) __attribute__((always_inline)) {
-    return Wide ? _mm512_dpwssd_epi32(sums, codes, x) : _mm512_dpbusd_epi32(sums, codes, x);
+  const auto multiply = [](__m512i& sums, __m512i codes, const int8_t* x) __attribute__((always_inline)) {
+    Wide ? add_words(sums, codes, reinterpret_cast<const int16_t*>(x)) : add_bytes(sums, codes, x);
   };
   const __m512i zero = _mm512_setzero_si512();
   Sums a{zero, zero}, b = a, c = a, d = a;
@@ -514,8 +525,8 @@ OTARO_INLINE void add_tokens(const Unit& tile, int t) {
     const __m512i first = tile.codes[kCodes * q], second = tile.codes[kCodes * q + Wide];
     const auto add = [&](int i, Sums& sums) __attribute__((always_inline)) {
       const int8_t* at = bytes + i * 4 * kBlock + 4 * kCodes * q;
-      sums.first = multiplied(sums.first, first, broadcast(at));
-      sums.second = multiplied(sums.second, second, broadcast(at + kSecond));
+      multiply(sums.first, first, at);
+      multiply(sums.second, second, at + kSecond);
     };
     add(0, a);
     if constexpr (Tokens > 1) add(1, b);
@@ -597,116 +608,135 @@ OTARO_ONCE void many_tile(const Packed& weight, const Activations& x, const Span
 
 constexpr int kFewTokens = 16;
 
-// A few tokens of one precision. With so little to multiply, unpacking and what is around it count: here
-// planes of two units are read at once, codes stay in registers, and lanes are simply sixteen sums.
+// A few tokens. With so little to multiply, unpacking and what is around it count: here planes of two units
+// are read at once, codes stay in registers, and lanes are simply sixteen sums.
+//
+// Codes are u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is. So they are unpacked once,
+// at the finest precision of all, and those of a coarser one are left when bits are cleared. The ninth bit of
+// E5M8 is joined to them where they are multiplied.
 struct Few {
   const Packed& weight;
   const TileRows rows;
-  __m512i planes[kPlanes][4];  // words, of two units
+  __m512i (&planes)[kPlanes][4];  // words, of two units; zero where there are none
 
-  Few(const Packed& weight, int64_t first_row, int rows) : weight(weight), rows(weight, first_row, rows) {}
+  Few(const Packed& weight, int64_t first_row, int rows, __m512i (&planes)[kPlanes][4])
+    : weight(weight), rows(weight, first_row, rows), planes(planes) {}
 
-  OTARO_INLINE void read(int64_t unit, __m512i (&words)[8]) {
+  // Planes are joined two by two, so that a register has two bits of every other quad, then four of every
+  // fourth.
+  OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
+    __m512i words[8];
     rows.of(unit,
             [&](const Rows& some, int64_t at) __attribute__((always_inline)) { some.base_words(at, words); });
     if (unit % 2 == 0)
       for (int p = 0; p < weight.bits - kCoarsest; ++p)
         rows.whole.plane_words(p, 2 * unit, weight.blocks() - 2 * unit, planes[p]);
-  }
-
-  // E5M3 to E5M7. A code is u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is.
-  OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
-    __m512i words[8];
-    read(unit, words);
-    const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-#pragma GCC unroll 16
-    for (int q = 0; q < kQuads; ++q) {
-      const int block = q / 8, quad = q % 8;
-      codes[q] = _mm512_and_si512(moved(words[4 * block + quad / 2], quad % 2 * 4, 4), every(0xf0));
-    }
-    const auto add = [&](int p) __attribute__((always_inline)) {
-      const __m512i* bits = planes[p] + unit % 2 * 2;
-#pragma GCC unroll 16
-      for (int q = 0; q < kQuads; ++q)
-        codes[q] = _mm512_ternarylogic_epi32(moved(bits[q / 8], q % 8, 3 - p), every(8 >> p), codes[q],
-                                             0xea);  // a & b | c
+    const auto nibbles = [&](int q) __attribute__((always_inline)) {  // above
+      return q % 2 ? words[q / 2] : _mm512_slli_epi32(words[q / 2], 4);
     };
-    if (weight.bits > 3) add(0);
-    if (weight.bits > 4) add(1);
-    if (weight.bits > 5) add(2);
-    if (weight.bits > 6) add(3);
-    if (weight.truncate)  // raised where negative
+    if (weight.bits <= kCoarsest + 1) {
 #pragma GCC unroll 16
-      for (int q = 0; q < kQuads; ++q)
-        codes[q] = _mm512_mask_add_epi8(codes[q], _mm512_testn_epi8_mask(codes[q], every(0x80)), codes[q],
-                                        every(1 << (7 - weight.bits)));
-  }
-
-  OTARO_ONCE void unpack(int64_t unit, __m512i (&codes)[2 * kQuads]) {
-    __m512i words[8];
-    read(unit, words);
+      for (int q = 0; q < kQuads; ++q) codes[q] = _mm512_and_si512(nibbles(q), _mm512_set1_epi8(-16));
+      if (weight.bits > kCoarsest)
+#pragma GCC unroll 16
+        for (int q = 0; q < kQuads; ++q)
+          codes[q] = _mm512_ternarylogic_epi32(moved(planes[0][unit % 2 * 2 + q / 8], q % 8, 3),
+                                               _mm512_set1_epi8(8), codes[q], 0xea);  // a & b | c
+      return;
+    }
+    const auto up = [](__m512i bits, unsigned by) { return _mm512_slli_epi32(bits, by); };
+    const auto down = [](__m512i bits, unsigned by) { return _mm512_srli_epi32(bits, by); };
+#pragma GCC unroll 2
     for (int block = 0; block < 2; ++block) {
       const auto of = [&](int p) __attribute__((always_inline)) { return planes[p][unit % 2 * 2 + block]; };
-      __m512i* to = codes + block * kQuads;
-      if (weight.truncate)
-        nine_bits<true>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
-      else
-        nine_bits<false>(words + 4 * block, of(0), of(1), of(2), of(3), of(4), to);
+      const __m512i p0 = of(0), p1 = of(1), p2 = of(2), p3 = of(3);
+      const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // 0 2 4 6
+                                 {choose(0xaaaa, p0, down(p1, 1)), choose(0xaaaa, p2, down(p3, 1))}};
+      __m512i four[4];  // of quads q and q + 4
+      for (int q = 0; q < 2; ++q) {
+        four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
+        four[q + 2] = choose(0xcccc, two[q][0], down(two[q][1], 2));
+      }
+#pragma GCC unroll 8
+      for (int q = 0; q < 8; ++q)
+        codes[8 * block + q] = q < 4 ? choose(0x0f0f, four[q], nibbles(8 * block + q))
+                                     : choose(0xf0f0, nibbles(8 * block + q), down(four[q - 4], 4));
     }
+  }
+
+  // Bits of the last plane, of weights 0 and 2 of all quads of a block, or of 1 and 3.
+  OTARO_INLINE __m512i last_bits(int64_t unit, int block, int odd) const {
+    const __m512i bits = planes[kPlanes - 1][unit % 2 * 2 + block];
+    return odd ? _mm512_srli_epi16(bits, 8) : _mm512_and_si512(bits, _mm512_set1_epi16(255));
   }
 };
 
-// What sums of products of such codes mean: the integer I is `factor` times them, plus `constant` times the
-// sum of activations, all of it times 2^-down.
-struct Scaled {
-  int factor, constant, down;
+// Tokens of one precision. What sums of products of their codes mean: the integer I is `factor` times them,
+// plus `constant` times the sum of activations, all of it times 2^-down; which may as well be done to I as a
+// float.
+struct Tokens {
+  int first, end, bits, factor, constant;
+  __m512 scale;  // makes scales steps, times 2^-down
 
-  explicit Scaled(const Packed& weight) {
-    const Meaning means = meaning(weight.bits, weight.truncate);
-    down = weight.bits < kFinest ? kFinest - 1 - weight.bits : 0;
+  Tokens() = default;
+  Tokens(const Packed& weight, const Span& span)
+    : first(span.first), end(span.first + span.count), bits(span.bits) {
+    const Meaning means = meaning(bits, weight.truncate);
+    int down = bits < kFinest ? kFinest - 1 - bits : 0;
     factor = means.factor;
     if (factor == 2 && down) --down, factor = 1;
     constant = means.constant * (1 << down);
+    scale = scale_factor(weight, means.shift + down);
   }
 };
 
-template <bool Wide, int Tokens>
-OTARO_INLINE void few_dots(const __m512i* codes, const Scaled& is, const Activations& x, int64_t unit,
-                           int token, __m512i (&dots)[Tokens]) {
-  const int64_t block = x.first_block(unit, token);
-  const auto four = [](const void* at) __attribute__((always_inline)) {
-    int32_t bytes;
-    std::memcpy(&bytes, at, sizeof bytes);
-    return _mm512_set1_epi32(bytes);
-  };
-  const auto offset = [&](int t) __attribute__((always_inline)) {
-    return _mm512_set1_epi32(is.constant * x.sums[(token + t) * x.units + unit]);
-  };
-  for (int t = 0; t < Tokens; ++t) dots[t] = is.factor == 2 ? _mm512_setzero_si512() : offset(t);
-  if constexpr (Wide) {
-    const int16_t* words = x.words + block * kBlock;
-#pragma GCC unroll 8
-    for (int k = 0; k < 2 * kQuads; ++k)
-      for (int t = 0; t < Tokens; ++t)
-        dots[t] = _mm512_dpwssd_epi32(dots[t], codes[k], four(words + t * 2 * kBlock + 2 * k));
-  } else {
-    const int8_t* digits = x.digits + block * 2 * kBlock;
-    __m512i high[Tokens];
-    for (int t = 0; t < Tokens; ++t) high[t] = _mm512_setzero_si512();
+// Sums of products of a unit with some tokens.
+template <int Count>
+OTARO_INLINE void byte_dots(const __m512i (&codes)[kQuads], const Activations& x, int64_t unit, int token,
+                            __m512i (&dots)[Count]) {
+  const int8_t* digits = x.digits + x.first_block(unit, token) * 2 * kBlock;
+  __m512i high[Count];
+  for (int t = 0; t < Count; ++t) high[t] = dots[t] = _mm512_setzero_si512();
 #pragma GCC unroll 16
-    for (int q = 0; q < kQuads; ++q)
-      for (int t = 0; t < Tokens; ++t) {
-        const int8_t* at = digits + t * 4 * kBlock + 4 * digit_quad(q / 8, q % 8);
-        high[t] = _mm512_dpbusd_epi32(high[t], codes[q], four(at));
-        dots[t] = _mm512_dpbusd_epi32(dots[t], codes[q], four(at + 2 * kBlock));
+  for (int q = 0; q < kQuads; ++q)
+    for (int t = 0; t < Count; ++t) {
+      const int8_t* at = digits + t * 4 * kBlock + 4 * digit_quad(q / 8, q % 8);
+      add_bytes(high[t], codes[q], at);
+      add_bytes(dots[t], codes[q], at + 2 * kBlock);
+    }
+  for (int t = 0; t < Count; ++t) dots[t] = _mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]);
+}
+
+// The same at nine bits, by pairs of words: weights 0 and 2 of a quad, then 1 and 3.
+template <bool Truncate, int Count>
+OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, const Activations& x,
+                            int64_t unit, int token, __m512i (&dots)[Count]) {
+  constexpr int kChains = Count > 4 ? 1 : 2;  // so that no sum has to wait for the last one
+  const int16_t* words = x.words + x.first_block(unit, token) * kBlock;
+  __m512i sums[kChains][Count];
+  for (auto& chain : sums)
+    for (auto& sum : chain) sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+  for (int block = 0; block < 2; ++block) {
+    __m512i last[2] = {few.last_bits(unit, block, 0), few.last_bits(unit, block, 1)};
+    asm volatile("" : "+v"(last[0]), "+v"(last[1]));
+#pragma GCC unroll 8
+    for (int q = 0; q < 8; ++q) {
+      __m512i eight = codes[8 * block + q];
+      asm volatile("" : "+v"(eight));
+      for (int i = 0; i < 2; ++i) {
+        __m512i nine = choose(0x01fe, i ? _mm512_srli_epi16(eight, 7) : _mm512_add_epi16(eight, eight),
+                              _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
+        if constexpr (Truncate)  // raised where negative
+          nine =
+            _mm512_add_epi16(nine, _mm512_srli_epi16(_mm512_andnot_si512(nine, _mm512_set1_epi16(256)), 8));
+        for (int t = 0; t < Count; ++t)
+          add_words(sums[i % kChains][t], nine, words + t * 2 * kBlock + block * kBlock + 4 * q + 2 * i);
       }
-    const __m512i down = _mm512_set1_epi32(is.down);
-    for (int t = 0; t < Tokens; ++t)
-      dots[t] = _mm512_srav_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]), down);
+    }
   }
-  if (is.factor == 2)
-    for (int t = 0; t < Tokens; ++t)
-      dots[t] = _mm512_add_epi32(_mm512_add_epi32(dots[t], dots[t]), offset(t));
+  for (int t = 0; t < Count; ++t)
+    dots[t] = kChains > 1 ? _mm512_add_epi32(sums[0][t], sums[kChains - 1][t]) : sums[0][t];
 }
 
 template <int N>
@@ -714,46 +744,79 @@ struct Count {
   static constexpr int value = N;
 };
 
-template <bool Wide>
-void few_tile(const Packed& weight, const Activations& x, int64_t first_row, int rows, float* out,
-              int64_t stride) {
+// body(Count<n>(), token) for neighbours of these tokens, as many at a time as registers suffice for.
+template <int Most, class Body>
+OTARO_INLINE void by_some(const Tokens& tokens, Body body) {
+  int t = tokens.first;
+#pragma GCC unroll 1
+  for (; t + Most <= tokens.end; t += Most) body(Count<Most>(), t);
+  if (Most > 4 && tokens.end - t >= 4) body(Count<4>(), t), t += 4;
+  if (tokens.end - t == 3) body(Count<3>(), t);
+  if (tokens.end - t == 2) body(Count<2>(), t);
+  if (tokens.end - t == 1) body(Count<1>(), t);
+}
+
+template <bool Truncate, bool Nine>
+void few_tile(const Packed& weight, const Activations& x, const Tokens* spans, int count,
+              __m512i (&planes)[kPlanes][4], int64_t first_row, int rows, float* out, int64_t stride) {
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
   const uint8_t* scales = weight.scales + first_row * groups;
-  const Scaled is(weight);
-  Few few(weight, first_row, rows);
+  Few few(weight, first_row, rows, planes);
   alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
-  std::memset(lanes, 0, static_cast<size_t>(x.tokens) * sizeof lanes[0]);
-  const __m512 factor = scale_factor(weight, meaning(weight.bits, weight.truncate).shift);
-  __m512 steps = _mm512_setzero_ps();
+  const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
+  __m512 values = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
     prefetch_next<kTileRows>(weight, first_row, unit);
-    __m512i codes[Wide ? 2 * kQuads : kQuads];
+    __m512i codes[kQuads];
     few.unpack(unit, codes);
     if (!left) {
-      steps = _mm512_mul_ps(scale_values(scales + group, groups, rows), factor);
+      values = scale_values(scales + group, groups, rows);
       left = per_group, ++group;
     }
-    const auto add = [&](auto count, int t) __attribute__((always_inline)) {
-      __m512i dots[count.value];
-      few_dots<Wide, count.value>(codes, is, x, unit, t, dots);
-      for (int i = 0; i < count.value; ++i) {
-        const __m512 scale = _mm512_set1_ps(x.scales[(t + i) * x.units + unit]);
-        const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[i]), _mm512_mul_ps(steps, scale));
-        float* lane = lanes[t + i][unit % kLanes];
-        _mm512_store_ps(lane, _mm512_add_ps(_mm512_load_ps(lane), term));
+    for (const Tokens* span = spans + count; span-- > spans;) {  // the finest first
+      const __m512 steps = _mm512_mul_ps(values, span->scale);
+      const auto add = [&](auto& dots, int first) __attribute__((always_inline)) {
+        int t = first;
+        for (__m512i& dot : dots) {
+          const int64_t slot = t * x.units + unit;
+          if (span->factor == 2) dot = _mm512_add_epi32(dot, dot);
+          dot = _mm512_add_epi32(dot, _mm512_set1_epi32(span->constant * x.sums[slot]));
+          const __m512 step = _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot]));
+          float* lane = lanes[t++][unit % kLanes];
+          const __m512 before = unit < kLanes ? _mm512_setzero_ps() : _mm512_load_ps(lane);
+          _mm512_store_ps(lane, _mm512_add_ps(before, _mm512_mul_ps(_mm512_cvtepi32_ps(dot), step)));
+        }
+      };
+      if (Nine && span->bits == kFinest) {
+        by_some<8>(*span, [&](auto count, int t) __attribute__((always_inline)) {
+          __m512i dots[count.value];
+          word_dots<Truncate>(codes, few, x, unit, t, dots);
+          add(dots, t);
+        });
+        continue;
       }
-    };
-    int t = 0;
-#pragma GCC unroll 1
-    for (; t + 4 <= x.tokens; t += 4) add(Count<4>(), t);
-    if (x.tokens - t == 3) add(Count<3>(), t);
-    if (x.tokens - t == 2) add(Count<2>(), t);
-    if (x.tokens - t == 1) add(Count<1>(), t);
+      __m512i raised[kQuads];
+      if (span->bits != weight.bits)
+#pragma GCC unroll 16
+        for (int q = 0; q < kQuads; ++q)
+          codes[q] = _mm512_and_si512(codes[q], every(0xff << (7 - span->bits)));
+      if constexpr (Truncate)  // where negative
+#pragma GCC unroll 16
+        for (int q = 0; q < kQuads; ++q)
+          raised[q] = _mm512_mask_add_epi8(codes[q], _mm512_testn_epi8_mask(codes[q], every(0x80)), codes[q],
+                                           every(1 << (7 - span->bits)));
+      by_some<4>(*span, [&](auto count, int t) __attribute__((always_inline)) {
+        __m512i dots[count.value];
+        byte_dots(Truncate ? raised : codes, x, unit, t, dots);
+        add(dots, t);
+      });
+    }
   }
   const auto wanted = static_cast<__mmask16>((1u << rows) - 1);
   for (int t = 0; t < x.tokens; ++t) {
     __m512 sums[kLanes];
-    for (int j = 0; j < kLanes; ++j) sums[j] = _mm512_load_ps(lanes[t][j]);
+    for (int j = 0; j < kLanes; ++j)
+      sums[j] = j < x.units ? _mm512_load_ps(lanes[t][j]) : _mm512_setzero_ps();
     for (int half = kLanes / 2; half; half /= 2)
       for (int j = 0; j < half; ++j) sums[j] = _mm512_add_ps(sums[j], sums[j + half]);
     _mm512_mask_storeu_ps(out + t * stride + first_row, wanted, sums[0]);
@@ -764,10 +827,17 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
+  constexpr decltype(&few_tile<false, false>) kInstances[2][2] = {
+    {few_tile<false, false>, few_tile<false, true>}, {few_tile<true, false>, few_tile<true, true>}};
+  Tokens few[kFewTokens];
+  __m512i planes[kPlanes][4] = {};
+  if (x.tokens <= kFewTokens)
+    for (int i = 0; i < count; ++i) few[i] = Tokens(weight, spans[i]);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-    if (count == 1 && x.tokens <= kFewTokens)
-      (weight.bits == kFinest ? few_tile<true> : few_tile<false>)(weight, x, row, rows, out, stride);
+    if (x.tokens <= kFewTokens)
+      kInstances[weight.truncate][weight.bits == kFinest](weight, x, few, count, planes, row, rows, out,
+                                                          stride);
     else
       many_tile(weight, x, spans, count, row, rows, out, stride);
   }
