@@ -827,8 +827,9 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
-  constexpr decltype(&few_tile<false, false>) kInstances[2][2] = {
-    {few_tile<false, false>, few_tile<false, true>}, {few_tile<true, false>, few_tile<true, true>}};
+  const auto tile = weight.truncate          ? few_tile<true, true>
+                    : weight.bits == kFinest ? few_tile<false, true>
+                                             : few_tile<false, false>;
   Tokens few[kFewTokens];
   __m512i planes[kPlanes][4] = {};
   if (x.tokens <= kFewTokens)
@@ -836,8 +837,7 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
     if (x.tokens <= kFewTokens)
-      kInstances[weight.truncate][weight.bits == kFinest](weight, x, few, count, planes, row, rows, out,
-                                                          stride);
+      tile(weight, x, few, count, planes, row, rows, out, stride);
     else
       many_tile(weight, x, spans, count, row, rows, out, stride);
   }
