@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <new>
 #include <system_error>
 
@@ -61,8 +62,9 @@ void Pool::resize(int count) {
   for (std::thread& helper : helpers_) helper.join();
   helpers_.clear();
   stop_.store(false);
+  parts_ = std::vector<Part>(static_cast<size_t>(count));
   try {
-    for (int i = 1; i < count; ++i) helpers_.emplace_back([this] { help(); });
+    for (size_t i = 1; i < parts_.size(); ++i) helpers_.emplace_back([this, i] { help(i); });
   } catch (const std::system_error&) {  // the system gives no more threads: those that there are do the work
   }
 }
@@ -72,24 +74,32 @@ void Pool::run_chunks(int64_t count, int64_t grain, Call call, void* context) {
   if (!region.owns_lock()) return call(context, 0, count);
   resize(threads());
   call_ = call, context_ = context, count_ = count, grain_ = grain;
-  next_.store(0, std::memory_order_relaxed);
+  const int64_t chunks = (count + grain - 1) / grain, threads = static_cast<int64_t>(parts_.size());
+  for (int64_t i = 0; i < threads; ++i) {
+    Part& part = parts_[static_cast<size_t>(i)];
+    part.next.store(chunks * i / threads, std::memory_order_relaxed);
+    part.end = chunks * (i + 1) / threads;
+  }
   epoch_.fetch_add(1);  // open
   if (sleeping_.load()) {
     std::lock_guard lock(sleep_);
     wake_.notify_all();
   }
-  work();
+  work(0);
   epoch_.fetch_add(1);  // closed
   // A helper may have lost its core to somebody else; then spinning on would only keep the next core from it.
   for (int spins = 0; inside_.load(); ++spins) spins < kSpins ? relax() : std::this_thread::yield();
 }
 
-void Pool::work() {
-  for (int64_t begin; (begin = next_.fetch_add(grain_, std::memory_order_relaxed)) < count_;)
-    call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_);
+void Pool::work(size_t thread) {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    Part& part = parts_[(thread + i) % parts_.size()];
+    for (int64_t chunk; (chunk = part.next.fetch_add(1, std::memory_order_relaxed)) < part.end;)
+      call_(context_, chunk * grain_, std::min((chunk + 1) * grain_, count_));
+  }
 }
 
-void Pool::help() {
+void Pool::help(size_t thread) {
   uint64_t seen = 0;  // epochs of regions are odd
   const auto open = [&] {
     const uint64_t epoch = epoch_.load();
@@ -106,7 +116,7 @@ void Pool::help() {
     const uint64_t epoch = epoch_.load();
     inside_.fetch_add(1);
     if (epoch % 2 && epoch == epoch_.load()) {
-      work();
+      work(thread);
       seen = epoch;
     }
     inside_.fetch_sub(1);

@@ -1,6 +1,7 @@
-// Threads for the kernels. Work is cut into chunks that threads take one by one, the caller among them; a
-// result never depends on who took which. Helpers spin for some microseconds after their work, since a token
-// is hundreds of short regions, then sleep: an idle pool costs nothing.
+// Threads for the kernels, the caller among them. Work is cut into chunks. Each thread has a part of them,
+// which it takes one after the other, so that it reads on in memory where it was; then it helps others with
+// theirs. A result never depends on who took which. Helpers spin for some microseconds after their work,
+// since a token is hundreds of short regions, then sleep: an idle pool costs nothing.
 #pragma once
 
 #include <atomic>
@@ -53,8 +54,8 @@ class Pool {
   using Call = void (*)(void* context, int64_t begin, int64_t end);
   void run_chunks(int64_t count, int64_t grain, Call call, void* context);
   void resize(int count);
-  void work();
-  void help();
+  void work(size_t thread);
+  void help(size_t thread);
 
   std::atomic<int> wanted_{1};
   std::vector<std::thread> helpers_;
@@ -66,10 +67,14 @@ class Pool {
   // region is still open, works and counts itself out; the caller closes the region when no chunk is left,
   // and waits for those inside. One that comes late finds the door closed, so nobody waits for a helper that
   // still sleeps.
+  struct alignas(64) Part {
+    std::atomic<int64_t> next{0};  // chunk
+    int64_t end = 0;
+  };
   Call call_ = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;
-  alignas(64) std::atomic<int64_t> next_{0};
+  std::vector<Part> parts_ = std::vector<Part>(1);  // by thread, the caller's first
   alignas(64) std::atomic<uint64_t> epoch_{0};
   alignas(64) std::atomic<int> inside_{0};
   std::atomic<bool> stop_{false};
