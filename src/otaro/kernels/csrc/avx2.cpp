@@ -105,174 +105,207 @@ struct Machine : X86<Avx2> {
 // 16 bits: their products with two activations, broadcast, need no sum across, and a row stays in its lane to
 // the end. Sixteen rows share a broadcast. (avx512.cpp does the like with bytes, for which it has an
 // instruction that adds four products at once.)
+//
+// The top bit of a code is in the same place at all precisions: bit 8 where E5M8 is among those of a call,
+// else bit 7. So the codes of a coarser precision are those of a finer one with fewer bits, and a unit is
+// unpacked once for all of them. The power of two by which sums are too large is left out of the steps: both
+// are exact.
 constexpr int kTileRows = 16, kHalves = kTileRows / 8, kPairs = kBlock;  // pairs of weights of a unit
 
-OTARO_INLINE void transpose(__m256i (&v)[8]) {
-  __m256i t[8];
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {  // v[i] and v[4 + i] have columns i and 4 + i, of rows 0 to 3 and 4 to 7
-    t[i] = _mm256_permute2x128_si256(v[i], v[4 + i], 0x20);
-    t[4 + i] = _mm256_permute2x128_si256(v[i], v[4 + i], 0x31);
-  }
-  for (int i = 0; i < 8; ++i) v[i] = t[i];
-}
+constexpr int top_bit(int finest) { return finest < kFinest ? kFinest - 1 : kFinest; }
 
-// The plane bits of both blocks of a unit of eight rows, a lane for each row.
-OTARO_INLINE void plane_words(const uint8_t* const (&rows)[8], int64_t at, __m256i (&words)[2]) {
-  const auto two = [&](int r) __attribute__((always_inline)) {  // rows r and r + 1
-    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[r] + at));
-    return _mm_castps_si128(
-      _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(rows[r + 1] + at)));
-  };
-  const auto four = [&](int r) __attribute__((always_inline)) {  // and r + 4, r + 5
-    return _mm256_castsi256_ps(_mm256_set_m128i(two(r + 4), two(r)));
-  };
-  const __m256 first = four(0), second = four(2);
-  words[0] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
-  words[1] = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
-}
-
-// Those of one block.
-OTARO_INLINE __m256i plane_words(const uint8_t* const (&rows)[8], int64_t at) {
-  const auto word = [&](int r) {
-    int32_t bits;
-    std::memcpy(&bits, rows[r] + at, sizeof bits);
-    return bits;
-  };
-  return _mm256_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
-}
+OTARO_INLINE __m256i every(int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); }
 
 // Where the bytes of eight rows are.
 struct EightRows {
-  const uint8_t* base[8];
-  const uint8_t* planes[kPlanes][8];
-  const uint8_t* scales[8];
+  const uint8_t *base, *planes[kPlanes], *scales[8];
+  int64_t rows[8];  // in bytes of a plane: few enough for registers, and all planes share them
 
+  EightRows() = default;
   template <class RowOf>
-  EightRows(const Packed& weight, RowOf row_of) {
+  EightRows(const Packed& weight, RowOf row_of) : base(weight.base) {
+    for (int p = 0; p < weight.bits - kCoarsest; ++p) planes[p] = weight.planes[p];
     for (int r = 0; r < 8; ++r) {
-      const int64_t row = row_of(r), block = row * weight.blocks();
-      base[r] = weight.base + block * kBaseBytes;
-      for (int p = 0; p < weight.bits - kCoarsest; ++p) planes[p][r] = weight.planes[p] + block * kPlaneBytes;
-      scales[r] = weight.scales + row * weight.groups();
+      rows[r] = row_of(r) * weight.blocks() * kPlaneBytes;
+      scales[r] = weight.scales + row_of(r) * weight.groups();
     }
   }
 
-  OTARO_INLINE __m256 steps(__m256 factor, int64_t group) const {
-    uint64_t eight = 0;  // not stored byte by byte: what is loaded as a whole then has to wait
-    for (int r = 0; r < 8; ++r) eight |= static_cast<uint64_t>(scales[r][group]) << 8 * r;
-    return _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(_mm_cvtsi64_si128(static_cast<int64_t>(eight)))),
-                         factor);
+  // The scale bytes of up to eight groups, of all rows each.
+  OTARO_INLINE void some_scales(int64_t group, int64_t count, uint64_t (&some)[8]) const {
+    if (count < 8) {
+      for (int64_t g = 0; g < count; ++g) {
+        some[g] = 0;
+        for (int r = 0; r < 8; ++r) some[g] |= static_cast<uint64_t>(scales[r][group + g]) << 8 * r;
+      }
+      return;
+    }
+    const auto two = [&](int r) __attribute__((always_inline)) {  // rows r and r + 1
+      const auto row = [&](int r) __attribute__((always_inline)) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales[r] + group));
+      };
+      return _mm_unpacklo_epi8(row(r), row(r + 1));
+    };
+    const __m128i a = two(0), b = two(2), c = two(4), d = two(6);
+    const __m128i four[2][2] = {{_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)},
+                                {_mm_unpacklo_epi16(c, d), _mm_unpackhi_epi16(c, d)}};
+    for (int i = 0; i < 2; ++i)
+      store(some + 4 * i, _mm256_set_m128i(_mm_unpackhi_epi32(four[0][i], four[1][i]),
+                                           _mm_unpacklo_epi32(four[0][i], four[1][i])));
+  }
+
+  // The four words of a block's base, each of all rows: rows 0 to 3 and 4 to 7 in the halves of a register,
+  // and there the lower two bytes of every word before the upper two, as they are widened later.
+  OTARO_INLINE void base_words(int64_t block, __m256i (&words)[4]) const {
+    const uint8_t* at = base + block * kBaseBytes;
+    const auto two = [&](int r) __attribute__((always_inline)) {  // rows r and r + 4
+      const auto row = [&](int r) __attribute__((always_inline)) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kBaseBytes / kPlaneBytes * rows[r]));
+      };
+      return _mm256_set_m128i(row(r + 4), row(r));
+    };
+    const __m256i v[] = {two(0), two(1), two(2), two(3)};
+    turn(_mm256_unpacklo_epi16(v[0], v[2]), _mm256_unpacklo_epi16(v[1], v[3]), words);
+    turn(_mm256_unpackhi_epi16(v[0], v[2]), _mm256_unpackhi_epi16(v[1], v[3]), words + 2);
+  }
+
+  // Those of a plane, of both blocks of a unit.
+  OTARO_INLINE void plane_words(int plane, int64_t unit, __m256i* words) const {
+    const uint8_t* at = planes[plane] + unit * 2 * kPlaneBytes;
+    const auto two = [&](int r) __attribute__((always_inline)) {  // rows r and r + 1
+      const auto row = [&](int r) __attribute__((always_inline)) { return at + rows[r]; };
+      const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row(r)));
+      return _mm_castps_si128(
+        _mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(row(r + 1))));
+    };
+    const __m256i v[] = {_mm256_set_m128i(two(4), two(0)), _mm256_set_m128i(two(6), two(2))};
+    turn(_mm256_unpacklo_epi16(v[0], v[1]), _mm256_unpackhi_epi16(v[0], v[1]), words);
+  }
+
+  static OTARO_INLINE void turn(__m256i even, __m256i odd, __m256i* words) {
+    words[0] = _mm256_unpacklo_epi16(even, odd), words[1] = _mm256_unpackhi_epi16(even, odd);
   }
 };
 
-// Eight rows of a unit: pair k of each goes to out[k], in the order of the activations' `words`. FORMAT.md:
-// byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a plane is
-// weight 4 i + k's: so four weights, a quad, are the nibbles of one word, and one bit of every byte of
-// another. Where u counts double and its bits leave room for it, pairs are of 2 u.
-template <int M, bool Truncate>
-struct Pairs {
-  static constexpr bool kFactorTwo = meaning(M, Truncate).factor == 2, kDouble = kFactorTwo && M < 7;
+// Copies of a unit of eight rows of which the second block is missing: nothing may be read beyond the last
+// row. What stands in for it does not matter, as its activations are 0.
+struct HalfUnit : EightRows {
+  uint8_t of_base[8][2 * kBaseBytes] = {}, of_planes[kPlanes][8][2 * kPlaneBytes] = {};
 
-  // Of sixteen rows.
-  static void unpack(const EightRows* halves, int64_t unit, bool both, __m256i (*out)[kPairs]) {
-    for (int h = 0; h < kHalves; ++h) unpack(halves[h], unit, both, out[h]);
-  }
-
-  static OTARO_INLINE void unpack(const EightRows& rows, int64_t unit, bool both, __m256i* out) {
-    __m256i words[8];
+  HalfUnit(const Packed& weight, const EightRows& from, int64_t unit) {
+    base = of_base[0];
     for (int r = 0; r < 8; ++r) {
-      const uint8_t* from = rows.base[r] + unit * 2 * kBaseBytes;
-      words[r] =
-        both ? load(from) : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    }
-    transpose(words);
-    constexpr int kPlanesUsed = M - kCoarsest;
-    constexpr bool kBoth = kPlanesUsed > 3;  // reading planes of both blocks at once pays from four on
-    __m256i of_both[kBoth ? kPlanesUsed : 1][2];
-    if constexpr (kBoth)
-      if (both)
-        for (int p = 0; p < kPlanesUsed; ++p) plane_words(rows.planes[p], unit * 2 * kPlaneBytes, of_both[p]);
-    for (int b = 0; b < 1 + both; ++b) {
-      __m256i bits[kPlanesUsed ? kPlanesUsed : 1];
-      for (int p = 0; p < kPlanesUsed; ++p)
-        bits[p] = kBoth && both ? of_both[kBoth ? p : 0][b]
-                                : plane_words(rows.planes[p], (2 * unit + b) * kPlaneBytes);
-#pragma GCC unroll 8
-      for (int quad = 0; quad < 8; ++quad) {
-        constexpr int kLow = kDouble ? 1 : 0, kNibble = M < kFinest ? M - kCoarsest + kLow : 4;
-        const auto moved = [](__m256i bits, int from, int to) __attribute__((always_inline)) {
-          return from > to ? _mm256_srli_epi32(bits, from - to) : _mm256_slli_epi32(bits, to - from);
-        };
-        const auto every = [](int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); };
-        const __m256i nibbles = moved(words[4 * b + quad / 2], quad % 2 * 4, kNibble);
-        __m256i low, negative = _mm256_setzero_si256();
-        if constexpr (M == kFinest) {  // the upper bit is the ninth
-          negative = _mm256_cmpgt_epi8(nibbles, every(-1));
-          low = _mm256_and_si256(_mm256_add_epi8(nibbles, nibbles), every(0xe0));
-        } else {
-          low = _mm256_and_si256(nibbles, every(15 << kNibble));
-        }
-        for (int p = 0; p < M - kCoarsest; ++p) {
-          const int to = M - kCoarsest - 1 - p + kLow;
-          low = _mm256_or_si256(low, _mm256_and_si256(moved(bits[p], quad, to), every(1 << to)));
-        }
-        if constexpr (Truncate && M < kFinest)
-          low = _mm256_sub_epi8(
-            low, M < 7 ? _mm256_cmpgt_epi8(every(1 << M), low) : _mm256_cmpgt_epi8(low, every(-1)));
-        // In `words` quads 0 2 1 3 follow each other, then 4 6 5 7.
-        const int place = 16 * b + 2 * (quad / 4 * 4 + (quad % 4 == 1 ? 2 : quad % 4 == 2 ? 1 : quad % 4));
-        out[place] = widened(low, negative, 0), out[place + 1] = widened(low, negative, 2);
+      const int64_t at = from.rows[r] + unit * 2 * kPlaneBytes;
+      rows[r] = r * 2 * kPlaneBytes;
+      std::memcpy(of_base[r], from.base + at * (kBaseBytes / kPlaneBytes), kBaseBytes);
+      for (int p = 0; p < weight.bits - kCoarsest; ++p) {
+        planes[p] = of_planes[p][0];
+        std::memcpy(of_planes[p][r], from.planes[p] + at, kPlaneBytes);
       }
     }
-    if (!both)
-      for (int k = kPairs / 2; k < kPairs; ++k) out[k] = _mm256_setzero_si256();
   }
-
-  // Two of the four bytes of every word, as 16 bits each. At nine bits they are those of u - 256, as in
-  // `Avx2::Codes`.
-  static OTARO_INLINE __m256i widened(__m256i low, __m256i negative, int first) {
-    const __m256i each =
-      _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-    const int two = (first + 1) << 16 | first;
-    const __m256i below = _mm256_add_epi32(each, _mm256_set1_epi32(two | static_cast<int>(0x80008000)));
-    __m256i wide = _mm256_shuffle_epi8(low, below);
-    if constexpr (M == kFinest) {
-      const __m256i above = _mm256_add_epi32(each, _mm256_set1_epi32(two << 8));
-      wide = _mm256_or_si256(
-        wide, _mm256_shuffle_epi8(negative, _mm256_or_si256(above, _mm256_set1_epi32(0x00800080))));
-      if constexpr (Truncate)
-        wide = _mm256_add_epi16(wide, _mm256_srli_epi16(wide, 15));  // raised where negative
-    }
-    return wide;
-  }
+  HalfUnit(const HalfUnit&) = delete;
 };
 
-// Sums of products of sixteen rows with the activations of up to four tokens, from where they begin.
-// (Registers by name: an array gcc would keep in memory.)
+// The bits of `high` in `mask` and those of `low` that are `by` above change places.
+OTARO_INLINE void exchange(__m256i& high, __m256i& low, int by, int mask) {
+  const __m256i differ = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(low, by), high), every(mask));
+  high = _mm256_xor_si256(high, differ);
+  low = _mm256_xor_si256(low, _mm256_slli_epi32(differ, by));
+}
+
+struct Codes {
+  __m256i pairs[kPairs];
+};
+
+// Eight rows of a unit, pairs in the order of the activations' `words`. FORMAT.md: byte 4 j + k of a block's
+// base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a plane is weight 4 i + k's: so four
+// weights, a quad, are the nibbles of one word, and one bit of every byte of another. Planes are joined two
+// by two, so that a register has two bits of every other quad, then four of every fourth.
+template <int M, bool Truncate>
+void unpack(const EightRows& rows, int64_t unit, Codes& out) {
+  constexpr int kUsed = M < 7 ? M - kCoarsest : 4, kJoined = kUsed < 3 ? kUsed : 4;
+  __m256i bits[kPlanes][2] = {};
+  for (int p = 0; p < M - kCoarsest; ++p) rows.plane_words(p, unit, bits[p]);
+#pragma GCC unroll 2
+  for (int b = 0; b < 2; ++b) {
+    __m256i words[4], joined[] = {bits[0][b], bits[1][b], bits[2][b], bits[3][b]};
+    rows.base_words(2 * unit + b, words);
+    if constexpr (kJoined > 1) exchange(joined[0], joined[1], 1, 0x55);
+    if constexpr (kJoined > 2) {
+      exchange(joined[2], joined[3], 1, 0x55);
+      exchange(joined[0], joined[2], 2, 0x33);
+      exchange(joined[1], joined[3], 2, 0x33);
+    }
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; ++quad) {
+      const __m256i word = words[quad / 2];
+      __m256i low = _mm256_and_si256(quad % 2 ? word : _mm256_slli_epi32(word, 4), every(0xf0));
+      if constexpr (kJoined > 0) {
+        constexpr int kTo = 4 - kJoined;
+        const int of = quad % kJoined, from = quad - of;
+        const __m256i some = joined[kJoined - 1 - of];
+        low = _mm256_or_si256(low, _mm256_and_si256(from > kTo ? _mm256_srli_epi32(some, from - kTo)
+                                                               : _mm256_slli_epi32(some, kTo - from),
+                                                    every(15 >> kTo << kTo)));
+      }
+      if constexpr (Truncate && M < kFinest)  // raised where negative
+        low = _mm256_add_epi8(low, _mm256_and_si256(_mm256_cmpgt_epi8(low, every(-1)), every(1 << (7 - M))));
+      // In `words` quads 0 2 1 3 follow each other, then 4 6 5 7.
+      __m256i* to = out.pairs + 16 * b + quad / 4 * 8 + quad % 2 * 4 + quad / 2 % 2 * 2;
+      if constexpr (M < kFinest) {
+        to[0] = _mm256_unpacklo_epi8(low, _mm256_setzero_si256());
+        to[1] = _mm256_unpackhi_epi8(low, _mm256_setzero_si256());
+      } else {  // the last bit comes from the byte below
+        const __m256i last = _mm256_slli_epi32(bits[4][b], 7 - quad);
+        to[0] = _mm256_srli_epi16(_mm256_unpacklo_epi8(last, low), 7);
+        to[1] = _mm256_srli_epi16(_mm256_unpackhi_epi8(last, low), 7);
+        if constexpr (Truncate)
+          for (int i = 0; i < 2; ++i)
+            to[i] = _mm256_sub_epi16(to[i], _mm256_cmpgt_epi16(_mm256_set1_epi16(256), to[i]));
+      }
+    }
+  }
+}
+
+constexpr Instances<void (*)(const EightRows& rows, int64_t unit, Codes& out)> kUnpack =
+  OTARO_INSTANCES(unpack);
+
+// Codes of a coarser precision, in place of a finer one's. In `truncate` they are rounded towards the top
+// bit, which stands for 0.
+OTARO_INLINE void coarsen(Codes* codes, int bits, int top, bool truncate) {
+  const int less = top - bits;
+  const __m256i mask = _mm256_set1_epi16(static_cast<short>(-(1 << less))),
+                zero = _mm256_set1_epi16(static_cast<short>(1 << top));
+  const __m128i all_but = _mm_cvtsi32_si128(16 - less);
+  for (int h = 0; h < kHalves; ++h)
+#pragma GCC unroll 8  // where a loop of many turns ends is guessed wrong
+    for (__m256i& u : codes[h].pairs) {
+      if (truncate) u = _mm256_add_epi16(u, _mm256_srl_epi16(_mm256_sub_epi16(u, zero), all_but));
+      u = _mm256_and_si256(u, mask);
+    }
+}
+
+// One lane of all tokens. (One token more than there can be: lanes 4096 bytes apart would share a place in
+// the cache.)
+using Lanes = float[kManyTokens + 1][kTileRows];
+
+alignas(32) constexpr float kNoLanes[kTileRows] = {};
+
+// The terms of a unit of sixteen rows with up to four tokens from t on, which are added to their lanes. A
+// code u means 2 u + constant. (Registers by name: an array gcc would keep in memory.)
 template <int Tokens>
-OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* words,
-                                const __m256i (&from)[4], __m256i (&sums)[4][2]) {
-  __m256i a0 = from[0], a1 = a0, b0 = from[1], b1 = b0, c0 = from[2], c1 = c0, d0 = from[3], d1 = d0;
-  const auto broadcast = [&](int at) __attribute__((always_inline)) {
-    int32_t two;
-    std::memcpy(&two, words + at, sizeof two);
-    return _mm256_set1_epi32(two);
-  };
+OTARO_INLINE void add_terms(const Codes* codes, const __m256* steps, int constant, const Activations& x,
+                            int64_t unit, int64_t t, Lanes* lanes) {
+  __m256i a0 = _mm256_setzero_si256(), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, d0 = a0, d1 = a0;
+  const int16_t* words = x.words + x.first_block(unit, t) * kBlock;
 #pragma GCC unroll 8
   for (int k = 0; k < kPairs; ++k) {
-    const __m256i low = pairs[0][k], high = pairs[1][k];
-    const auto add = [&](int t, __m256i& of_low, __m256i& of_high) __attribute__((always_inline)) {
-      const __m256i x = broadcast(t * 2 * kBlock + 2 * k);
+    const __m256i low = codes[0].pairs[k], high = codes[1].pairs[k];
+    const auto add = [&](int i, __m256i& of_low, __m256i& of_high) __attribute__((always_inline)) {
+      int32_t two;
+      std::memcpy(&two, words + i * 2 * kBlock + 2 * k, sizeof two);
+      const __m256i x = _mm256_set1_epi32(two);
       of_low = _mm256_add_epi32(of_low, _mm256_madd_epi16(low, x));
       of_high = _mm256_add_epi32(of_high, _mm256_madd_epi16(high, x));
     };
@@ -281,102 +314,98 @@ OTARO_INLINE void pair_products(const __m256i (*pairs)[kPairs], const int16_t* w
     if constexpr (Tokens > 2) add(2, c0, c1);
     if constexpr (Tokens > 3) add(3, d0, d1);
   }
-  sums[0][0] = a0, sums[0][1] = a1, sums[1][0] = b0, sums[1][1] = b1;
-  sums[2][0] = c0, sums[2][1] = c1, sums[3][0] = d0, sums[3][1] = d1;
+  const int64_t units = x.units;
+  const int32_t* sums = x.sums + t * units + unit;
+  const float *scales = x.scales + t * units + unit,
+              *before = unit < kLanes ? kNoLanes : lanes[unit % kLanes][t];
+  float* lane = lanes[unit % kLanes][t];
+  const int64_t apart = unit < kLanes ? 0 : kTileRows;
+  const auto add = [&](__m256i of_low, __m256i of_high) __attribute__((always_inline)) {
+    const __m256i offset = _mm256_set1_epi32(constant * *sums);
+    const __m256 scale = _mm256_set1_ps(*scales);
+    const auto half = [&](int h, __m256i sum) __attribute__((always_inline)) {
+      const __m256i dots = _mm256_add_epi32(_mm256_add_epi32(sum, sum), offset);
+      const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
+      _mm256_store_ps(lane + 8 * h, _mm256_add_ps(_mm256_load_ps(before + 8 * h), term));
+    };
+    half(0, of_low), half(1, of_high);
+    sums += units, scales += units, lane += kTileRows, before += apart;
+  };
+  add(a0, a1);
+  if constexpr (Tokens > 1) add(b0, b1);
+  if constexpr (Tokens > 2) add(c0, c1);
+  if constexpr (Tokens > 3) add(d0, d1);
 }
 
-// What a precision is to a tile: only unpacking is made for it.
-struct Precision {
-  void (*unpack)(const EightRows* halves, int64_t unit, bool both, __m256i (*out)[kPairs]);
-  int constant, shift;
-  bool offset_last;  // sums count double
-};
-
-template <int M, bool Truncate>
-constexpr Precision kPrecision = {Pairs<M, Truncate>::unpack, Avx2::constant(M, Truncate),
-                                  meaning(M, Truncate).shift,
-                                  Pairs<M, Truncate>::kFactorTwo && !Pairs<M, Truncate>::kDouble};
-constexpr Instances<Precision> kPrecisions = OTARO_INSTANCES(kPrecision);
-
-void many_tile(const Packed& weight, const Precision& is, const Activations& x, int64_t first_row, int rows,
-               float* out, int64_t stride) {
-  const int64_t blocks = weight.blocks(), per_group = weight.units_per_group();
-  const __m256 factor = _mm256_set1_ps(power_of_two(weight.scale_exponent + 8 - is.shift));
+void many_tile(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t first_row,
+               int rows, float* out, int64_t stride) {
+  const int top = top_bit(weight.bits);
+  const int64_t per_group = weight.units_per_group(), half_unit = weight.blocks() % 2 ? x.units - 1 : -1;
+  const int64_t groups = weight.groups();
+  const Steps of_scales(weight, top + 1);
   const auto row_of = [&](int r) { return first_row + (r < rows ? r : rows - 1); };
   const EightRows halves[kHalves] = {{weight, row_of}, {weight, [&](int r) { return row_of(8 + r); }}};
-  alignas(32) float lanes[kManyTokens][kLanes][kTileRows];
+  const auto unpack = kUnpack[weight.bits - kCoarsest][weight.truncate];
+  alignas(32) Lanes lanes[kLanes];
   __m256 steps[kHalves] = {};
+  uint64_t scales[kHalves][8];
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units;
        ++unit, --left) {  // units that are left of the group
-    prefetch_next<kTileRows>(weight, first_row, unit);
-    __m256i pairs[kHalves][kPairs];
-    is.unpack(halves, unit, 2 * unit + 1 < blocks, pairs);
-    if (!left) {
-      for (int h = 0; h < kHalves; ++h) steps[h] = halves[h].steps(factor, group);
-      left = per_group, ++group;
-    }
-    const int16_t* words = x.words + x.first_block(unit, 0) * kBlock;
-    const auto offset = [&](int t) __attribute__((always_inline)) {
-      return _mm256_set1_epi32(is.constant * x.sums[t * x.units + unit]);
-    };
-    const auto add = [&](int t, const __m256i* sums) __attribute__((always_inline)) {
-      const __m256 scale = _mm256_set1_ps(x.scales[t * x.units + unit]);
-      for (int h = 0; h < kHalves; ++h) {
-        const __m256i dots =
-          is.offset_last ? _mm256_add_epi32(_mm256_add_epi32(sums[h], sums[h]), offset(t)) : sums[h];
-        float* lane = lanes[t][unit % kLanes] + 8 * h;
-        const __m256 term = _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(steps[h], scale));
-        _mm256_store_ps(lane,
-                        _mm256_add_ps(unit < kLanes ? _mm256_setzero_ps() : _mm256_load_ps(lane), term));
-      }
-    };
-#pragma GCC unroll 1
-    for (int t = 0; t < x.tokens; t += 4) {
-      __m256i sums[4][2], from[4];
-      const int some = x.tokens - t < 4 ? x.tokens - t : 4;
-      for (int i = 0; i < 4; ++i)
-        from[i] = is.offset_last || i >= some ? _mm256_setzero_si256() : offset(t + i);
-      const int16_t* at = words + t * 2 * kBlock;
-      if (some == 4)
-        pair_products<4>(pairs, at, from, sums);
-      else if (some == 3)
-        pair_products<3>(pairs, at, from, sums);
-      else if (some == 2)
-        pair_products<2>(pairs, at, from, sums);
+    Codes codes[kHalves];
+    for (int h = 0; h < kHalves; ++h) {
+      if (unit == half_unit)
+        unpack(HalfUnit(weight, halves[h], unit), 0, codes[h]);
       else
-        pair_products<1>(pairs, at, from, sums);
-      for (int i = 0; i < some; ++i) add(t + i, sums[i]);
+        unpack(halves[h], unit, codes[h]);
+      if (!left) {
+        if (group % 8 == 0) halves[h].some_scales(group, groups - group, scales[h]);
+        steps[h] = of_scales.eight(reinterpret_cast<const uint8_t*>(&scales[h][group % 8]));
+      }
+    }
+    if (!left) left = per_group, ++group;
+    prefetch_next<kTileRows>(weight, first_row, unit);  // not before this unit is read, which would wait
+    int bits = weight.bits;
+    for (const Span* span = spans + count; span-- > spans;) {  // the finest first
+      if (span->bits < bits) coarsen(codes, bits = span->bits, top, weight.truncate);
+      const Meaning means = meaning(bits, weight.truncate);
+      const int constant = means.constant * ((means.factor == 2 ? 1 : 2) << (top - bits));
+      int t = span->first, end = t + span->count;
+      for (; t + 4 <= end; t += 4) add_terms<4>(codes, steps, constant, x, unit, t, lanes);
+      if (end - t == 3)
+        add_terms<3>(codes, steps, constant, x, unit, t, lanes);
+      else if (end - t == 2)
+        add_terms<2>(codes, steps, constant, x, unit, t, lanes);
+      else if (end - t == 1)
+        add_terms<1>(codes, steps, constant, x, unit, t, lanes);
     }
   }
   const int used = x.units < kLanes ? static_cast<int>(x.units) : kLanes;  // the others are 0
   for (int t = 0; t < x.tokens; ++t)
     for (int h = 0; h < kHalves && rows > 8 * h; ++h) {
-      __m256 sums[kLanes];
-      for (int j = 0; j < kLanes; ++j)
-        sums[j] = j < used ? _mm256_load_ps(lanes[t][j] + 8 * h) : _mm256_setzero_ps();
-      for (int half = kLanes / 2; half; half /= 2)
+      __m256 sums[kLanes / 2];
+      for (int j = 0; j < kLanes / 2; ++j) {
+        sums[j] = j < used ? _mm256_load_ps(lanes[j][t] + 8 * h) : _mm256_setzero_ps();
+        if (j + kLanes / 2 < used)
+          sums[j] = _mm256_add_ps(sums[j], _mm256_load_ps(lanes[j + kLanes / 2][t] + 8 * h));
+      }
+      for (int half = kLanes / 4; half; half /= 2)
         for (int j = 0; j < half; ++j) sums[j] = _mm256_add_ps(sums[j], sums[j + half]);
-      _mm256_maskstore_ps(out + t * stride + first_row + 8 * h, first_lanes(rows - 8 * h), sums[0]);
+      float* to = out + t * stride + first_row + 8 * h;
+      if (rows - 8 * h >= 8)
+        _mm256_storeu_ps(to, sums[0]);
+      else
+        _mm256_maskstore_ps(to, first_lanes(rows - 8 * h), sums[0]);
     }
 }
 
-// Each precision by itself.
-void many(const Packed& finest, const Activations& all, const Span* spans, int count, int64_t begin,
+// (One token's rows are read by `linear` in their order, where it lies by itself.)
+void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
-  for (const Span* span = spans; span < spans + count; ++span) {
-    Packed weight = finest;
-    weight.bits = span->bits;
-    const Activations x = all.some(span->first, span->count);
-    float* of_span = out + span->first * stride;
-    if (x.tokens == 1) {
-      kAvx2.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, of_span, stride);
-      continue;
-    }
-    const Precision& is = kPrecisions[weight.bits - kCoarsest][weight.truncate];
-    for (int64_t row = begin; row < end; row += kTileRows) {
-      const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-      many_tile(weight, is, x, row, rows, of_span, stride);
-    }
+  if (x.tokens == 1 && x.stride == 1)
+    return kAvx2.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
+  for (int64_t row = begin; row < end; row += kTileRows) {
+    const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
+    many_tile(weight, x, spans, count, row, rows, out, stride);
   }
 }
 
