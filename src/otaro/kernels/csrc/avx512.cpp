@@ -766,9 +766,9 @@ void few_tile(const Packed& weight, const Activations& x, const Tokens* spans, i
   const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
   __m512 values = _mm512_setzero_ps();
   for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
-    prefetch_next<kTileRows>(weight, first_row, unit);
     __m512i codes[kQuads];
     few.unpack(unit, codes);
+    prefetch_next<kTileRows>(weight, first_row, unit);  // not before this unit is read, which would wait
     if (!left) {
       values = scale_values(scales + group, groups, rows);
       left = per_group, ++group;

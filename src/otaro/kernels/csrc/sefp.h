@@ -107,8 +107,8 @@ struct Kernels {
   Instances<void (*)(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
                      int64_t stride)>
     linear;
-  // The same for tokens of several precisions, in spans of ascending bits: what the coarser ones have
-  // unpacked the finer ones go on with. Null where there is none. `weight.bits` are those of the last span.
+  // The same for tokens of several precisions, in spans of ascending bits: codes nest, so that weights can be
+  // unpacked once for all. Null where there is none. `weight.bits` are those of the last span.
   void (*many)(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
                int64_t end, float* out, int64_t stride);
   // The values of one row, exactly: out [length].
