@@ -143,7 +143,8 @@ def test_matrices_of_two_kinds_are_not_multiplied_at_once():
 def test_other_types_and_groups_and_few_tokens_stay_integers(monkeypatch):
     monkeypatch.setattr(cuda, "multiply_halves", None)
     monkeypatch.setattr(cuda, "linear", lambda x, packed: torch.full((len(x), len(packed.base)), 7.0))
-    for tokens, group_size, dtype in ((16, 64, torch.float16), (17, 32, torch.float16), (17, 64, torch.float32), (17, 64, torch.bfloat16)):
+    half, others = torch.float16, (torch.float32, torch.bfloat16)
+    for tokens, group_size, dtype in ((16, 64, half), (17, 32, half), *((17, 64, one) for one in others)):
         got = cuda.matmul(torch.ones(tokens, 192, dtype=dtype), make_packed(20, 192, group_size, 4))
         assert torch.equal(got, torch.full((tokens, 20), 7.0, dtype=dtype))
 
