@@ -707,7 +707,8 @@ OTARO_INLINE void byte_dots(const __m512i (&codes)[kQuads], const Activations& x
   for (int t = 0; t < Count; ++t) dots[t] = _mm512_add_epi32(_mm512_slli_epi32(high[t], 8), dots[t]);
 }
 
-// The same at nine bits, by pairs of words: weights 0 and 2 of a quad, then 1 and 3.
+// The same at nine bits, by pairs of words: weights 0 and 2 of a quad, then 1 and 3. (The empty asm keeps gcc
+// from making the words of all quads before the loop over tokens, which would store them.)
 template <bool Truncate, int Count>
 OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, const Activations& x,
                             int64_t unit, int token, __m512i (&dots)[Count]) {
@@ -800,7 +801,7 @@ void few_tile(const Packed& weight, const Activations& x, const Tokens* spans, i
 #pragma GCC unroll 16
         for (int q = 0; q < kQuads; ++q)
           codes[q] = _mm512_and_si512(codes[q], every(0xff << (7 - span->bits)));
-      if constexpr (Truncate)  // where negative
+      if constexpr (Truncate)  // where they are negative
 #pragma GCC unroll 16
         for (int q = 0; q < kQuads; ++q)
           raised[q] = _mm512_mask_add_epi8(codes[q], _mm512_testn_epi8_mask(codes[q], every(0x80)), codes[q],
