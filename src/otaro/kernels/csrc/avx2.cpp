@@ -4,6 +4,47 @@
 
 namespace otaro::avx2 {
 
+OTARO_INLINE __m256i every(int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); }
+
+// The bits of `high` in `mask` and those of `low` that are `by` above change places.
+OTARO_INLINE void exchange(__m256i& high, __m256i& low, int by, int mask) {
+  const __m256i differ = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(low, by), high), every(mask));
+  high = _mm256_xor_si256(high, differ);
+  low = _mm256_xor_si256(low, _mm256_slli_epi32(differ, by));
+}
+
+// Bits of three or four planes of eight units of a row, joined to numbers: register i has those of unit i.
+// Joined two by two, then four by four, a word has four bits of quads q and q + 4 in every byte. The halves
+// of a register have words 0 2 0 2 and 1 3 1 3, of the first block, of the second one.
+template <int M>
+struct Joined {
+  static constexpr int kPlanes = M < 7 ? M - kCoarsest : 4;
+  __m256i units[8];
+
+  OTARO_INLINE explicit Joined(const Bytes<M>& bytes) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      __m256i words[4] = {};
+      for (int p = 0; p < kPlanes; ++p) words[4 - kPlanes + p] = load(bytes.planes[p] + i * 2 * kPlaneBytes);
+      exchange(words[0], words[1], 1, 0x55), exchange(words[2], words[3], 1, 0x55);
+      exchange(words[0], words[2], 2, 0x33), exchange(words[1], words[3], 2, 0x33);
+      const auto place = [&](int to, __m256i even, __m256i odd) __attribute__((always_inline)) {
+        units[i + to] = _mm256_permute2x128_si256(even, odd, 0x20);
+        units[i + to + 2] = _mm256_permute2x128_si256(even, odd, 0x31);
+      };
+      place(0, _mm256_unpacklo_epi32(words[3], words[1]), _mm256_unpacklo_epi32(words[2], words[0]));
+      place(1, _mm256_unpackhi_epi32(words[3], words[1]), _mm256_unpackhi_epi32(words[2], words[0]));
+    }
+  }
+
+  // Those of a block, in the order of codes.
+  OTARO_INLINE __m256i of(int unit, int block) const {
+    const __m256i both = units[unit],
+                  one = block ? _mm256_unpackhi_epi64(both, both) : _mm256_unpacklo_epi64(both, both);
+    return _mm256_and_si256(_mm256_srlv_epi32(one, _mm256_setr_epi32(0, 0, 4, 4, 0, 0, 4, 4)), every(15));
+  }
+};
+
 // The machine of rows.h.
 struct Machine : X86<Avx2> {
   // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
@@ -15,12 +56,24 @@ struct Machine : X86<Avx2> {
     for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
       Sums sums[1][8];
       bytes.prefetch(16);
-      constexpr int kTogether = 4;
-#pragma GCC unroll 1
-      for (int i = 0; i < 8; i += kTogether)
+      if constexpr (M > 5) {
+        const Joined<M> joined(bytes);
 #pragma GCC unroll 8
-        for (int j = 0; j < kTogether; ++j)
-          unit_sums<M>(bytes, 2 * (i + j), true, true, Truncate, x, unit + i + j, 1, sums, i + j);
+        for (int i = 0; i < 8; ++i) {
+          const auto codes = [&](int block) __attribute__((always_inline)) {
+            return Codes<M>(bytes, 2 * i + block, Truncate, joined.kPlanes, joined.of(i, block));
+          };
+          const int64_t at = (unit + i) * 2 * kBlock;
+          sums[0][i] = products(codes(0), codes(1), x.digits + 2 * at, x.words + at);
+        }
+      } else {
+        constexpr int kTogether = 4;
+#pragma GCC unroll 1
+        for (int i = 0; i < 8; i += kTogether)
+#pragma GCC unroll 8
+          for (int j = 0; j < kTogether; ++j)
+            unit_sums<M>(bytes, 2 * (i + j), true, true, Truncate, x, unit + i + j, 1, sums, i + j);
+      }
       const __m256 steps = of_scales.eight(scales + unit);
       const __m256 added = _mm256_add_ps(lanes, terms(M, Truncate, sums[0], x, 0, unit, 8, steps));
       lanes = others;
@@ -114,8 +167,6 @@ constexpr int kTileRows = 16, kHalves = kTileRows / 8, kPairs = kBlock;  // pair
 
 constexpr int top_bit(int finest) { return finest < kFinest ? kFinest - 1 : kFinest; }
 
-OTARO_INLINE __m256i every(int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); }
-
 // Where the bytes of eight rows are.
 struct EightRows {
   const uint8_t *base, *planes[kPlanes], *scales[8];
@@ -206,13 +257,6 @@ struct HalfUnit : EightRows {
   }
   HalfUnit(const HalfUnit&) = delete;
 };
-
-// The bits of `high` in `mask` and those of `low` that are `by` above change places.
-OTARO_INLINE void exchange(__m256i& high, __m256i& low, int by, int mask) {
-  const __m256i differ = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(low, by), high), every(mask));
-  high = _mm256_xor_si256(high, differ);
-  low = _mm256_xor_si256(low, _mm256_slli_epi32(differ, by));
-}
 
 struct Codes {
   __m256i pairs[kPairs];

@@ -139,10 +139,13 @@ struct Avx2 {
     __m256i wide[2];   // all bits, in the order of `words`; at nine bits they are those of u - 256, which 16
                        // bits hold as they are
 
-    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool truncate) {
+    // Of the first planes, as many as are `joined`, the bits may be known.
+    OTARO_INLINE Codes(const Bytes<M>& bytes, int64_t block, bool truncate, int joined = 0,
+                       __m256i bits = _mm256_setzero_si256()) {
       low = nibbles(bytes.base + block * kBaseBytes);
       if (truncate || M == kFinest) negative = negative_ones(low);
-      for (int p = 0; p < M - kCoarsest; ++p) low = longer(low, bytes.planes[p] + block * kPlaneBytes);
+      if (joined) low = _mm256_or_si256(_mm256_slli_epi16(low, joined), bits);
+      for (int p = joined; p < M - kCoarsest; ++p) low = longer(low, bytes.planes[p] + block * kPlaneBytes);
       if (truncate && M < kFinest) low = _mm256_sub_epi8(low, negative);
       if constexpr (kWide) {
         const __m256i high = M == kFinest ? negative : _mm256_setzero_si256();
