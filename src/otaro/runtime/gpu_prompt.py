@@ -269,7 +269,8 @@ class Straight:
     ) -> None:
         """Matrices of one form, on the stream with this handle."""
         tokens, bits = halves.as_many(len(x)), weights[0].bits
-        key = (tokens, bits, *(one.base.data_ptr() for one in weights))
+        parts = [part for one in weights for part in (one.base, one.scales, *one.planes)]
+        key = (tokens, bits, *(0 if part is None else part.data_ptr() for part in (*parts, *biases)))
         if key not in self._made:
             if len(self._made) > _PARTS:
                 self._made.clear()

@@ -165,7 +165,8 @@ class Sampler:
             return Proposal(largest)
         rows = torch.tensor([ids], device=logits.device)
         if not self.do_sample:
-            return Proposal(argmax(self.processors(rows, logits.clone().unsqueeze(0)))[0])
+            scores = logits.unsqueeze(0)
+            return Proposal(argmax(self._penalized(rows, scores) if self.known else self.processors(rows, scores.clone()))[0])
         tokens, chances = self.distribution(rows, logits)
         return Proposal(self._one_of(tokens, chances, len(logits)), tokens, chances)
 

@@ -194,9 +194,9 @@ namespace otaro::avx512 {
 // and products with activations, broadcast, need no sum across.
 //
 // A register has four weights of each of sixteen rows, a quad. Bytes are multiplied with the activations'
-// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`. Codes nest: tokens of a finer
-// precision go on with the codes that a coarser one has left, moved up, with the bits of further planes
-// below.
+// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`. Codes nest: of more than
+// `kFewTokens` tokens, those of a finer precision go on with the codes that a coarser one has left, moved up,
+// with the bits of further planes below.
 constexpr int kTileRows = 16, kQuads = 2 * kBlock / 4;
 
 // Where a quad's digits are: even quads of both blocks, then odd ones (`wide_weight`).
@@ -317,35 +317,34 @@ OTARO_INLINE __m512i choose(int mask, __m512i yes, __m512i no) {
   return _mm512_ternarylogic_epi32(no, yes, _mm512_set1_epi16(static_cast<short>(mask)), 0xd8);
 }
 
-// All quads of a block at nine bits, as pairs: weights 0 and 2 of a quad, then 1 and 3. Planes are joined
-// two by two, so that a register has two bits of every other quad, then four of every fourth.
-template <bool Truncate>
-OTARO_INLINE void nine_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3, __m512i p4,
-                            __m512i* codes) {
-  const auto up = [](__m512i bits, int by) { return _mm512_slli_epi32(bits, by); };
-  const auto down = [](__m512i bits, int by) { return _mm512_srli_epi32(bits, by); };
+// All quads of a block, u * 2^(7 - M), from words of its base and of four planes, zero where there are none:
+// put(quad, codes). (By a pointer gcc would keep them in memory.) Planes are joined two by two, so that a
+// register has two bits of every other quad, then four of every fourth.
+template <class Put>
+OTARO_INLINE void eight_bits(const __m512i* base, __m512i p0, __m512i p1, __m512i p2, __m512i p3, Put put) {
+  const auto up = [](__m512i bits, unsigned by) { return _mm512_slli_epi32(bits, by); };
+  const auto down = [](__m512i bits, unsigned by) { return _mm512_srli_epi32(bits, by); };
   const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // quads 0 2 4 6
-                             {choose(0x5555, down(p1, 1), p0), choose(0x5555, down(p3, 1), p2)}};  // 1 3 5 7
+                             {choose(0xaaaa, p0, down(p1, 1)), choose(0xaaaa, p2, down(p3, 1))}};  // 1 3 5 7
   __m512i four[4];  // of quads q and q + 4
   for (int q = 0; q < 2; ++q) {
     four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
-    four[q + 2] = choose(0x3333, down(two[q][1], 2), two[q][0]);
+    four[q + 2] = choose(0xcccc, two[q][0], down(two[q][1], 2));
   }
-  const __m512i last[2] = {_mm512_and_si512(p4, _mm512_set1_epi16(255)), _mm512_srli_epi16(p4, 8)};
 #pragma GCC unroll 8
   for (int q = 0; q < 8; ++q) {
-    const __m512i word = base[q / 2],
-                  eight = choose(0xf0f0, q % 2 ? word : up(word, 4), q < 4 ? four[q] : down(four[q - 4], 4));
-    const __m512i both[2] = {_mm512_add_epi16(eight, eight), _mm512_srli_epi16(eight, 7)};
-    for (int i = 0; i < 2; ++i) {
-      __m512i u = choose(0x01fe, both[i], _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
-      if constexpr (Truncate) {  // raised where negative
-        const __m512i ninth = _mm512_set1_epi16(256);
-        u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
-      }
-      codes[2 * q + i] = u;
-    }
+    const __m512i nibbles = q % 2 ? base[q / 2] : up(base[q / 2], 4);  // above
+    put(q, q < 4 ? choose(0x0f0f, four[q], nibbles) : choose(0xf0f0, nibbles, down(four[q - 4], 4)));
   }
+}
+
+// With the bit of the last plane, as words: weights 0 and 2 of a quad, or the `odd` ones, 1 and 3.
+OTARO_INLINE __m512i last_bits(__m512i plane, int odd) {
+  return odd ? _mm512_srli_epi16(plane, 8) : _mm512_and_si512(plane, _mm512_set1_epi16(255));
+}
+OTARO_INLINE __m512i nine_bits(__m512i eight, __m512i last, int quad, int odd) {
+  return choose(0x01fe, odd ? _mm512_srli_epi16(eight, 7) : _mm512_add_epi16(eight, eight),
+                _mm512_srli_epi16(last, static_cast<unsigned>(quad)));
 }
 
 // Bit `from` of every byte to bit `to`; what comes from other bytes is for the caller to leave out.
@@ -387,9 +386,14 @@ struct Quads {
     __m512i base[8], bits[kPlanes][2];
     rows.base_words(unit, base);
     for (int p = 0; p < kPlanes; ++p) rows.plane_words(p, unit, bits[p]);
-    for (int block = 0; block < 2; ++block)
-      nine_bits<false>(base + 4 * block, bits[0][block], bits[1][block], bits[2][block], bits[3][block],
-                       bits[4][block], words + block * kQuads);
+    for (int block = 0; block < 2; ++block) {
+      const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][block]; };
+      eight_bits(base + 4 * block, of(0), of(1), of(2), of(3),
+                 [&](int q, __m512i eight) __attribute__((always_inline)) {
+                   for (int odd = 0; odd < 2; ++odd)
+                     words[16 * block + 2 * q + odd] = nine_bits(eight, last_bits(of(4), odd), q, odd);
+                 });
+    }
   }
 
   template <int Most, int Least, bool First, bool Wide>
@@ -622,8 +626,6 @@ struct Few {
   Few(const Packed& weight, int64_t first_row, int rows, __m512i (&planes)[kPlanes][4])
     : weight(weight), rows(weight, first_row, rows), planes(planes) {}
 
-  // Planes are joined two by two, so that a register has two bits of every other quad, then four of every
-  // fourth.
   OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
     __m512i words[8];
     rows.of(unit,
@@ -631,43 +633,23 @@ struct Few {
     if (unit % 2 == 0)
       for (int p = 0; p < weight.bits - kCoarsest; ++p)
         rows.whole.plane_words(p, 2 * unit, weight.blocks() - 2 * unit, planes[p]);
-    const auto nibbles = [&](int q) __attribute__((always_inline)) {  // above
-      return q % 2 ? words[q / 2] : _mm512_slli_epi32(words[q / 2], 4);
-    };
+    const auto of = [&](int p, int block)
+                      __attribute__((always_inline)) { return planes[p][unit % 2 * 2 + block]; };
     if (weight.bits <= kCoarsest + 1) {
 #pragma GCC unroll 16
-      for (int q = 0; q < kQuads; ++q) codes[q] = _mm512_and_si512(nibbles(q), _mm512_set1_epi8(-16));
+      for (int q = 0; q < kQuads; ++q)
+        codes[q] = _mm512_and_si512(moved(words[q / 2], q % 2 * 4, 4), _mm512_set1_epi8(-16));
       if (weight.bits > kCoarsest)
 #pragma GCC unroll 16
         for (int q = 0; q < kQuads; ++q)
-          codes[q] = _mm512_ternarylogic_epi32(moved(planes[0][unit % 2 * 2 + q / 8], q % 8, 3),
-                                               _mm512_set1_epi8(8), codes[q], 0xea);  // a & b | c
-      return;
-    }
-    const auto up = [](__m512i bits, unsigned by) { return _mm512_slli_epi32(bits, by); };
-    const auto down = [](__m512i bits, unsigned by) { return _mm512_srli_epi32(bits, by); };
+          codes[q] = _mm512_ternarylogic_epi32(moved(of(0, q / 8), q % 8, 3), _mm512_set1_epi8(8), codes[q],
+                                               0xea);  // a & b | c
+    } else {
 #pragma GCC unroll 2
-    for (int block = 0; block < 2; ++block) {
-      const auto of = [&](int p) __attribute__((always_inline)) { return planes[p][unit % 2 * 2 + block]; };
-      const __m512i p0 = of(0), p1 = of(1), p2 = of(2), p3 = of(3);
-      const __m512i two[2][2] = {{choose(0x5555, p1, up(p0, 1)), choose(0x5555, p3, up(p2, 1))},  // 0 2 4 6
-                                 {choose(0xaaaa, p0, down(p1, 1)), choose(0xaaaa, p2, down(p3, 1))}};
-      __m512i four[4];  // of quads q and q + 4
-      for (int q = 0; q < 2; ++q) {
-        four[q] = choose(0x3333, two[q][1], up(two[q][0], 2));
-        four[q + 2] = choose(0xcccc, two[q][0], down(two[q][1], 2));
-      }
-#pragma GCC unroll 8
-      for (int q = 0; q < 8; ++q)
-        codes[8 * block + q] = q < 4 ? choose(0x0f0f, four[q], nibbles(8 * block + q))
-                                     : choose(0xf0f0, nibbles(8 * block + q), down(four[q - 4], 4));
+      for (int b = 0; b < 2; ++b)
+        eight_bits(words + 4 * b, of(0, b), of(1, b), of(2, b), of(3, b),
+                   [&](int q, __m512i eight) __attribute__((always_inline)) { codes[8 * b + q] = eight; });
     }
-  }
-
-  // Bits of the last plane, of weights 0 and 2 of all quads of a block, or of 1 and 3.
-  OTARO_INLINE __m512i last_bits(int64_t unit, int block, int odd) const {
-    const __m512i bits = planes[kPlanes - 1][unit % 2 * 2 + block];
-    return odd ? _mm512_srli_epi16(bits, 8) : _mm512_and_si512(bits, _mm512_set1_epi16(255));
   }
 };
 
@@ -719,15 +701,15 @@ OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, cons
     for (auto& sum : chain) sum = _mm512_setzero_si512();
 #pragma GCC unroll 2
   for (int block = 0; block < 2; ++block) {
-    __m512i last[2] = {few.last_bits(unit, block, 0), few.last_bits(unit, block, 1)};
+    const __m512i plane = few.planes[kPlanes - 1][unit % 2 * 2 + block];
+    __m512i last[2] = {last_bits(plane, 0), last_bits(plane, 1)};
     asm volatile("" : "+v"(last[0]), "+v"(last[1]));
 #pragma GCC unroll 8
     for (int q = 0; q < 8; ++q) {
       __m512i eight = codes[8 * block + q];
       asm volatile("" : "+v"(eight));
       for (int i = 0; i < 2; ++i) {
-        __m512i nine = choose(0x01fe, i ? _mm512_srli_epi16(eight, 7) : _mm512_add_epi16(eight, eight),
-                              _mm512_srli_epi16(last[i], static_cast<unsigned>(q)));
+        __m512i nine = nine_bits(eight, last[i], q, i);
         if constexpr (Truncate)  // raised where negative
           nine =
             _mm512_add_epi16(nine, _mm512_srli_epi16(_mm512_andnot_si512(nine, _mm512_set1_epi16(256)), 8));

@@ -57,6 +57,11 @@ class Pool {
   void work(size_t thread);
   void help(size_t thread);
 
+  struct alignas(64) Part {
+    std::atomic<int64_t> next{0};  // chunk
+    int64_t end = 0;
+  };
+
   std::atomic<int> wanted_{1};
   std::vector<std::thread> helpers_;
   // The number of threads last asked for; fewer helpers than that where the system gave no more.
@@ -67,10 +72,6 @@ class Pool {
   // region is still open, works and counts itself out; the caller closes the region when no chunk is left,
   // and waits for those inside. One that comes late finds the door closed, so nobody waits for a helper that
   // still sleeps.
-  struct alignas(64) Part {
-    std::atomic<int64_t> next{0};  // chunk
-    int64_t end = 0;
-  };
   Call call_ = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;
