@@ -18,14 +18,14 @@ OTARO_INLINE void exchange(__m256i& high, __m256i& low, int by, int mask) {
 // of a register have words 0 2 0 2 and 1 3 1 3, of the first block, of the second one.
 template <int M>
 struct Joined {
-  static constexpr int kPlanes = M < 7 ? M - kCoarsest : 4;
+  static constexpr int kCount = M < 7 ? M - kCoarsest : 4;
   __m256i units[8];
 
   OTARO_INLINE explicit Joined(const Bytes<M>& bytes) {
 #pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4) {
       __m256i words[4] = {};
-      for (int p = 0; p < kPlanes; ++p) words[4 - kPlanes + p] = load(bytes.planes[p] + i * 2 * kPlaneBytes);
+      for (int p = 0; p < kCount; ++p) words[4 - kCount + p] = load(bytes.planes[p] + i * 2 * kPlaneBytes);
       exchange(words[0], words[1], 1, 0x55), exchange(words[2], words[3], 1, 0x55);
       exchange(words[0], words[2], 2, 0x33), exchange(words[1], words[3], 2, 0x33);
       const auto place = [&](int to, __m256i even, __m256i odd) __attribute__((always_inline)) {
@@ -61,7 +61,7 @@ struct Machine : X86<Avx2> {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
           const auto codes = [&](int block) __attribute__((always_inline)) {
-            return Codes<M>(bytes, 2 * i + block, Truncate, joined.kPlanes, joined.of(i, block));
+            return Codes<M>(bytes, 2 * i + block, Truncate, joined.kCount, joined.of(i, block));
           };
           const int64_t at = (unit + i) * 2 * kBlock;
           sums[0][i] = products(codes(0), codes(1), x.digits + 2 * at, x.words + at);
