@@ -15,7 +15,7 @@ from llama3 import PRODUCTS, Product, at, random_packed
 from table2_model import PackedModel, half_weights
 from table2_products import Settings, check, moved, rotate_half, say
 
-from otaro.kernels import cuda
+from otaro.kernels import cuda, hopper_halves
 from otaro.kernels.packed import Packed
 from otaro.runtime.gpu import GpuDecoder
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
@@ -32,7 +32,7 @@ PROMPTS = {500: 1.4, 4000: 1.15}
 
 
 def layer(asked: Settings) -> dict[str, Any]:
-    """Every product of a layer with 4 to 128 tokens, up to 16 of them integers already, beside cuBLAS in float16."""
+    """Every product of a layer with 4 to 128 tokens as the kernels before it leave them, beside cuBLAS in float16."""
     results: dict[str, Any] = {}
     for product in PRODUCTS:
         if product.name != "head":
@@ -71,7 +71,8 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
         checks = {}
         for precision in MULTIPLIED:
             seen = [[at(packed, precision) for packed in one] for one in rotated]
-            launch = partial(multiply, seen, digits, x, outs, scratch)
+            arranged = product.name != "o" and hopper_halves.serves(seen[0])  # attention is the library's
+            launch = partial(multiply, seen, digits, hopper_halves.arranged(x) if arranged else x, outs, scratch, arranged)
             graphs[str(precision)] = capture(launch, enough(about / 2, copies))
             checks[str(precision)] = outcome = check(rotated[0], precision, tokens)
             if outcome["wrong"]:
@@ -81,14 +82,20 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
 
 
 def multiply(
-    rotated: list[list[Packed]], digits: Any, x: torch.Tensor, outs: list[torch.Tensor], scratch: cuda.Scratch, number: int
+    rotated: list[list[Packed]],
+    digits: Any,
+    x: torch.Tensor,
+    outs: list[torch.Tensor],
+    scratch: cuda.Scratch,
+    arranged: bool,
+    number: int,
 ) -> None:
     """One copy of the matrices times tokens that are integers already, or float16."""
     matrices = rotated[number % len(rotated)]
     if len(x) <= cuda.MOST_TOKENS:
         cuda.products(digits, len(x), matrices, outs, scratch=scratch)
     else:
-        cuda.multiply_halves(x, matrices, outs, scratch=scratch, early=True)
+        cuda.multiply_halves(x, matrices, outs, scratch=scratch, early=True, arranged=arranged)
 
 
 def print_layer(results: dict[str, Any], total: dict[str, dict[str, float]]) -> None:

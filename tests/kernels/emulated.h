@@ -250,6 +250,7 @@ inline int __float2int_rn(float value) { return static_cast<int>(lrintf(value));
 inline float __int2float_rn(int value) { return static_cast<float>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __expf(float x) { return expf(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -344,6 +345,13 @@ inline uint32_t add_halves(uint32_t a, uint32_t b) {
   };
   return add(a, b) | static_cast<uint32_t>(add(a >> 16, b >> 16)) << 16;
 }
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  const auto multiply = [](uint32_t x, uint32_t y) {
+    return emulated::half_bits(static_cast<double>(emulated::half(static_cast<uint16_t>(x))) *
+                               emulated::half(static_cast<uint16_t>(y)));
+  };
+  return multiply(a, b) | static_cast<uint32_t>(multiply(a >> 16, b >> 16)) << 16;
+}
 inline uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
   const auto fuse = [](uint32_t x, uint32_t y, uint32_t z) {
     const double product = static_cast<double>(emulated::half(static_cast<uint16_t>(x))) *
@@ -404,8 +412,15 @@ inline void arrive_at_cluster() {
 inline void await_all_of_cluster() {
   while (emulated::cluster_arrived < emulated::fibers[emulated::current].goal) emulated::yield();
 }
-inline void take_registers() {}
-inline void leave_registers() {}
+template <int Count>
+void take_registers() {}
+template <int Count>
+void leave_registers() {}
+inline void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+  std::memcpy(to, from, bytes);
+  emulated::arrive(barrier, 0, -bytes);
+}
+inline void await_all_but_one() {}
 template <int Threads>
 void meet() {
   emulated::meet_some(emulated::blocks[emulated::current / emulated::threads].named, Threads);
@@ -415,6 +430,7 @@ inline void begin_products() {}
 inline void commit_products() {}
 inline void await_products() {}
 inline void settle(int&) {}
+inline void settle(float&) {}
 inline void hold(uint32_t) {}
 inline void wait_for_predecessor() {}
 inline void let_successor_start() {}
@@ -475,6 +491,25 @@ void multiply_async(int (&c)[Count], uint32_t a0, uint32_t a1, uint32_t a2, uint
       const char byte = columns[k / 16 * field(16) + column / 8 * field(32) + column % 8 * 16 + k % 16];
       c[i] += static_cast<int>(a & 0xff) * static_cast<int8_t>(byte);
     }
+  }
+}
+template <int Count>
+void multiply_async(float (&c)[Count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+  const auto* slots = fragments(a0, a1, a2, a3, 0, 0);
+  const int lane = emulated::current % 32, t = lane % 4, g = lane / 4;
+  const auto field = [&](int at) { return static_cast<int>(b >> at & 0x3fff) * 16; };
+  const char* columns = emulated::shared(emulated::current / emulated::threads) + field(0);
+  for (int i = 0; i < Count; ++i) {
+    const int below = i % 4 / 2, column = i / 4 * 8 + 2 * t + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const uint64_t a = slots[4 * g + k % 8 / 2][2 * (k / 8) + below] >> 16 * (k % 2);
+      uint16_t other;
+      std::memcpy(&other, columns + k / 8 * field(16) + column / 8 * field(32) + column % 8 * 16 + k % 8 * 2,
+                  2);
+      sum += static_cast<double>(emulated::half(static_cast<uint16_t>(a))) * emulated::half(other);
+    }
+    c[i] = static_cast<float>(sum);
   }
 }
 

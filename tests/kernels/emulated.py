@@ -90,23 +90,32 @@ def _run(*command):
 
 @cache
 def _library(file, name, constants):
-    header, source = (_without_assembler(one.read_text()) for one in (cuda_structs.HEADERS[0], cuda_structs.SOURCES / file))
-    text = '#include "emulated.h"\n' + header.replace("#pragma once", "") + source.replace('#include "sefp.cuh"', "")
+    text = '#include "emulated.h"\n' + _with_headers(file, set())
     text = text.replace("extern __shared__ int4 buffer[];", "int4* buffer = emulated::own_shared();")
-    struct, cluster = cuda_structs.parameters(file)[name].__name__, _clusters(source)
+    struct, cluster = cuda_structs.parameters(file)[name].__name__, _clusters(text, dict(constants))
     text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=struct, cluster=cluster)
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
     code = path.with_suffix(".cpp")
     code.write_text(text)
-    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.HEADERS[1].parent}", *flags, "-o", path, code)
+    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.FORMAT.parent}", *flags, "-o", path, code)
     return ctypes.CDLL(str(path))
 
 
-def _clusters(source):
+def _with_headers(file, seen):
+    """A source without assembler, and each of our headers where it is included first."""
+
+    def header(match):
+        return "" if match[1] in seen else seen.add(match[1]) or _with_headers(match[1], seen)
+
+    source = _without_assembler((cuda_structs.SOURCES / file).read_text()).replace("#pragma once", "")
+    return re.sub(r'#include "(\w+\.cuh)"', header, source)
+
+
+def _clusters(source, constants):
     """Blocks of a cluster."""
-    found = re.search(r"\bkCluster = (\d+)", source)
-    return int(found[1]) if found else 1
+    found = re.search(r"\bkCluster = (\w+)", source)
+    return int(constants.get(found[1], found[1])) if found else 1
 
 
 def _without_assembler(source):

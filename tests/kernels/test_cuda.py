@@ -96,7 +96,7 @@ def test_sources_compile_for_a_gpu_that_is_not_there(file, constants):
         nvrtc.compiler()
     except OSError as error:
         pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
-    architecture = "sm_90a" if file == nvrtc.HOPPER else "sm_80"
+    architecture = "sm_90a" if file in nvrtc.HOPPER else "sm_80"
     flags = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
     source = nvrtc.source_of(file)
     assert nvrtc.compile_source(file, source, flags)[:4] == b"\x7fELF"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from otaro.errors import KernelError
-from otaro.kernels import cuda, halves, nvrtc, ops, reference
+from otaro.kernels import cuda, halves, hopper, hopper_halves, nvrtc, ops, reference
 from otaro.kernels.halves import Shape
+from otaro.kernels.hopper_halves import Shape as Wide
 
 from . import emulated
 from .packed import GRIDS, Packed, make_packed, same_bits
@@ -29,6 +30,7 @@ def on_some_gpu(monkeypatch):
     if emulated.MISSING:
         pytest.skip(emulated.MISSING)
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(hopper, "has_instructions", lambda device: False)
     monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
     cuda._halves_kernel.cache_clear()
@@ -44,7 +46,10 @@ def there(packed: Packed) -> Packed:
 def off(got: torch.Tensor, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> float:
     """The largest error beside what roundings give: one for each term of a unit, each unit, parts and slices, in units of
     2^-23 of the sum of magnitudes; and one of the result's own type."""
-    weight = reference.decode(packed).double()
+    return _off(got, x, packed, reference.decode(packed).double(), bias)
+
+
+def _off(got, x, packed, weight, bias):
     exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
@@ -53,10 +58,11 @@ def off(got: torch.Tensor, x: torch.Tensor, packed: Packed, bias: torch.Tensor |
     return float(((got.double().cpu() - exact).abs() / bound).max())
 
 
-def multiplied(x, matrices, biases, shape, dtype=torch.float32, scratch=None):
+def multiplied(x, matrices, biases, shape, dtype=torch.float32, scratch=None, arranged=False):
     outs = [torch.full((len(x), len(one.base) + 3), 7.0, dtype=dtype, device=DEVICE)[:, :-3] for one in matrices]
     on_device = [None if one is None else one.to(DEVICE) for one in biases]
-    cuda.multiply_halves(x.to(DEVICE), [there(one) for one in matrices], outs, on_device, scratch, early=True, shape=shape)
+    x, matrices = x.to(DEVICE), [there(one) for one in matrices]
+    cuda.multiply_halves(x, matrices, outs, on_device, scratch, early=True, shape=shape, arranged=arranged)
     return outs
 
 
@@ -96,7 +102,6 @@ def test_small_products_of_many_tokens_are_those_of_halves(monkeypatch, tokens, 
     """Through the operation, whose results have the tokens' type, as exact as that; of any size that it holds."""
     monkeypatch.setattr(ops, "_serving", lambda device: cuda)
     monkeypatch.setattr(halves, "MOST_TOKENS", 130)
-    monkeypatch.setattr(halves, "DTYPES", (torch.float16, torch.bfloat16))
     packed = make_packed(70, length, 64, 5, seed=length)
     x, bias = torch.randn(tokens, length).to(dtype), torch.randn(70).to(dtype)
     if dtype == torch.bfloat16:
@@ -143,8 +148,7 @@ def test_matrices_of_two_kinds_are_not_multiplied_at_once():
 def test_other_types_and_groups_and_few_tokens_stay_integers(monkeypatch):
     monkeypatch.setattr(cuda, "multiply_halves", None)
     monkeypatch.setattr(cuda, "linear", lambda x, packed: torch.full((len(x), len(packed.base)), 7.0))
-    half, others = torch.float16, (torch.float32, torch.bfloat16)
-    for tokens, group_size, dtype in ((16, 64, half), (17, 32, half), *((17, 64, one) for one in others)):
+    for tokens, group_size, dtype in ((16, 64, torch.float16), (17, 32, torch.bfloat16), (17, 64, torch.float32)):
         got = cuda.matmul(torch.ones(tokens, 192, dtype=dtype), make_packed(20, 192, group_size, 4))
         assert torch.equal(got, torch.full((tokens, 20), 7.0, dtype=dtype))
 
@@ -172,3 +176,79 @@ def test_products_of_llama_s_layers_are_cut_as_they_were_fastest_on_an_h200():
         for tokens in (32, 64):
             shape = halves.shape(HOPPER, 132, tokens, rows, units, 4)
             assert (shape.groups, shape.parts, shape.slices) == cut
+
+
+def needs_hopper():
+    """The shapes of such a GPU, whatever compiler it has: products are looked at here."""
+    if HAS_GPU and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU has no wgmma")
+
+
+def rounded(packed):
+    """What Hopper's kernel multiplies with: weights as halves, but for the tensor's power of two."""
+    raised = 2.0 ** (packed.scale_exponent - 5)  # within the range of halves
+    return (reference.decode(packed) / raised).half().double() * raised
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "length", "rows", "arranged"),
+    [
+        (Wide(32, 2, 3), 20, 512, (200, 33, 5), False),
+        (Wide(64, 2, 2, slices=2), 64, 768, (64,), True),
+        (Wide(32, 3, 2), 40, 256, (300,), True),  # two passes
+        (Wide(32, 4, 2, slices=3), 17, 1024, (70, 31), False),
+        (Wide(128, 2, 2), 130, 256, (100,), False),
+    ],
+    ids=str,
+)
+def test_small_products_by_halves_on_hopper_are_exact_but_for_sums(shape, tokens, length, rows, arranged):
+    """However they are cut, and in whichever order activations come."""
+    needs_hopper()
+    matrices = [make_packed(count, length, 64, seed=count).at(*GRIDS[tokens % len(GRIDS)]) for count in rows]
+    x, biases = torch.randn(tokens, length).half(), [torch.randn(count) if count % 2 else None for count in rows]
+    scratch, given = cuda.Scratch(torch.device(DEVICE)), hopper_halves.arranged(x) if arranged else x
+    first, again = (multiplied(given, matrices, biases, shape, scratch=scratch, arranged=arranged) for _ in range(2))
+    for one, out, twice, bias in zip(matrices, first, again, biases, strict=True):
+        assert _off(out, x, one, rounded(one), bias) <= 1
+        assert same_bits(out, twice)
+
+
+@pytest.mark.parametrize(("bits", "truncate"), GRIDS)
+def test_small_products_by_halves_on_hopper_know_every_code(bits, truncate):
+    """A token for each weight of a unit shows each by itself; to E5M5 these are the weights, then the nearest halves."""
+    needs_hopper()
+    packed = make_packed(64, 256, 64, seed=bits, spread=2).at(bits, truncate)
+    (got,) = multiplied(torch.eye(256)[64:128].half(), [packed], [None], Wide(64, 2, 2))
+    weight = reference.decode(packed)
+    assert torch.equal(got.cpu().double(), rounded(packed)[:, 64:128].T)
+    assert bits > 5 or torch.equal(got.cpu(), weight[:, 64:128].T)
+
+
+def test_hoppers_kernel_serves_rows_of_whole_stages(monkeypatch):
+    monkeypatch.setattr(hopper, "has_instructions", lambda device: True)
+    assert hopper_halves.serves([make_packed(8, 512, 64).at(4, False)])
+    assert not hopper_halves.serves([make_packed(8, 512, 64).at(4, False), make_packed(8, 320, 64).at(4, False)])
+    assert not hopper_halves.serves([make_packed(8, 512, 128).at(4, False)])
+    with pytest.raises(KernelError, match="arranged tokens are taken by Hopper's kernel alone"):
+        cuda.halves_launch(20, [make_packed(8, 320, 64)], torch.float32, cuda.Scratch(torch.device("cpu")), arranged=True)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("tokens", [17, 64, 128, 300])
+def test_hopper_has_a_shape_for_all_rows(bits, tokens):
+    for rows, stages in (((4096, 1024, 1024), 16), ((4096,), 56), ((14336, 14336), 16), ((5,), 1), ((128256,), 16)):
+        shape = hopper_halves.shape(HOPPER, 132, tokens, rows, stages, bits)
+        assert shape.shared(bits) <= HOPPER
+        assert shape.stages >= 2
+        assert shape.threads <= 640
+        assert shape.slices <= stages
+
+
+def test_products_of_llama_s_layers_are_cut_on_hopper_as_they_were_fastest():
+    for rows, stages, cut in (((4096, 1024, 1024), 16, (2, 2)), ((4096,), 16, (2, 4)), ((4096,), 56, (2, 4))):
+        for tokens in (32, 64):
+            shape = hopper_halves.shape(HOPPER, 132, tokens, rows, stages, 4)
+            assert (shape.groups, shape.slices) == cut
+    for bits, groups in ((3, 4), (4, 4), (8, 2)):
+        shape = hopper_halves.shape(HOPPER, 132, 32, (14336, 14336), 16, bits)
+        assert (shape.groups, shape.slices) == (groups, 1)

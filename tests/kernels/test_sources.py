@@ -14,7 +14,7 @@ from otaro.kernels import cuda_structs, kv_cache, reference
 from otaro.sefp import codec
 from otaro.sefp.precision import COARSEST, FINEST
 
-FORMAT = cuda_structs.HEADERS[1]
+FORMAT = cuda_structs.FORMAT
 PYTHON = {
     "kBlock": BLOCK,
     "kBaseBytes": BASE_BYTES,

@@ -11,7 +11,7 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.file.planes import pack_codes
-from otaro.kernels import cuda, cuda_steps, reference
+from otaro.kernels import cuda, cuda_steps, hopper_halves, reference
 from otaro.kernels.cuda_steps import CudaSteps
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
@@ -183,6 +183,18 @@ def test_small_steps_of_a_prompt_in_bfloat16(both, device):
         steps.quantize(gated[:, :96], out, up=gated[:, 96:])
     for ours, law in (outs[:2], outs[2:]):
         assert torch.allclose(ours.data.float(), law.data.float(), rtol=2.0**-7, atol=0)
+
+
+def test_small_steps_arrange_halves_as_hopper_wants_them(both, device):
+    x, weight = random(3, 256, device=device), random(1, 256, seed=2, device=device)[0]
+    plain, arranged = (Activations(256, None, torch.zeros(3, 256).half().to(device), one) for one in (False, True))
+    for run in (
+        lambda out: both[0].rms_norm(x.clone(), None, weight, 1e-5, out),
+        lambda out: both[0].quantize(x, out, up=x.flip(0)),
+    ):
+        run(plain), run(arranged)
+        assert not torch.equal(arranged.data, plain.data)
+        assert torch.equal(arranged.data, hopper_halves.arranged(plain.data))
 
 
 @pytest.mark.parametrize("group_size", [32, 64])

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 import otaro
 from otaro.errors import OtaroError
-from otaro.kernels import cuda, cuda_steps, reference
+from otaro.kernels import cuda, cuda_steps, hopper, reference
 from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.architectures import describe
 from otaro.runtime.description import Matrix
@@ -415,6 +415,28 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
         assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "dtype": "float16"}
+"""Rows that Hopper's kernel takes."""
+
+
+@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
+def test_prompts_straight_on_hopper_are_as_good_as_those_by_torch(make_variant, monkeypatch):
+    nested, truth_at = make_variant("llama", WIDE)
+    decoder, ids = GpuDecoder.of(otaro.load(nested, "E5M5", dtype=torch.float16)), IDS[:41]
+    truth = slow(truth_at("E5M5"), ids)
+    theirs = error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth)
+    monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
+    monkeypatch.setattr(hopper, "has_instructions", lambda device: True)
+    monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 222 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
+    weights = decoder._parts.of(decoder.description.precisions(), 41)
+    assert isinstance(weights, Straight)
+    assert weights.arranged
+    monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given: CudaPromptSteps(*given, weights))
+    assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
+
+
 @pytest.mark.parametrize(
     ("name", "mlp"),
     [("llama", ["linear", "quantize", "linear"]), ("mixtral", ["route", "linear", "quantize", "linear", "add_experts"])],
@@ -483,6 +505,23 @@ def test_on_the_gpu_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested
     monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 24)
     decoder, ids = GpuDecoder.of(otaro.load(make_nested(name), "E5M5", device="cuda", dtype=dtype)), IDS[:41]
     truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), ids)
+    ours = [error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth) for _ in range(2)]
+    monkeypatch.setattr("otaro.runtime.gpu.CudaPromptSteps", lambda *given: PromptSteps(*given[:-1]))
+    theirs = error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth)
+    assert max(ours) <= 2 * theirs
+
+
+@ON_GPU
+@pytest.mark.parametrize("precision", ["E5M3", "E5M4", "E5M8"])
+@pytest.mark.parametrize("tokens", [17, 41, 64])
+def test_on_the_gpu_small_straight_prompts_are_as_good_as_those_by_torch(make_variant, monkeypatch, precision, tokens):
+    """Rows that Hopper's kernel takes, where there is one."""
+    nested, truth_at = make_variant("llama", WIDE)
+    decoder, ids = GpuDecoder.of(otaro.load(nested, precision, device="cuda", dtype=torch.float16)), (2 * IDS)[:tokens]
+    weights = decoder._parts.of(decoder.description.precisions(), tokens)
+    assert isinstance(weights, Straight)
+    assert weights.arranged == hopper.has_instructions(0)
+    truth = slow(truth_at(precision), ids)
     ours = [error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth) for _ in range(2)]
     monkeypatch.setattr("otaro.runtime.gpu.CudaPromptSteps", lambda *given: PromptSteps(*given[:-1]))
     theirs = error(decoder.forward(ids, decoder.new_cache(), all_logits=True).cpu(), truth)

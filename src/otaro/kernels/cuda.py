@@ -16,7 +16,7 @@ import torch
 
 from otaro.errors import KernelError
 from otaro.file.planes import BASE_BYTES, BLOCK, PLANE_BYTES, blocks
-from otaro.kernels import halves, hopper, nvrtc
+from otaro.kernels import halves, hopper, hopper_halves, nvrtc
 from otaro.kernels.packed import Packed
 from otaro.kernels.reference import unit_size
 from otaro.sefp.precision import COARSEST
@@ -324,7 +324,8 @@ def multiply_halves(
     biases: Sequence[torch.Tensor | None] = (),
     scratch: Scratch | None = None,
     early: bool = False,
-    shape: halves.Shape | None = None,
+    shape: halves.Shape | hopper_halves.Shape | None = None,
+    arranged: bool = False,
 ) -> None:
     """Multiply tokens [tokens, length], rounded to float16, with up to three matrices of one form in one launch.
 
@@ -335,8 +336,8 @@ def multiply_halves(
     if x.dtype != torch.float16 or x.shape[1] % 8 or x.data_ptr() % 16 or not x.is_contiguous():
         x, sizes = _to_halves(x)
     scratch = scratch or Scratch(x.device)  # which must live until it is launched
-    launch = halves_launch(len(x), matrices, outs[0].dtype, scratch, biases, sizes, shape)
-    launch.fields.x, launch.fields.pieces, launch.fields.early = x.data_ptr(), x.shape[1] // 8, int(early)
+    launch = halves_launch(len(x), matrices, outs[0].dtype, scratch, biases, sizes, shape, arranged)
+    launch.fields.x, launch.fields.early = x.data_ptr(), int(early)
     for number, out in enumerate(outs):
         launch.fields.out[number], launch.fields.stride[number] = out.data_ptr(), out.stride(0)
     launch()
@@ -349,22 +350,40 @@ def halves_launch(
     scratch: Scratch,
     biases: Sequence[torch.Tensor | None] = (),
     sizes: torch.Tensor | None = None,
-    shape: halves.Shape | None = None,
+    shape: halves.Shape | hopper_halves.Shape | None = None,
+    arranged: bool = False,
 ) -> nvrtc.Launch:
-    """The launch of `multiply_halves`. For the caller to say is where tokens lie (`fields.x`, of `pieces` eights each), and
-    where products of this type go to (`fields.out`, `stride`).
+    """The launch of `multiply_halves`. For the caller to say is where tokens lie (`fields.x`), and where products of this type
+    go to (`fields.out`, `stride`). Tokens may be `hopper_halves.arranged` where that serves.
     """
     like, device = matrices[0], _device(matrices[0].base)
     if len(matrices) > MATRICES or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
         raise KernelError(f"one launch takes {MATRICES} matrices of one length, precision, group size and reconstruction")
-    count, units, per_group = blocks(like.length), -(-like.length // halves.UNIT), like.group_size // halves.UNIT
+    units, rows = -(-like.length // halves.UNIT), tuple(len(one.base) for one in matrices)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = tuple(len(one.base) for one in matrices)
-    shape = shape or halves.shape(nvrtc.most_shared(device), processors, tokens, rows, units, like.bits)
-    planes = [count * PLANE_BYTES, 2 * shape.units * PLANE_BYTES, *(one.data_ptr() for m in matrices for one in m.planes)]
-    words = shape.units == 4 and per_group == 1 and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices)
-    ragged = like.length % (halves.UNIT * shape.units) != 0
-    kernel, most = _halves_kernel(device, like.bits, like.truncate, per_group, shape, ragged, gcd(16, *planes), words, dtype)
+    fields: dict[str, Any] = {}
+    if isinstance(shape, hopper_halves.Shape) or (shape is None and hopper_halves.serves(matrices)):
+        stages = like.length // hopper_halves.STAGE
+        shape = shape or hopper_halves.shape(nvrtc.most_shared(device), processors, tokens, rows, stages, like.bits)
+        kernel = nvrtc.kernel(
+            "hopper_halves.cu", "wide_halves", device, BITS=like.bits, TRUNCATE=like.truncate, COLUMNS=shape.columns,
+            GROUPS=shape.groups, STAGES=shape.stages, SLICES=shape.slices, ARRANGED=arranged, OUT=_TYPES[dtype],
+        )  # fmt: skip
+        most = processors
+    else:
+        if arranged:
+            raise KernelError("arranged tokens are taken by Hopper's kernel alone")
+        count, per_group = blocks(like.length), like.group_size // halves.UNIT
+        shape = shape or halves.shape(nvrtc.most_shared(device), processors, tokens, rows, units, like.bits)
+        planes = [count * PLANE_BYTES, 2 * shape.units * PLANE_BYTES, *(one.data_ptr() for m in matrices for one in m.planes)]
+        words = (
+            shape.units == 4 and per_group == 1 and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices)
+        )
+        ragged = like.length % (halves.UNIT * shape.units) != 0
+        kernel, most = _halves_kernel(
+            device, like.bits, like.truncate, per_group, shape, ragged, gcd(16, *planes), words, dtype
+        )  # fmt: skip
+        fields = {"blocks": count, "groups": -(-like.length // like.group_size), "pieces": -(-like.length // 8)}
     ends, passes = list(accumulate(-(-one // shape.rows) for one in rows)), -(-tokens // shape.columns)
     items, sums, tickets = ends[-1] * passes * shape.slices, None, None
     if shape.slices > 1:
@@ -373,8 +392,7 @@ def halves_launch(
         (min(items, most),), shape.threads, shape.shared(like.bits),
         matrix=[packed_fields(one) for one in matrices], bias=biases, out=(), stride=(),
         first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=None, sizes=sizes, scratch=sums, tickets=tickets,
-        tokens=tokens, blocks=count, units=units, groups=-(-like.length // like.group_size), pieces=0,
-        early=1,
+        tokens=tokens, units=units, early=1, **fields,
     )  # fmt: skip
 
 
@@ -394,9 +412,9 @@ def _halves_kernel(
 
 
 def _to_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [tokens, length] in float16, whole units of them, and what each is to be multiplied with."""
+    """Tokens [tokens, length] in float16, whole eights of them, and what each is to be multiplied with."""
     tokens, length = x.shape
-    out = torch.empty(tokens, -(-length // halves.UNIT) * halves.UNIT, dtype=torch.float16, device=x.device)
+    out = torch.empty(tokens, -(-length // 8) * 8, dtype=torch.float16, device=x.device)
     sizes = torch.empty(tokens, device=x.device)
     kernel = nvrtc.kernel("rows.cu", "halve", _device(x), DTYPE=_TYPES[x.dtype])
     kernel((tokens,), _THREADS, x=x.contiguous(), out=out, sizes=sizes, length=length, padded=out.shape[1])

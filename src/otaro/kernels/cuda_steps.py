@@ -99,7 +99,7 @@ class CudaSteps:
         # Named only where a model has them, so that others keep their kernel.
         rare = {
             "SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None,
-            "BFLOAT": _bfloat(out.data),
+            "BFLOAT": _bfloat(out.data), "ARRANGED": out.arranged,
         }  # fmt: skip
         constants.update({name: True for name, there in rare.items() if there})
         if weight is None:
@@ -219,10 +219,8 @@ class CudaSteps:
         assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
         constants = {"UNIT": unit, "HALF_IN": x.dtype != torch.float32, "HALF_OUT": out.group_size is None}
-        if _bfloat(out.data):
-            constants["BFLOAT"] = True
-        if up is not None and activation != "silu":
-            constants["GELU"] = True
+        rare = {"BFLOAT": _bfloat(out.data), "ARRANGED": out.arranged, "GELU": up is not None and activation != "silu"}
+        constants.update({name: True for name, there in rare.items() if there})
         return nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants).bound(
             grid, _THREADS, x=x, up=up, stride=x.stride(0), **_out(out), tokens=len(x), length=x.shape[1], units=units
         )

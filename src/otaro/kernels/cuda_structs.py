@@ -18,7 +18,8 @@ import torch
 from otaro.errors import KernelError
 
 SOURCES = Path(__file__).parent / "cuda_src"
-HEADERS = (SOURCES / "sefp.cuh", SOURCES.parent / "shared" / "sefp_format.h")
+FORMAT = SOURCES.parent / "shared" / "sefp_format.h"
+HEADERS = (*(SOURCES / one for one in ("sefp.cuh", "halves.cuh", "hopper.cuh")), FORMAT)
 
 _NUMBERS = {"int": c_int, "int64_t": c_int64, "float": c_float}
 _PLAIN = {int, float, type(None)}

@@ -17,14 +17,13 @@ CLUSTER, THREADS, ROWS = 2, 640, 64
 """Blocks of a cluster, threads of a block, rows of a tile: constants of hopper.cu."""
 TOKENS = (8, 16)
 """That a cluster may have: TOKENS of hopper.cu."""
-COMPILERS: tuple[str, ...] = ()
-"""Whose machine code serves; elsewhere `batch.cu` does. Others might use registers that matrix units still read.
-
-None yet. That of "NVRTC 13.0" was searched by runs/wgmma_registers.py, and its products had the reference's bits on an H200. It
-joins when runs/gpu_check.sh has passed with it there: the decoder, all precisions, sanitizers.
+COMPILERS = ("NVRTC 13.0",)
+"""Whose machine code serves; elsewhere `batch.cu` and `halves.cu` do. Others might use registers that matrix units still read:
+one joins when runs/wgmma_registers.py has found nothing in it, and runs/gpu_check.sh has passed with it.
 """
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
-_LEAST_STAGES, _MOST_STAGES = 3, 8
+STAGES = range(2, 7)
+"""Of the ring."""
 
 
 def columns(matrices: Sequence[Packed], tokens: int) -> int | None:
@@ -53,7 +52,7 @@ def has_instructions(device: int) -> bool:
 @cache
 def _columns(device: int, tokens: int, units: int, bits: int) -> int | None:
     least = next(one for one in TOKENS if tokens <= one)
-    return least if _stages(device, least, units, bits) >= _LEAST_STAGES else None
+    return least if _stages(device, least, units, bits) >= STAGES.start else None
 
 
 def _fixed(tokens: int, units: int) -> int:
@@ -62,19 +61,19 @@ def _fixed(tokens: int, units: int) -> int:
 
 
 def _stage(bits: int) -> int:
-    """Bytes of a stage of the ring: base, scales and planes of four units of each row."""
-    return ROWS * (132 + 32 * (bits - COARSEST))
+    """Bytes of a stage of the ring: base, scales and planes of eight units of each row."""
+    return 2 * ROWS * (132 + 32 * (bits - COARSEST))
 
 
 def _stages(device: int, tokens: int, units: int, bits: int) -> int:
     """As many as fit, up to where more give nothing."""
-    return min(_MOST_STAGES, (nvrtc.most_shared(device) - _fixed(tokens, units)) // _stage(bits))
+    return min(STAGES.stop - 1, (nvrtc.most_shared(device) - _fixed(tokens, units)) // _stage(bits))
 
 
 @cache
 def kernel(device: int, bits: int, truncate: bool, tokens: int, units: int) -> tuple[nvrtc.Kernel, int, int]:
     """The kernel, its bytes of shared memory, and how many of its clusters the GPU runs at a time."""
     stages = _stages(device, tokens, units, bits)
-    compiled = nvrtc.kernel(nvrtc.HOPPER, "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=stages)
+    compiled = nvrtc.kernel("hopper.cu", "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=stages)
     shared = _fixed(tokens, units) + stages * _stage(bits)
     return compiled, shared, compiled.clusters(CLUSTER, THREADS, shared)

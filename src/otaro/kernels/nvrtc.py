@@ -29,8 +29,8 @@ from otaro.kernels.cuda_structs import HEADERS, SOURCES, assertions, filled, par
 
 OLDEST = (8, 0)
 """The oldest compute capability that has the instructions of our kernels."""
-HOPPER = "hopper.cu"
-"""Has instructions of compute capability 9.0 alone, which later ones lack."""
+HOPPER = ("hopper.cu", "hopper_halves.cu")
+"""Have instructions of compute capability 9.0 alone, which later ones lack."""
 _FLAGS = ("--std=c++17", "--extra-device-vectorization")
 _STATIC_SHARED = 5 << 10  # left to what products declare themselves
 _OPT_IN = "shared_memory_per_block_optin"  # which torch's own types do not know
@@ -160,7 +160,7 @@ def kernel(file: str, name: str, device: int, **constants: int) -> Kernel:
 def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
     if reason := missing(device):
         raise KernelError(f"there are no kernels for this GPU: {reason}")
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if file == HOPPER else "")
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if file in HOPPER else "")
     flags = (f"--gpu-architecture={architecture}", *_FLAGS, *(f"-D{key}={int(value)}" for key, value in constants))
     return Kernel(_compiled(file, flags), file, name, device)
 

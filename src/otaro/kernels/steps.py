@@ -68,6 +68,8 @@ class Activations:
     group_size: int | None
     """Of the weights they meet; None for weights that are not packed."""
     data: Any
+    arranged: bool = False
+    """Whether halves lie as `hopper_halves.arranged` puts them."""
 
     def rows(self, some: slice) -> Activations:
         """Some tokens."""

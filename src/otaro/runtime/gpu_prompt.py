@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from otaro.kernels import cuda, halves, nvrtc, ops
+from otaro.kernels import cuda, halves, hopper_halves, nvrtc, ops
 from otaro.kernels.cuda_steps import CudaSteps, cache_rows
 from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.packed import Packed, Stack
@@ -27,8 +27,8 @@ from otaro.runtime.description import MATRICES, Description, Layer
 
 CHUNK = 4096
 """Tokens read at a time."""
-STRAIGHT = 0
-"""Up to so many tokens are multiplied straight from the planes. None yet: not before a GPU has timed it."""
+STRAIGHT = 64
+"""Up to so many tokens are multiplied straight from the planes."""
 _PARTS = 4096  # that are known at most
 _ALIGNED = 128  # numbers, so that the library finds a decoded matrix as it finds a tensor
 _PRODUCTS = (((0, 3), (3, 4)), ((4, 6),), ((6, 7),))  # of a layer, by their matrices' numbers, part by part
@@ -73,7 +73,7 @@ class _Attention:
                 query[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=1.0,
                 enable_gqa=len(keys) < len(query),
             )[0]  # fmt: skip
-        out.data = result.transpose(0, 1).flatten(1).to(out.data.dtype)
+        out.data, out.arranged = result.transpose(0, 1).flatten(1).to(out.data.dtype), False
 
 
 class PromptSteps(_Attention, ReferenceSteps):
@@ -165,15 +165,24 @@ class Parts:
         self._known: dict[tuple[int, bytes], Part] = {}
         self._last: tuple[bytes, list[Part]] = (b"", [])
         self._stream: Any = None
-        self.straight = Straight(description.device)
         matrices = [matrix for layer in description.layers for matrix, _ in layer.those(*MATRICES, first=0)]
+        self._scratch, self._made = cuda.Scratch(description.device), dict[tuple[int, ...], nvrtc.Launch]()
+        self._arranged: dict[bytes, bool] = {}
         self._served = description.dtype == torch.float16 and all(
             one.group_size is None or (one.group_size % halves.UNIT == 0 and one.length % 8 == 0) for one in matrices
         )
 
     def of(self, bits: bytes, tokens: int) -> Ahead | Straight:
         """What a chunk of so many tokens is multiplied with."""
-        return self.straight if self._served and tokens <= STRAIGHT else self.ahead(bits)
+        if not self._served or tokens > STRAIGHT:
+            return self.ahead(bits)
+        if bits not in self._arranged:
+            layers = enumerate(self._description.layers)
+            those = [one for n, layer in layers for one in layer.those(*MATRICES, first=1 + len(MATRICES) * n)]
+            seen = [matrix.at(bits[number]) for matrix, number in those]
+            packed = [one for one in seen if isinstance(one, Packed)]
+            self._arranged[bits] = len(packed) == len(seen) and hopper_halves.serves(packed)
+        return Straight(self._scratch, self._made, self._arranged[bits])
 
     def ahead(self, bits: bytes) -> Ahead:
         """All parts at these precisions, for a chunk."""
@@ -256,28 +265,30 @@ class Ahead:
 class Straight:
     """Products with few enough tokens to take weights as they are packed; launches are made once for all prompts."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._scratch, self._made = cuda.Scratch(device), dict[tuple[int, ...], nvrtc.Launch]()
+    def __init__(self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: bool) -> None:
+        self._scratch, self._made, self.arranged = scratch, made, arranged
+        """Whether kernels before it may put activations in the order of Hopper's kernel."""
 
     def multiply(
         self,
-        x: torch.Tensor,
+        activations: Activations,
         weights: Sequence[Packed],
         outs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         stream: int,
     ) -> None:
         """Matrices of one form, on the stream with this handle."""
+        x, arranged = activations.data, activations.arranged
         tokens, bits = halves.as_many(len(x)), weights[0].bits
         parts = [part for one in weights for part in (one.base, one.scales, *one.planes)]
-        key = (tokens, bits, *(0 if part is None else part.data_ptr() for part in (*parts, *biases)))
+        key = (tokens, arranged, bits, *(0 if part is None else part.data_ptr() for part in (*parts, *biases)))
         if key not in self._made:
             if len(self._made) > _PARTS:
                 self._made.clear()
-            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases)
+            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases, arranged=arranged)
         launch = self._made[key]
         fields = launch.fields
-        fields.tokens, fields.x, fields.pieces = len(x), x.data_ptr(), x.shape[1] // 8
+        fields.tokens, fields.x = len(x), x.data_ptr()
         for number, out in enumerate(outs):
             fields.out[number], fields.stride[number] = out.data_ptr(), out.stride(0)
         launch.on(stream)
@@ -300,7 +311,8 @@ class CudaPromptSteps(_Attention, CudaSteps):
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """As plain weights want them: none here meets integers."""
         kind = torch.float16 if group_size is None else self.product_dtype
-        return Activations(length, None, torch.empty(tokens, length, dtype=kind, device=self.device))
+        arranged = isinstance(self._weights, Straight) and self._weights.arranged
+        return Activations(length, None, torch.empty(tokens, length, dtype=kind, device=self.device), arranged)
 
     def rms_norm(
         self,
@@ -366,7 +378,7 @@ class CudaPromptSteps(_Attention, CudaSteps):
             for same in _of_one_form(packed):
                 few = [packed[number] for number in same]
                 theirs = [biases[number] for number in same]
-                self._weights.multiply(x.data, few, [outs[number] for number in same], theirs, self._stream)
+                self._weights.multiply(x, few, [outs[number] for number in same], theirs, self._stream)
         elif len(packed) > 1 and not any(bias is not None for bias in biases) and _side_by_side(outs):
             tokens, rows = outs[0].shape[0], sum(out.shape[1] for out in outs)
             whole = outs[0].as_strided((tokens, rows), outs[0].stride())

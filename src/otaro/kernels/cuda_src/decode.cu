@@ -13,6 +13,7 @@
 //   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on;
 //                   FLOATS: as floats too
 //   quantize        GELU, not SiLU
+//   both            ARRANGED: halves in the order of hopper_halves.cu
 //   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once;
 //                   HALF_QUERIES: queries are float16
 //   route           NORMALIZE: scores of those chosen add up to one
@@ -25,6 +26,9 @@
 #endif
 #ifndef UNIT
 #define UNIT 64
+#endif
+#ifndef ARRANGED
+#define ARRANGED 0
 #endif
 #ifndef HALF_IN
 #define HALF_IN 0
@@ -86,9 +90,19 @@ __device__ __forceinline__ void load_four(const typename Type::Stored* from, flo
   }
 }
 
-__device__ __forceinline__ void store_halves(uint16_t* to, const float (&x)[4]) {
-  *reinterpret_cast<ushort4*>(to) =
+// Four of a row, from `at` on. Arranged, the pairs of a unit lie by their place in a quarter, then by
+// quarters.
+__device__ __forceinline__ void store_halves(uint16_t* row, int64_t at, const float (&x)[4]) {
+  const ushort4 four =
     make_ushort4(Half::store(x[0]), Half::store(x[1]), Half::store(x[2]), Half::store(x[3]));
+  if constexpr (ARRANGED) {
+    const int quarter = static_cast<int>(at % 64 / 16), pair = static_cast<int>(at % 16 / 2);
+    uint32_t* to = reinterpret_cast<uint32_t*>(row + at / 64 * 64) + 4 * pair + quarter;
+    to[0] = four.x | static_cast<uint32_t>(four.y) << 16;
+    to[4] = four.z | static_cast<uint32_t>(four.w) << 16;
+  } else {
+    *reinterpret_cast<ushort4*>(row + at) = four;
+  }
 }
 
 __device__ __forceinline__ float scaled(float value, float scale) {
@@ -224,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
         *reinterpret_cast<float4*>(p.floats + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
     }
     if constexpr (HALF_OUT) {
-      if (at < p.length) store_halves(p.halves + row + at, x[v]);
+      if (at < p.length) store_halves(p.halves + row, at, x[v]);
     } else {
       quantize_quads<UNIT>(x[v], at < p.units * UNIT, token * p.units + at / UNIT, p.out);
     }
@@ -262,7 +276,7 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
     }
   }
   if constexpr (HALF_OUT) {
-    if (there && in_row < p.length) store_halves(p.halves + token * p.length + in_row, x);
+    if (there && in_row < p.length) store_halves(p.halves + token * p.length, in_row, x);
   } else {
     quantize_quads<UNIT>(x, there, slot, p.out);
   }

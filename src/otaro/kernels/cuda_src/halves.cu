@@ -15,18 +15,12 @@
 // Set by the caller: BITS, TRUNCATE, UNITS_PER_GROUP, COLUMNS (a multiple of 16), GROUPS, PARTS, UNITS (2 or
 // 4), STAGES (at least 2), SLICES, RAGGED (rows are not whole stages), PLANE_COPY (bytes that planes are
 // copied by: 16, 8 or 4), SCALE_WORDS (scales of a stage are a word), OUT (0 float32, 1 float16, 2 bfloat16).
-#include "sefp.cuh"
+#include "halves.cuh"
 
 constexpr int kMatrices = 3, kUnit = 64, kGroupRows = 32, kRows = kGroupRows * GROUPS;
 constexpr int kCount = kWarp * GROUPS * PARTS, kTiles = COLUMNS / 8, kQuads = 4;
-constexpr int kPlanesUsed = BITS - kCoarsest, kSpare = BITS == 8 ? 0 : 7 - BITS;
-constexpr Meaning kMeaning = meaning(BITS, TRUNCATE);
-
-// The half 1024 + v holds a code u in v = 2^kRaised u, whose meaning then is whole steps away from zero.
-constexpr bool kDoubled = BITS == 8 || (BITS == 7 && !TRUNCATE);
-constexpr int kRaised = kDoubled ? 1 : kSpare, kZero = -kMeaning.constant * (1 << kRaised) / kMeaning.factor;
-static_assert(kZero * kMeaning.factor == -kMeaning.constant * (1 << kRaised));
-constexpr uint32_t kWithout = 0xe400e400u + 0x10001u * kZero;  // -(1024 + kZero), twice
+constexpr int kPlanesUsed = BITS - kCoarsest;
+using AsHalves = Codes<BITS, TRUNCATE>;
 
 // A stage: base bytes, planes and scales of kRows rows, and activations, unit by unit.
 constexpr int kBasePieces = 2 * UNITS, kBasePitch = 16 * kBasePieces, kPlanePitch = 8 * UNITS;
@@ -89,11 +83,6 @@ template <int Stages>
 __device__ __forceinline__ void wait_for_stage() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Stages) : "memory");
 }
-__device__ __forceinline__ uint32_t add_halves(uint32_t a, uint32_t b) {
-  uint32_t sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
-}
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                          uint32_t b0, uint32_t b1) {
   asm(
@@ -119,36 +108,14 @@ __device__ __forceinline__ Fragment load(const int8_t* stage, int first, int uni
       const int row = first + 16 * i + 8 * r;
       const int2 two = *reinterpret_cast<const int2*>(stage + base_at(row, unit) + 8 * t);
       const uint32_t base[2] = {static_cast<uint32_t>(two.x), static_cast<uint32_t>(two.y)};
-      uint32_t planes[kPlanesUsed ? kPlanesUsed : 1], u[kQuads];
+      uint32_t planes[kPlanesUsed ? kPlanesUsed : 1];
 #pragma unroll
       for (int k = 0; k < kPlanesUsed; ++k)
         planes[k] = *reinterpret_cast<const uint32_t*>(stage + kPlanesAt + kPlanePitch * kRows * k +
                                                        plane_at(row, 8 * unit + 4 * (t / 2))) >>
                     (t % 2 * 4);
       made.scale[i][r] = stage[kScalesAt + UNITS * row + unit];
-      unpack<BITS, kQuads>(base, planes, u);
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        uint32_t last = 0;  // twice the last of nine bits
-        if constexpr (BITS == 8) last = 2 * last_bits(planes[kPlanesUsed - 1], quad);
-        if constexpr (TRUNCATE) {
-          const uint32_t raised = (~u[quad] & 0x80808080u) >> (BITS == 8 ? 6 : BITS);
-          (BITS == 8 ? last : u[quad]) += raised;
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          constexpr uint32_t kThousand = 0x64646464u;  // high bytes of 1024
-          const uint32_t selector = h ? 0x4342 : 0x4140;
-          uint32_t both;
-          if constexpr (kDoubled) {
-            both = BITS == 8 ? __byte_perm(last, kThousand, selector) : 0x64006400u;
-            both += (BITS == 8 ? 4 : 2) * __byte_perm(u[quad], 0, selector);
-          } else {
-            both = __byte_perm(u[quad], kThousand, selector);
-          }
-          made.a[i][r][quad][h] = add_halves(both, kWithout);
-        }
-      }
+      AsHalves::codes(base, planes, made.a[i][r]);
     }
   return made;
 }
@@ -340,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) halves(const __grid_cons
   int slot = 0;
   for (int number = blockIdx.x; number < items; number += gridDim.x) {
     const Item item = item_of(p, number, passes);
-    const float factor = step_factor(p.matrix[item.matrix], kMeaning.shift + kRaised - (kMeaning.factor - 1));
+    const float factor = step_factor(p.matrix[item.matrix], AsHalves::kShift);
     float sums[kFours][4] = {};
     for (int s = item.stage; s < item.end; ++s) {
       wait_for_stage<STAGES - 2>();

@@ -7,40 +7,32 @@
 //
 // A cluster of two blocks shares 64 rows: of the sixteen lanes, dealt out in chunks of four neighbours, each
 // block takes every second chunk, and of a chunk each group of warps one lane. Two warps copy weights to a
-// ring of STAGES stages, each a chunk of 64 rows; nobody waits for anybody but through barriers in shared
-// memory. At the rows' end groups leave their sums in the shared memory of the block that has this half of
-// the rows, where two more warps add them and write, while they go on. The order of a sum is that of
+// ring of STAGES stages, each of two chunks of 64 rows; nobody waits for anybody but through barriers in
+// shared memory. At the rows' end groups leave their sums in the shared memory of the block that has this
+// half of the rows, where two more warps add them and write, while they go on. The order of a sum is that of
 // ../reference.py, step 4, whoever takes it.
 //
 // Set by the caller: BITS, TRUNCATE, TOKENS (8 or 16), STAGES. Units are 64 weights and have a scale
 // each; rows are whole sixteens of them.
-#include "sefp.cuh"
+#include "hopper.cuh"
 
-constexpr int kMatrices = 3, kGroups = 4, kGroupWarps = 4, kConsumers = kGroups * kGroupWarps;
+constexpr int kMatrices = 3, kGroups = 4, kConsumers = kGroups * kGroupWarps;
 constexpr int kCopiers = 2, kAdders = 2;  // warps, besides
-constexpr int kCount = kWarp * (kConsumers + kCopiers + kAdders), kRows = 64, kUnit = 64, kChunk = 4;
+constexpr int kCount = kWarp * (kConsumers + kCopiers + kAdders), kRows = kTileRows, kChunk = kStageUnits;
 constexpr int kCluster = 2, kEach = kGroups / kCluster;              // lanes of a group: `kSlots` apart
 constexpr int kSlots = kGroups * kCluster, kOwn = kRows / kCluster;  // sums and rows that a block adds
 constexpr int kPlanesUsed = BITS - kCoarsest;
 constexpr int kSpare = BITS == 8 ? 0 : 7 - BITS;  // zeros below u in its byte
-constexpr int kQuads = 4;                         // of a thread's quarter of a unit
 constexpr Meaning kMeaning = meaning(BITS, TRUNCATE);
 constexpr int kConstant = kMeaning.constant * (1 << kSpare);
 // Where the constant is a multiple of the factor, the factor is left to the scale.
 constexpr bool kInside = kConstant % kMeaning.factor == 0;
 
-// A stage: base bytes, planes and scales of kRows rows. Where the sixteen bytes of a piece lie in their row
-// depends on the row, so that threads of a warp read from different banks.
-constexpr int kBasePieces = 2 * kChunk, kBasePitch = 16 * kBasePieces;
-constexpr int kPlanePieces = 2, kPlanePitch = 16 * kPlanePieces;
-constexpr int kPlanesAt = kRows * kBasePitch, kScalesAt = kPlanesAt + kPlanesUsed * kRows * kPlanePitch;
-constexpr int kStage = kScalesAt + kRows * kChunk;
+using Chunk = Stage<kRows, kPlanesUsed>;
+constexpr int kStage = kEach * Chunk::kBytes;
 constexpr int kColumns = 2 * TOKENS, kDigits = kUnit * kColumns;  // bytes of a unit
 constexpr int kBarriers = 2 * STAGES + 2, kRingAt = 256;
 static_assert(8 * kBarriers <= kRingAt);
-
-__device__ __forceinline__ int base_piece(int row, int piece) { return piece ^ 2 * (row % 4); }
-__device__ __forceinline__ int plane_piece(int row, int piece) { return piece ^ row % 8 / 4; }
 
 struct Wide {
   Packed matrix[kMatrices];
@@ -51,115 +43,6 @@ struct Wide {
   Activations x;
   int tokens, units;
 };
-
-template <int Bytes>
-__device__ __forceinline__ void copy_piece(void* to, const void* from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (Bytes == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(Bytes)
-                 : "memory");
-}
-
-// Copies to a stage pieces of `rows` rows, dealt out to threads, of which a row takes `Pieces`: `to` and
-// `from` are this thread's piece of its first row.
-template <int Pieces, int Bytes, int Pitch>
-__device__ __forceinline__ void copy_rows(int8_t* to, const int8_t* from, int64_t row_bytes, int rows,
-                                          int row) {
-  constexpr int kTogether = kWarp * kCopiers / Pieces;
-#pragma unroll
-  for (int i = 0; i < kRows; i += kTogether, from += kTogether * row_bytes)
-    if (row + i < rows) copy_piece<Bytes>(to + Pitch * i, from);
-}
-
-// Barriers in shared memory: each phase ends with the arrival of the last of `count`.
-__device__ __forceinline__ void begin_barrier(uint64_t* barrier, int count) {
-  asm volatile(
-    "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
-    "r"(count)
-    : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile(
-    "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-    : "memory");
-}
-// As soon as this thread's copies are there.
-__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                 static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-               : "memory");
-}
-__device__ __forceinline__ void await(uint64_t* barrier, int phase) {
-  asm volatile(
-    "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
-    "again;\n}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
-    "r"(phase)
-    : "memory");
-}
-// Arrives, and lets the phase wait for so many bytes of `store_async`.
-__device__ __forceinline__ void arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                 static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
-               "r"(bytes)
-               : "memory");
-}
-
-// The shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t remote(const void* at, int block) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))), "r"(block));
-  return address;
-}
-__device__ __forceinline__ void store_async(uint32_t at, float a, float b, float c, float d,
-                                            uint32_t barrier) {
-  asm volatile(
-    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-      at),
-    "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-    : "memory");
-}
-__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void await_all_of_cluster() {
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
-template <int Threads>
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
-}
-
-// Warps that multiply need more registers than others.
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 104;" ::: "memory");
-}
-__device__ __forceinline__ void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 64;" ::: "memory");
-}
-
-// Matrix units read shared memory past the order of a thread's own stores, and registers until they are
-// waited for.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void await_products() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ __forceinline__ void settle(int& value) { asm volatile("" : "+r"(value)::"memory"); }
-// A compiler takes registers for free that were handed to the matrix units; what reads them later keeps them.
-__device__ __forceinline__ void hold(uint32_t value) { asm volatile("" ::"r"(value) : "memory"); }
 
 #define A_OPERANDS "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(upon)
 #define C4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
@@ -183,22 +66,10 @@ __device__ __forceinline__ void multiply_async(int (&c)[16], uint32_t a0, uint32
     : A_OPERANDS);
 }
 
-// How `wgmma` finds 32 bytes of kColumns columns: in pieces of eight columns of sixteen bytes, kColumns * 16
-// bytes apart along the bytes, 128 along the columns.
-__device__ __forceinline__ uint64_t columns_at(uint32_t sixteens) {
-  constexpr uint64_t kStrides = static_cast<uint64_t>(128 / 16) << 32 | static_cast<uint64_t>(kColumns) << 16;
-  return kStrides + sixteens;
-}
-
 // What a thread has of a unit: of the rows g and g + 8 of its warp's sixteen, unpacked.
 struct Fragment {
   uint32_t u[2][kQuads], last[2][kQuads];
   int scale[2];
-};
-
-// Where it finds them in a stage.
-struct Places {
-  int base, planes, scale, shift;
 };
 
 __device__ __forceinline__ Fragment load(const int8_t* stage, const Places& at) {
@@ -229,7 +100,7 @@ __device__ __forceinline__ Fragment load(const int8_t* stage, const Places& at) 
 
 // Begins the products of a unit.
 __device__ __forceinline__ void multiply(const Fragment& a, uint32_t digits, int (&c)[TOKENS]) {
-  const uint64_t b = columns_at(digits);
+  const uint64_t b = columns_at<kColumns>(digits);
   constexpr uint64_t kHalf = 2 * kColumns;  // 32 bytes further, in sixteens
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) settle(c[i]);
@@ -267,8 +138,9 @@ __device__ __forceinline__ void add_terms(int (&c)[TOKENS], const Fragment& a, c
     for (int k = 0; k < 4; ++k) {
       const int sum = 256 * c[4 * m + k] + c[TOKENS / 2 + 4 * m + k];
       const int dot = (kInside ? 1 : kMeaning.factor) * sum + constants[k % 2];
+      // Scales are powers of two, products no less than 2^-126: this is rounded like the reference's product.
       lane[4 * m + k] =
-        __fadd_rn(lane[4 * m + k], __fmul_rn(__int2float_rn(dot), __fmul_rn(steps[k / 2], scales[k % 2])));
+        __fmaf_rn(__fmul_rn(__int2float_rn(dot), steps[k / 2]), scales[k % 2], lane[4 * m + k]);
     }
   }
 }
@@ -334,38 +206,19 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
   const auto unit_of = [&](int n) { return kLanes * (n / kEach) + kChunk * (rank + kCluster * (n % kEach)); };
 
   if (warp >= kConsumers) {
-    leave_registers();
+    leave_registers<64>();
     if (warp >= kConsumers + kAdders) {  // copies; weights are nobody's output, so they need not wait
       const int thread = threadIdx.x - kWarp * (kConsumers + kAdders);
-      const int base_row = thread / kBasePieces, plane_row = thread / kPlanePieces;
-      const int base_to = kBasePitch * base_row + 16 * base_piece(base_row, thread % kBasePieces);
-      const int plane_to =
-        kPlanesAt + kPlanePitch * plane_row + 16 * plane_piece(plane_row, thread % kPlanePieces);
+      Copier<kRows, kPlanesUsed, kCopiers> copier(thread);
       int slot = 0, phase = 1;
       for (int tile = first; tile < tiles; tile += stride) {
         const int matrix = matrix_of(tile);
-        const Packed& weights = p.matrix[matrix];
-        const int64_t first_row = static_cast<int64_t>(kRows) * (tile - p.first_tile[matrix]);
-        const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), weights.rows - first_row));
-        const int64_t base_bytes = 2 * kBaseBytes * p.units, plane_bytes = 2 * kPlaneBytes * p.units;
-        const int8_t* base = reinterpret_cast<const int8_t*>(weights.base) +
-                             (first_row + base_row) * base_bytes + 16 * (thread % kBasePieces);
-        const int64_t plane = (first_row + plane_row) * plane_bytes + 16 * (thread % kPlanePieces);
-        const int8_t* scales = weights.scales + (first_row + thread) * p.units;
-        for (int n = 0; n < chunks; ++n) {
-          int8_t* stage = ring + slot * kStage;
+        copier.enter(p.matrix[matrix], static_cast<int64_t>(kRows) * (tile - p.first_tile[matrix]), p.units);
+        for (int n = 0; n < chunks; n += kEach) {
           await(empty + slot, phase);
-          const int unit = unit_of(n);
-          copy_rows<kBasePieces, 16, kBasePitch>(stage + base_to, base + 2 * kBaseBytes * unit, base_bytes,
-                                                 rows, base_row);
 #pragma unroll
-          for (int k = 0; k < kPlanesUsed; ++k)
-            copy_rows<kPlanePieces, 16, kPlanePitch>(
-              stage + plane_to + kRows * kPlanePitch * k,
-              reinterpret_cast<const int8_t*>(weights.planes[k]) + plane + 2 * kPlaneBytes * unit,
-              plane_bytes, rows, plane_row);
-          copy_rows<1, kChunk, kChunk>(stage + kScalesAt + kChunk * thread, scales + unit, p.units, rows,
-                                       thread);
+          for (int j = 0; j < kEach; ++j)
+            copier.copy(ring + slot * kStage + j * Chunk::kBytes, unit_of(n + j));
           arrive_with_copies(full + slot);
           if (++slot == STAGES) slot = 0, phase ^= 1;
         }
@@ -407,8 +260,9 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
       }
     }
   } else {
-    take_registers();
-    const int group = warp / kGroupWarps, row = kRows / kGroupWarps * (warp % kGroupWarps) + g;
+    take_registers<104>();
+    const int group = __shfl_sync(kAll, warp / kGroupWarps, 0);  // the same for all, for the compiler too
+    const int row = kRows / kGroupWarps * (warp % kGroupWarps) + g;
     await_all_of_cluster();
     wait_for_predecessor();
     // A thread holds sixteen weights in a row, four to a word; the four threads of a row make up sixteen
@@ -439,40 +293,40 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) __cluster_dims__(kCluste
     publish();
     meet<kWarp*(kConsumers + kAdders)>();
 
-    Places places = {
-      kBasePitch * row + 16 * base_piece(row, 2 * group + t / 2) + 8 * (t % 2),
-      kPlanesAt + kPlanePitch * row + 16 * plane_piece(row, group / 2) + 8 * (group % 2) + 4 * (t / 2),
-      kScalesAt + kChunk * row + group, t % 2 * 4};
+    Places places = places_of<Chunk>(row, t);
+    places.base ^= 2 * kBaseBytes * group, places.planes ^= 2 * kPlaneBytes * group, places.scale += group;
     settle(places.base), settle(places.planes), settle(places.scale), settle(places.shift);
     const uint32_t digits_at =
       (static_cast<uint32_t>(__cvta_generic_to_shared(digits)) % (1 << 18) + group * kDigits) / 16;
     const Term* terms_at = terms + group * TOKENS + 2 * t;
 
     // Weights of the next unit are unpacked while those of the last are multiplied.
-    int slot = 0, phase = 0, sum_phase = 1, left = (tiles - first + stride - 1) / stride * chunks;
-    const auto fetch = [&] {
-      await(full + slot, phase);
-      const Fragment fragment = load(ring + slot * kStage, places);
-      __syncwarp();
-      if (lane == 0) arrive(empty + slot);
-      if (++slot == STAGES) slot = 0, phase ^= 1;
-      return fragment;
-    };
+    int slot = 0, phase = 0, sum_phase = 1, left = (tiles - first + stride - 1) / stride * chunks / kEach;
     Fragment next = {};
-    if (left > 0) next = fetch();
+    if (left > 0) {
+      await(full, 0);
+      next = load(ring, places);
+    }
 
     for (int tile = first; tile < tiles; tile += stride, sum_phase ^= 1) {
       const float factor =
         (kInside ? kMeaning.factor : 1) * step_factor(p.matrix[matrix_of(tile)], kMeaning.shift + kSpare);
       float lanes[kEach][TOKENS / 2] = {};
       for (int n = 0; n < chunks; n += kEach) {
-#pragma unroll  // else registers of two units are exchanged, before their time (docs/log.md)
+#pragma unroll
         for (int j = 0; j < kEach; ++j) {
           const int at = (n + j) * kGroups;
           const Fragment a = next;
+          // No branch between a product and the wait for it: there compilers forget what it still reads.
+          if (j + 1 == kEach) {
+            __syncwarp();
+            if (lane == 0) arrive(empty + slot);
+            if (++slot == STAGES) slot = 0, phase ^= 1;
+            if (--left) await(full + slot, phase);
+          }
           int c[TOKENS];
           multiply(a, digits_at + at * (kDigits / 16), c);
-          if (--left) next = fetch();
+          next = load(ring + slot * kStage + (j + 1) % kEach * Chunk::kBytes, places);
           add_terms(c, a, terms_at + at * TOKENS, factor, lanes[j]);
         }
       }
