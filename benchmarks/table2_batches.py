@@ -72,7 +72,8 @@ def one_product(product: Product, asked: Settings) -> dict[str, Any]:
         for precision in MULTIPLIED:
             seen = [[at(packed, precision) for packed in one] for one in rotated]
             arranged = product.name != "o" and hopper_halves.serves(seen[0])  # attention is the library's
-            launch = partial(multiply, seen, digits, hopper_halves.arranged(x) if arranged else x, outs, scratch, arranged)
+            given = hopper_halves.arranged(x, hopper_halves.columns_of(tokens)) if arranged else x
+            launch = partial(multiply, seen, digits, given, outs, scratch, arranged)
             graphs[str(precision)] = capture(launch, enough(about / 2, copies))
             checks[str(precision)] = outcome = check(rotated[0], precision, tokens)
             if outcome["wrong"]:
@@ -92,8 +93,8 @@ def multiply(
 ) -> None:
     """One copy of the matrices times tokens that are integers already, or float16."""
     matrices = rotated[number % len(rotated)]
-    if len(x) <= cuda.MOST_TOKENS:
-        cuda.products(digits, len(x), matrices, outs, scratch=scratch)
+    if len(outs[0]) <= cuda.MOST_TOKENS:
+        cuda.products(digits, len(outs[0]), matrices, outs, scratch=scratch)
     else:
         cuda.multiply_halves(x, matrices, outs, scratch=scratch, early=True, arranged=arranged)
 

@@ -336,7 +336,7 @@ def multiply_halves(
     if x.dtype != torch.float16 or x.shape[1] % 8 or x.data_ptr() % 16 or not x.is_contiguous():
         x, sizes = _to_halves(x)
     scratch = scratch or Scratch(x.device)  # which must live until it is launched
-    launch = halves_launch(len(x), matrices, outs[0].dtype, scratch, biases, sizes, shape, arranged)
+    launch = halves_launch(len(outs[0]), matrices, outs[0].dtype, scratch, biases, sizes, shape, arranged)
     launch.fields.x, launch.fields.early = x.data_ptr(), int(early)
     for number, out in enumerate(outs):
         launch.fields.out[number], launch.fields.stride[number] = out.data_ptr(), out.stride(0)

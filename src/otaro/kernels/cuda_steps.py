@@ -101,7 +101,7 @@ class CudaSteps:
             "SCALED": scale != 1, "DELTA_NORM": delta_norm is not None, "FLOATS": floats is not None,
             "BFLOAT": _bfloat(out.data), "ARRANGED": out.arranged,
         }  # fmt: skip
-        constants.update({name: True for name, there in rare.items() if there})
+        constants.update({name: value for name, value in rare.items() if value})
         if weight is None:
             constants["NORM"] = False
         return nvrtc.kernel("decode.cu", "rms_norm", self._gpu, **constants).bound(
@@ -220,7 +220,7 @@ class CudaSteps:
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
         constants = {"UNIT": unit, "HALF_IN": x.dtype != torch.float32, "HALF_OUT": out.group_size is None}
         rare = {"BFLOAT": _bfloat(out.data), "ARRANGED": out.arranged, "GELU": up is not None and activation != "silu"}
-        constants.update({name: True for name, there in rare.items() if there})
+        constants.update({name: value for name, value in rare.items() if value})
         return nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants).bound(
             grid, _THREADS, x=x, up=up, stride=x.stride(0), **_out(out), tokens=len(x), length=x.shape[1], units=units
         )

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     def _stage(self, bits: int) -> int:
         weights = self.rows * (132 + 32 * (bits - COARSEST))
-        return -(-weights // 128) * 128 + STAGE // 8 * 16 * (self.columns + 1)
+        return -(-weights // 128) * 128 + STAGE // 8 * 16 * (self.columns + 1)  # one more for tokens that are not arranged
 
 
 def serves(matrices: Sequence[Packed]) -> bool:
@@ -78,8 +78,7 @@ def shape(most: int, processors: int, tokens: int, rows: tuple[int, ...], stages
 
     A stage takes about as long as its block has rows. Slices that meet cost as much as four to ten stages of 64 rows.
     """
-    columns = next((one for one in COLUMNS if tokens <= one), COLUMNS[-1])
-    found = []
+    columns, found = columns_of(tokens), []
     for groups, slices in product(GROUPS, _SLICES):
         one = Shape(columns, groups, 0, slices).filling(most, bits)
         tiles = sum(-(-count // one.rows) for count in rows) * -(-tokens // columns)
@@ -91,6 +90,12 @@ def shape(most: int, processors: int, tokens: int, rows: tuple[int, ...], stages
     return min(found)[1]
 
 
-def arranged(x: torch.Tensor) -> torch.Tensor:
-    """Activations [.., length] with the pairs of every unit in the order in which the kernel wants them."""
-    return x.reshape(*x.shape[:-1], -1, 4, 8, 2).transpose(-3, -2).reshape(x.shape)
+def columns_of(tokens: int) -> int:
+    """How many of these are multiplied in a pass."""
+    return next((one for one in COLUMNS if tokens <= one), COLUMNS[-1])
+
+
+def arranged(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Activations [tokens, length] in the order in which the kernel takes stages of them, in passes of so many tokens."""
+    x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % columns))
+    return x.reshape(-1, columns, x.shape[1] // UNIT, 4, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(x.shape)

@@ -68,13 +68,13 @@ class Activations:
     group_size: int | None
     """Of the weights they meet; None for weights that are not packed."""
     data: Any
-    arranged: bool = False
-    """Whether halves lie as `hopper_halves.arranged` puts them."""
+    arranged: int = 0
+    """Tokens of a pass, where halves lie as `hopper_halves.arranged` puts them."""
 
     def rows(self, some: slice) -> Activations:
         """Some tokens."""
         if isinstance(self.data, torch.Tensor):
-            return Activations(self.length, self.group_size, rows_of(self.data, some))
+            return Activations(self.length, self.group_size, rows_of(self.data, some), self.arranged)
         return Activations(self.length, self.group_size, type(self.data)(*(part[some] for part in self.data)))
 
 

@@ -73,7 +73,7 @@ class _Attention:
                 query[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=1.0,
                 enable_gqa=len(keys) < len(query),
             )[0]  # fmt: skip
-        out.data, out.arranged = result.transpose(0, 1).flatten(1).to(out.data.dtype), False
+        out.data, out.arranged = result.transpose(0, 1).flatten(1).to(out.data.dtype), 0
 
 
 class PromptSteps(_Attention, ReferenceSteps):
@@ -182,7 +182,7 @@ class Parts:
             seen = [matrix.at(bits[number]) for matrix, number in those]
             packed = [one for one in seen if isinstance(one, Packed)]
             self._arranged[bits] = len(packed) == len(seen) and hopper_halves.serves(packed)
-        return Straight(self._scratch, self._made, self._arranged[bits])
+        return Straight(self._scratch, self._made, hopper_halves.columns_of(tokens) if self._arranged[bits] else 0)
 
     def ahead(self, bits: bytes) -> Ahead:
         """All parts at these precisions, for a chunk."""
@@ -265,9 +265,9 @@ class Ahead:
 class Straight:
     """Products with few enough tokens to take weights as they are packed; launches are made once for all prompts."""
 
-    def __init__(self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: bool) -> None:
+    def __init__(self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: int) -> None:
         self._scratch, self._made, self.arranged = scratch, made, arranged
-        """Whether kernels before it may put activations in the order of Hopper's kernel."""
+        """Tokens of a pass, where kernels before it may leave activations in the order of Hopper's kernel."""
 
     def multiply(
         self,
@@ -278,17 +278,17 @@ class Straight:
         stream: int,
     ) -> None:
         """Matrices of one form, on the stream with this handle."""
-        x, arranged = activations.data, activations.arranged
-        tokens, bits = halves.as_many(len(x)), weights[0].bits
+        x, arranged, now = activations.data, activations.arranged, len(outs[0])
+        tokens, bits = halves.as_many(now), weights[0].bits
         parts = [part for one in weights for part in (one.base, one.scales, *one.planes)]
         key = (tokens, arranged, bits, *(0 if part is None else part.data_ptr() for part in (*parts, *biases)))
         if key not in self._made:
             if len(self._made) > _PARTS:
                 self._made.clear()
-            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases, arranged=arranged)
+            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases, arranged=arranged > 0)
         launch = self._made[key]
         fields = launch.fields
-        fields.tokens, fields.x = len(x), x.data_ptr()
+        fields.tokens, fields.x = now, x.data_ptr()
         for number, out in enumerate(outs):
             fields.out[number], fields.stride[number] = out.data_ptr(), out.stride(0)
         launch.on(stream)
@@ -311,7 +311,8 @@ class CudaPromptSteps(_Attention, CudaSteps):
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """As plain weights want them: none here meets integers."""
         kind = torch.float16 if group_size is None else self.product_dtype
-        arranged = isinstance(self._weights, Straight) and self._weights.arranged
+        arranged = self._weights.arranged if isinstance(self._weights, Straight) else 0
+        tokens += -tokens % max(arranged, 1)
         return Activations(length, None, torch.empty(tokens, length, dtype=kind, device=self.device), arranged)
 
     def rms_norm(

@@ -13,7 +13,7 @@
 //   rms_norm        DELTA_NORM, SCALED: delta is normed, and scaled; NORM 0: x itself goes on;
 //                   FLOATS: as floats too
 //   quantize        GELU, not SiLU
-//   both            ARRANGED: halves in the order of hopper_halves.cu
+//   both            ARRANGED: halves in the order of hopper_halves.cu, for passes of so many tokens
 //   rope_and_cache  ROPE_PAIRS: of a head, that are rotated; WHOLE_NORM: a norm is of all heads at once;
 //                   HALF_QUERIES: queries are float16
 //   route           NORMALIZE: scores of those chosen add up to one
@@ -90,18 +90,20 @@ __device__ __forceinline__ void load_four(const typename Type::Stored* from, flo
   }
 }
 
-// Four of a row, from `at` on. Arranged, the pairs of a unit lie by their place in a quarter, then by
-// quarters.
-__device__ __forceinline__ void store_halves(uint16_t* row, int64_t at, const float (&x)[4]) {
+// Four of a token. Arranged: by passes, units, a pair's place in its quarter of a unit, tokens, quarters.
+__device__ __forceinline__ void store_halves(uint16_t* halves, int64_t token, int64_t length, int64_t at,
+                                             const float (&x)[4]) {
   const ushort4 four =
     make_ushort4(Half::store(x[0]), Half::store(x[1]), Half::store(x[2]), Half::store(x[3]));
-  if constexpr (ARRANGED) {
-    const int quarter = static_cast<int>(at % 64 / 16), pair = static_cast<int>(at % 16 / 2);
-    uint32_t* to = reinterpret_cast<uint32_t*>(row + at / 64 * 64) + 4 * pair + quarter;
+  if constexpr (ARRANGED > 0) {
+    constexpr int kColumns = ARRANGED > 0 ? ARRANGED : 1, kUnit = 64, kPairs = 8, kQuarters = 4;
+    const int64_t eight = (token / kColumns * (length / kUnit) + at / kUnit) * kPairs + at % 16 / 2;
+    uint32_t* to = reinterpret_cast<uint32_t*>(halves) + (eight * kColumns + token % kColumns) * kQuarters +
+                   at % kUnit / 16;
     to[0] = four.x | static_cast<uint32_t>(four.y) << 16;
-    to[4] = four.z | static_cast<uint32_t>(four.w) << 16;
+    to[kColumns * kQuarters] = four.z | static_cast<uint32_t>(four.w) << 16;
   } else {
-    *reinterpret_cast<ushort4*>(row + at) = four;
+    *reinterpret_cast<ushort4*>(halves + token * length + at) = four;
   }
 }
 
@@ -238,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(const __grid_constan
         *reinterpret_cast<float4*>(p.floats + row + at) = make_float4(x[v][0], x[v][1], x[v][2], x[v][3]);
     }
     if constexpr (HALF_OUT) {
-      if (at < p.length) store_halves(p.halves + row, at, x[v]);
+      if (at < p.length) store_halves(p.halves, token, p.length, at, x[v]);
     } else {
       quantize_quads<UNIT>(x[v], at < p.units * UNIT, token * p.units + at / UNIT, p.out);
     }
@@ -276,7 +278,7 @@ extern "C" __global__ void quantize(const __grid_constant__ Quantize p) {
     }
   }
   if constexpr (HALF_OUT) {
-    if (there && in_row < p.length) store_halves(p.halves + token * p.length, in_row, x);
+    if (there && in_row < p.length) store_halves(p.halves, token, p.length, in_row, x);
   } else {
     quantize_quads<UNIT>(x, there, slot, p.out);
   }

@@ -5,7 +5,7 @@
 // Sums are float32, and the matrix units run by themselves while the next unit is unpacked. Which weight an
 // index of the depth stands for is free as long as both sides agree: a thread takes the sixteen weights in a
 // row that its eight base bytes have, and a pair of each of four threads makes up eight indices in a row.
-// Whoever made the activations may have put the pairs of a unit in this order (ARRANGED); else they are
+// Whoever made the activations may have left them so (ARRANGED), a stage of them in one piece; else they are
 // copied pair by pair.
 //
 // A block takes COLUMNS tokens and GROUPS tiles of 64 rows, each of a group of four warps. Two more warps
@@ -27,10 +27,12 @@ constexpr int kPlanesUsed = BITS - kCoarsest;
 using AsHalves = Codes<BITS, TRUNCATE>;
 using Weights = Stage<kRows, kPlanesUsed>;
 
-// Activations of a stage: unit by unit, eights of the depth, and in these tokens. An eight has two of every
-// quarter of a unit. What it is longer than its tokens puts a token's pairs into different banks.
-constexpr int kEight = 16 * COLUMNS + 16, kUnitBytes = 8 * kEight;
-constexpr int kHalvesAt = (Weights::kBytes + 127) / 128 * 128, kStage = kHalvesAt + kStageUnits * kUnitBytes;
+// Activations of a stage: unit by unit, eights of the depth, and in these tokens. An eight has a pair of
+// every quarter of a unit. Where pairs are copied, eights lie a token further apart: pairs of one then go to
+// different banks.
+constexpr int kEight = 16 * (COLUMNS + !ARRANGED), kUnitBytes = 8 * kEight;
+constexpr int kHalves = kStageUnits * kUnitBytes, kActivationCopies = ARRANGED ? 1 : kWarp * kCopiers;
+constexpr int kHalvesAt = (Weights::kBytes + 127) / 128 * 128, kStage = kHalvesAt + kHalves;
 constexpr int kSums = COLUMNS / 2, kFours = kSums / 4;  // sums of a thread, and by fours
 constexpr int kFragments = kFours * kThreads, kRingAt = 1024;
 static_assert(16 * STAGES <= kRingAt);
@@ -44,7 +46,7 @@ struct WideHalves {
   const float* bias[kMatrices];   // [rows], or null
   int64_t stride[kMatrices];      // of out, from token to token
   int first_tile[kMatrices + 1];  // tiles of kRows rows, numbered through the matrices
-  const uint16_t* x;              // [tokens, units, 64], or [tokens, units, 8 pairs, 4 quarters, 2]
+  const uint16_t* x;              // [tokens, units, 64], or [passes, units, 8, COLUMNS, 4, 2]
   const float* sizes;             // [tokens] to multiply results with, or null
   float4* scratch;                // [items, kFragments]; this and what follows: where there are slices
   int* tickets;                   // [tiles, passes], zero
@@ -52,6 +54,14 @@ struct WideHalves {
   int early;  // weights are nobody's output: their copies need not wait
 };
 
+// Bytes in a row, by the unit that copies tensors, which tells the barrier of them.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+      static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+    "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+    : "memory");
+}
 __device__ __forceinline__ void settle(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void await_all_but_one() {
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -155,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) wide_halves(const __grid
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
-      begin_barrier(full + s, 2 * kWarp * kCopiers), begin_barrier(empty + s, kConsumers);
+      begin_barrier(full + s, kWarp * kCopiers + kActivationCopies), begin_barrier(empty + s, kConsumers);
     publish_barriers();
   }
   __syncthreads();
@@ -176,29 +186,32 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) wide_halves(const __grid
           if (++slot == STAGES) slot = 0, phase ^= 1;
         }
       }
-    } else {  // copies activations
+    } else if (!ARRANGED || (warp == kConsumers + kCopiers && lane == 0)) {  // copies activations
       wait_for_predecessor();
-      constexpr int kSize = ARRANGED ? 16 : 4, kEach = kWarp * kSize / (2 * kUnit);  // tokens of a warp
-      const int piece = lane % 8, first = kEach * (warp - kConsumers - kCopiers) + (ARRANGED ? lane / 8 : 0);
+      const int first = warp - kConsumers - kCopiers;  // token
       const int64_t token_bytes = static_cast<int64_t>(2 * kUnit) * p.units;
-      const int8_t* x = reinterpret_cast<const int8_t*>(p.x) + kSize * (ARRANGED ? piece : lane);
       for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item = item_of(p, number, passes);
         const int tokens = min(COLUMNS, p.tokens - COLUMNS * item.pass);
+        const int8_t* x = reinterpret_cast<const int8_t*>(p.x) + COLUMNS * item.pass * token_bytes;
         for (int s = item.stage; s < item.end; ++s) {
-          int8_t* to =
-            ring + slot * kStage + kHalvesAt + 16 * first + kEight * piece + (ARRANGED ? 0 : 4 * (lane / 8));
-          const int8_t* from = x + (COLUMNS * item.pass + first) * token_bytes +
-                               2 * kUnit * kStageUnits * static_cast<int64_t>(s);
+          int8_t* to = ring + slot * kStage + kHalvesAt;
           await(empty + slot, phase);
-#pragma unroll 4
-          for (int token = first; token < tokens; token += kEach * kCopiers) {
+          if constexpr (ARRANGED) {
+            arrive_expecting(full + slot, kHalves);
+            copy_bulk(to, x + static_cast<int64_t>(kHalves) * s, kHalves, full + slot);
+          } else {
+            const int8_t* from = x + first * token_bytes + 2 * kUnit * kStageUnits * s + 4 * lane;
+            to += 16 * first + kEight * (lane % 8) + 4 * (lane / 8);
+#pragma unroll 8
+            for (int token = first; token < tokens; token += kCopiers) {
 #pragma unroll
-            for (int unit = 0; unit < kStageUnits; ++unit)
-              copy_piece<kSize>(to + kUnitBytes * unit, from + 2 * kUnit * unit);
-            to += 16 * kEach * kCopiers, from += kEach * kCopiers * token_bytes;
+              for (int unit = 0; unit < kStageUnits; ++unit)
+                copy_piece<4>(to + kUnitBytes * unit, from + 2 * kUnit * unit);
+              to += 16 * kCopiers, from += kCopiers * token_bytes;
+            }
+            arrive_with_copies(full + slot);
           }
-          arrive_with_copies(full + slot);
           if (++slot == STAGES) slot = 0, phase ^= 1;
         }
       }
@@ -230,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) wide_halves(const __grid
     float sums[kSums] = {};
     for (int s = item.stage; s < item.end; ++s) {
       const int now = slot;
-      publish();  // activations were not copied by the unit that reads them
+      if (!ARRANGED) publish();  // activations were not copied by the unit that reads them
 #pragma unroll
       for (int unit = 0; unit < kStageUnits; ++unit) {
         const Fragment f = next;
