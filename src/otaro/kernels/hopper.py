@@ -46,7 +46,7 @@ def columns(matrices: Sequence[Packed], tokens: int) -> int | None:
 @cache
 def has_instructions(device: int) -> bool:
     """Whether this GPU has them, and a compiler that is known to handle them."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.compiler() in COMPILERS
+    return device >= 0 and torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.compiler() in COMPILERS
 
 
 @cache

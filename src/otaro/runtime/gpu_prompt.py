@@ -27,7 +27,7 @@ from otaro.runtime.description import MATRICES, Description, Layer
 
 CHUNK = 4096
 """Tokens read at a time."""
-STRAIGHT = 64
+STRAIGHT = 128
 """Up to so many tokens are multiplied straight from the planes."""
 _PARTS = 4096  # that are known at most
 _ALIGNED = 128  # numbers, so that the library finds a decoded matrix as it finds a tensor
