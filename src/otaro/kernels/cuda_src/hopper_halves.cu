@@ -270,16 +270,16 @@ extern "C" __global__ void __launch_bounds__(kCount, 1) wide_halves(const __grid
 #pragma unroll
       for (int i = 0; i < kFours; ++i)
         scratch[kThreads * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-      __threadfence();
       meet<kThreads>();
-      if (threadIdx.x == 0) {
+      if (threadIdx.x == 0) {  // its fences are for all that met it
         int* ticket = p.tickets + number / SLICES;
+        __threadfence();
         comes_last = atomicAdd(ticket, 1) == SLICES - 1;
         if (comes_last) *ticket = 0;
+        __threadfence();
       }
       meet<kThreads>();
       if (!comes_last) continue;
-      __threadfence();
       scratch -= static_cast<int64_t>(number % SLICES) * kFragments;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
