@@ -543,10 +543,14 @@ struct FewSums {
   }
   OTARO_INLINE void end(const Activations& x, float* out, int64_t stride, __mmask16 wanted) const {
     for (int t = 0; t < x.tokens; ++t) {
-      __m512 sums[kLanes];
-      for (int j = 0; j < kLanes; ++j)
+      // A lane without units is 0, and no other is -0, which is all that 0 would change.
+      __m512 sums[kLanes / 2];
+      for (int j = 0; j < kLanes / 2; ++j) {
         sums[j] = j < x.units ? _mm512_load_ps(lanes[t][j]) : _mm512_setzero_ps();
-      for (int half = kLanes / 2; half; half /= 2)
+        if (j + kLanes / 2 < x.units)
+          sums[j] = _mm512_add_ps(sums[j], _mm512_load_ps(lanes[t][j + kLanes / 2]));
+      }
+      for (int half = kLanes / 4; half; half /= 2)
         for (int j = 0; j < half; ++j) sums[j] = _mm512_add_ps(sums[j], sums[j + half]);
       _mm512_mask_storeu_ps(out + t * stride, wanted, sums[0]);
     }

@@ -109,6 +109,19 @@ void Cache::crop(int64_t length) {
   segments_.resize(static_cast<size_t>((length_ + kSegment - 1) / kSegment));
 }
 
+bool Cache::same_form(const Cache& other) const {
+  return layers_ == other.layers_ && kv_heads_ == other.kv_heads_ && head_ == other.head_ &&
+         bits_ == other.bits_;
+}
+
+void Cache::copy(const Cache& other, int64_t length) {
+  crop(0);
+  reserve(length);
+  for (size_t i = 0; i < segments_.size(); ++i)
+    std::memcpy(segments_[i].get(), other.segments_[i].get(), segment_bytes_);
+  length_ = length;
+}
+
 void Cache::reserve(int64_t length) {
   while (static_cast<int64_t>(segments_.size()) * kSegment < length) {
     std::unique_ptr<std::byte, Free> memory(static_cast<std::byte*>(std::aligned_alloc(64, segment_bytes_)));
