@@ -84,7 +84,8 @@ class Cache {
  private:
   friend class Decoder;
   struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
+    size_t bytes;
+    void operator()(std::byte* memory) const;
   };
 
   void reserve(int64_t length);
