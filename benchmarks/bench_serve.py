@@ -5,8 +5,12 @@
 Starts `otaro serve DIR` and asks it, by one client and by many at once in turns, for streamed answers to a fixed set of
 requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
 compared with the one that the same request got alone. Prints tokens a second, which count until a round's time is up, the
-time until the first token by precision, and memory of the server after a tenth of the time, when all have begun, and at
-the end. Clients share the cores with the server: they send plain requests and read little of the answers.
+share of the prompts' tokens that the server had in its cache, the time until the first token by precision, and memory of
+the server after a tenth of the time, when all have begun, a half, and at the end. Clients share the cores with the server: they
+send plain requests and read little of the answers.
+
+Requests come again, so that a server which keeps prompts need not read them. `--fresh` begins each prompt with a number of
+its own, for one client and for many alike: then all of it is read, every time. 48 of these requests are asked again alone.
 
 Contenders get the same prompts and numbers of tokens: llama.cpp's server (`pip install 'llama-cpp-python[server]'`,
 `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights, `transformers serve`
@@ -30,6 +34,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +64,14 @@ class Result:
     """What became of one request."""
 
     case: int
+    asked: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     tokens: int = 0
     timely: int = 0
     """Of these, tokens that came before the round was over."""
+    prompt: int = 0
+    cached: int = 0
+    """Of the prompt's tokens, those that the server says it had."""
     first: float = 0.0
     """Seconds until the first piece of text."""
     seconds: float = 0.0
@@ -89,6 +98,11 @@ class Load:
         """Tokens a second, of all clients together."""
         return sum(result.timely for result in self.results) / self.seconds
 
+    @property
+    def cached(self) -> float:
+        """The share of the prompts' tokens that need not be read."""
+        return sum(result.cached for result in self.results) / max(1, sum(result.prompt for result in self.results))
+
 
 class DidNotStart(Exception):
     """A server; says what it said."""
@@ -103,6 +117,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
+    parser.add_argument("--fresh", action="store_true", help="no prompt comes twice")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
     parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
@@ -197,14 +212,15 @@ async def measured(
     contender: Contender, cases: list[dict[str, Any]], port: int, process: psutil.Process, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One client and many in turns; printed, and for the last line."""
-    precisions, compared = contender.precisions, contender.precisions != [""]
+    precisions, compared, serial = contender.precisions, contender.precisions != [""], count(1)
 
     def body(case: int) -> dict[str, Any]:
         precision = precisions[case % len(precisions)]
-        return {**cases[case], **contender.body, "stream": True, **({"precision": precision} if precision else {})}
+        asked = {**cases[case], **contender.body, "stream": True, **({"precision": precision} if precision else {})}
+        return asked | ({"prompt": f"{next(serial)}. {asked['prompt']}"} if args.fresh else {})
 
     await ask(port, 0, body(0))  # whatever a first request loads
-    alone = {case: (await ask(port, case, body(case))).text for case in range(len(cases)) if compared}
+    alone = {case: (await ask(port, case, body(case))).text for case in range(len(cases)) if compared and not args.fresh}
     rounds: list[tuple[Load, Load]] = []
     for number in range(args.rounds):
         each, start = args.seconds / args.rounds, 5 * number
@@ -213,21 +229,28 @@ async def measured(
     one, many = (Load.of([pair[i] for pair in rounds]) for i in range(2))
     gains = [pair[1].rate / pair[0].rate for pair in rounds]
     errors = [result.error for result in one.results + many.results if result.error]
-    different = sum(result.text != alone.get(result.case) for result in many.results if not result.error)
+    said = [result for result in many.results if not result.error]
+    if args.fresh and compared:
+        said = said[:: max(1, len(said) // 48)]
+        different = sum([(await ask(port, one.case, one.asked)).text != one.text for one in said])
+    else:
+        different = sum(one.text != alone.get(one.case) for one in said)
     print(
         f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, "
         f"{len(many.results)} answers"
     )
     told = ", ".join(f"{gain:.2f}" for gain in gains)
     print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
+    print(f"  prompts in the cache {many.cached:.0%} of the tokens, one client {one.cached:.0%}")
     print(f"  errors               {len(errors)} {errors[:1] or ''}")
     if compared:
-        print(f"  other than alone     {different}")
-    memory = [many.memory[len(many.memory) // 10], many.memory[-1], max(many.memory)]
+        print(f"  other than alone     {different} of {len(said)}")
+    memory = [many.memory[len(many.memory) // part] for part in (10, 2)] + [many.memory[-1], max(many.memory)]
     print(
         "  memory               "
         + ", ".join(
-            f"{what} {size / 1e6:.0f} MB" for what, size in zip(("after a tenth", "at the end", "most"), memory, strict=True)
+            f"{what} {size / 1e6:.0f} MB"
+            for what, size in zip(("after a tenth", "a half", "at the end", "most"), memory, strict=True)
         )
     )
     table: dict[str, dict[str, float]] = {}
@@ -251,6 +274,8 @@ async def measured(
         "one_client": one.rate,
         "gain": statistics.median(gains),
         "gains": gains,
+        "fresh": args.fresh,
+        "cached": [many.cached, one.cached],
         "errors": len(errors),
         "different": different if compared else None,
         "memory": memory,
@@ -290,7 +315,7 @@ async def load(port: int, body: Any, clients: int, seconds: float, cases: int, p
 
 async def ask(port: int, case: int, body: dict[str, Any], until: float = float("inf")) -> Result:
     """One request on a connection of its own; a client this plain takes little of the cores that the server needs."""
-    result, started_at = Result(case), time.perf_counter()
+    result, started_at = Result(case, body), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
         content = json.dumps(body).encode()
@@ -317,7 +342,9 @@ async def ask(port: int, case: int, body: dict[str, Any], until: float = float("
                     result.text += choice["text"]
                     result.tokens, result.timely = result.tokens + 1, result.timely + (now < until)
             if event.get("usage"):  # tokens without text of their own count too
-                result.tokens = event["usage"]["completion_tokens"]
+                usage = event["usage"]
+                result.tokens, result.prompt = usage["completion_tokens"], usage.get("prompt_tokens", 0)
+                result.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
                 result.timely = result.tokens if time.perf_counter() < until else result.timely
         if not ended and not result.error:
             result.error = "the stream broke off"

@@ -168,6 +168,17 @@ def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions,
             assert same_bits(cpu.linear(x, packed), alone), f"E5M{bits}, truncate={truncate}, {shape}"
 
 
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("units", [*range(1, 19), 23, 24, 31, 32, 33])
+def test_rows_of_any_number_of_units_are_summed_in_order_for_many_tokens(instructions, units):
+    """Sums of more than sixteen tokens may be kept by a scheme of their own, whose order depends on the units."""
+    x, whole = make_activations(37, 64 * units), make_packed(17, 64 * units, 64, seed=units)
+    for bits in (3, 6, 8):
+        packed = whole.at(bits, False)
+        alone = torch.cat([cpu.linear(one, packed) for one in x.split(1)])
+        assert same_bits(cpu.linear(x, packed), alone), f"E5M{bits}"
+
+
 # Pairs of precisions, all of them, all but some, one alone, in any order and as neighbours or not.
 MIXES = [
     *[[fine, coarse, fine] for fine in range(4, 9) for coarse in range(3, fine)],

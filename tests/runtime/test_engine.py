@@ -198,7 +198,7 @@ def test_a_generator_of_ones_own(model):
 # The cache
 
 
-def test_what_was_read_before_is_used_again_where_it_makes_no_difference(model):
+def test_what_was_read_before_is_used_again_where_it_makes_no_difference(model, kind):
     scheduler = Scheduler(model, chunk=8)
     prompt = list(range(10, 30))
 
@@ -211,10 +211,50 @@ def test_what_was_read_before_is_used_again_where_it_makes_no_difference(model):
     assert nothing == 0
     assert reused(prompt, precision="E5M4")[0] == 19  # its last token must be read for its logits
     assert reused([*prompt[:12], 1, 2], precision="E5M4")[0] == 12
-    assert reused([*prompt[:4], *range(50, 60)], precision="E5M4")[0] == 0  # too little: others may come back
-    _, said = reused(prompt, prefill="E5M8", decode="E5M4")
+    few = reused([*prompt[:4], *range(50, 60)], precision="E5M4")[0]
+    assert few == (0 if kind == "gpu" else 4)  # a copy; without one it is too little: others may come back
+    _, said = reused(list(range(30, 50)), prefill="E5M8", decode="E5M4")
     assert reused([*said, 7], precision="E5M4")[0] < 20
     assert reused([*said, 7], precision="E5M8")[0] == 20  # answers were read at E5M4
+
+
+def test_what_has_ended_stays_while_there_is_memory_and_the_oldest_goes_first(model, kind):
+    if kind == "gpu":
+        pytest.skip("there each sequence has its own memory")
+    segment = Scheduler(model)._slots.token_bytes * 64
+    scheduler = Scheduler(model, max_sequences=2, cache_bytes=int(6 * segment))
+    prompts = [[number, *range(10, 30)] for number in range(1, 9)]
+    alone = {}
+
+    def reused(number, **options):
+        stream = scheduler.submit(prompts[number], max_new_tokens=4, **options, **TOKENS)
+        finish(scheduler)
+        assert scheduler.cache_bytes <= 6 * segment
+        assert alone.setdefault(number, stream.tokens) == stream.tokens
+        return stream.figures.reused_tokens
+
+    assert [reused(number) for number in range(5)] == [0] * 5  # more than run at once
+    assert [reused(number) for number in range(5)] == [20] * 5
+    assert [reused(number) for number in range(5, 8)] == [0] * 3  # 0 to 2 have gone
+    assert [reused(number) for number in (7, 6, 5, 4, 3, 0)] == [20] * 5 + [0]
+
+
+def test_a_prefix_is_copied_from_a_sequence_that_runs_or_that_others_may_come_back_for(model, kind):
+    if kind == "gpu":
+        pytest.skip("there none is copied")
+    system, scheduler = list(range(10, 40)), Scheduler(model)
+    first = scheduler.submit([*system, 1], max_new_tokens=20, **TOKENS)
+    while not first.tokens:
+        scheduler.step()
+    other = scheduler.submit([*system, 2], max_new_tokens=4, **TOKENS)
+    finish(scheduler)
+    assert (first.figures.reused_tokens, other.figures.reused_tokens) == (0, 30)
+    again = scheduler.submit([*system, 1, *first.tokens, 3], max_new_tokens=4, **TOKENS)
+    finish(scheduler)
+    assert again.figures.reused_tokens == 31 + 19  # the last token said was never read
+    fresh = Scheduler(model)
+    for stream, prompt in ((other, [*system, 2]), (again, [*system, 1, *first.tokens, 3])):
+        assert fresh.submit(prompt, max_new_tokens=4, **TOKENS).result().tokens == stream.tokens
 
 
 def test_where_products_depend_on_neighbours_whole_chunks_are_used_again(model, kind):
@@ -250,6 +290,25 @@ def test_memory_stays_within_its_bound(model, kind, monkeypatch):
         assert scheduler.cache_bytes <= bound
         assert scheduler.running <= (4 if kind == "gpu" else 2)
     assert all(stream.finish_reason == "length" for stream in streams)
+
+
+def test_prompts_are_read_in_the_pass_of_the_others(model, kind, monkeypatch):
+    if kind == "gpu":
+        pytest.skip("it has passes for prompts alone")
+    scheduler, read, passes = Scheduler(model, chunk=8), serving.decoder_of(model).read, []
+
+    def recorded(chunks, cache):
+        passes.append([len(chunk.ids) for chunk in chunks])
+        return read(chunks, cache)
+
+    monkeypatch.setattr(scheduler.decoder, "read", recorded)
+    prompts = {"E5M8": [5, 6, 7], "E5M4": [8, 9], "E5M3": list(range(20, 32))}
+    streams = {name: scheduler.submit(ids, precision=name, max_new_tokens=6, **TOKENS) for name, ids in prompts.items()}
+    finish(scheduler)
+    assert [sorted(one) for one in passes[:3]] == [[2, 3, 3], [1, 1, 8], [1, 1, 1]]
+    for name, ids in prompts.items():
+        alone = Scheduler(model).submit(ids, precision=name, max_new_tokens=6, **TOKENS).result()
+        assert streams[name].tokens == alone.tokens
 
 
 # Order
@@ -414,6 +473,7 @@ def test_logits_that_are_not_finite_are_an_error(model, monkeypatch):
     scheduler = Scheduler(model)
     broken = torch.full((120,), float("nan"))
     monkeypatch.setattr(scheduler.decoder, "forward", lambda *args, **kwargs: broken)
+    monkeypatch.setattr(scheduler.decoder, "read", lambda *args, **kwargs: broken.unsqueeze(0))
     with pytest.raises(OtaroError, match="not finite"):
         scheduler.submit([1, 2], **TOKENS).result()
 

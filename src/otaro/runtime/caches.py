@@ -63,6 +63,18 @@ class DecoderCache:
             for native in self.natives if sequence is None else [self.natives[sequence]]:
                 native.crop(max(0, native.length + length) if length < 0 else length)
 
+    def add(self, one: DecoderCache) -> int:
+        """Have the sequence of another cache, which is of no use then; returns its number here."""
+        with self._lock:
+            self.natives += one.natives
+            self.sequences = len(self.natives)
+            return self.sequences - 1
+
+    def copy(self, length: int, source: int, sequence: int) -> None:
+        """Have a sequence be the first `length` tokens of another."""
+        with self._lock:
+            self.natives[sequence].copy(self.natives[source], length)
+
     def check(self, wait: bool = True) -> None:
         """Refuse, if it was given a number that it cannot hold; here whoever reads is refused at once."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from otaro.kernels import cpu, ops
 from otaro.kernels.cpu import _cpu
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.caches import DecoderCache, cannot_hold
-from otaro.runtime.decoder import BaseDecoder
+from otaro.runtime.decoder import BaseDecoder, Chunk
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
 
@@ -42,6 +43,7 @@ class Decoder(BaseDecoder):
 
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
+    together = True
     several = (0.25, 0.15)
     pooled = True
     ahead = 0
@@ -99,7 +101,7 @@ class Decoder(BaseDecoder):
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """In one pass over the weights; but AVX2 and plain code unpack them for each precision."""
+        """In one pass over the weights; but plain code unpacks them for each precision."""
         some = self._arranged(ids, cache, sequences, bits)
         counts, count = some.counts, len(some.ids)
         of_each = dict(zip(some.sequences, some.bits or [self.description.precisions()] * count, strict=True))
@@ -109,6 +111,19 @@ class Decoder(BaseDecoder):
             if self._native.step(np.array(some.ids), natives, list(counts.values()), wanted, those, logits.numpy()):
                 raise cannot_hold(cache.precision)
         return logits if some.at == list(range(count)) else logits[some.at]
+
+    def read(self, chunks: Sequence[Chunk], cache: DecoderCache) -> torch.Tensor:
+        """In one pass over the weights."""
+        sequences, bits = [chunk.sequence for chunk in chunks], [chunk.bits for chunk in chunks]
+        tokens = np.array(self._checked([token for chunk in chunks for token in chunk.ids], cache, sequences, bits))
+        counts = [len(chunk.ids) for chunk in chunks]
+        wanted = [end - 1 for chunk, end in zip(chunks, accumulate(counts), strict=True) if chunk.wanted]
+        logits = torch.empty(len(wanted), self.vocabulary)
+        with cache._lock, self._restoring(cache, sequences, max(counts), bits):
+            natives, out = [cache.natives[sequence] for sequence in sequences], logits.numpy() if wanted else None
+            if self._native.step(tokens, natives, counts, bits, wanted, out):
+                raise cannot_hold(cache.precision)
+        return logits
 
     def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
         if reason := _choose():

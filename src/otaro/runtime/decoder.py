@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -21,6 +21,16 @@ from otaro.errors import OtaroError
 from otaro.runtime.architectures import describe, still_describes
 from otaro.runtime.description import Description
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence to be read."""
+
+    ids: list[int]
+    sequence: int
+    bits: bytes
+    wanted: bool
+    """Whether the logits after the last of them are."""
 
 
 @dataclass(eq=False)
@@ -52,6 +62,8 @@ class BaseDecoder(ABC):
     """Whether a token leaves the same bits with whatever tokens of its sequence it is read.
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
+    together: ClassVar[bool]
+    """Whether a step reads chunks of prompts beside the tokens of others, all in one pass over the weights."""
     several: ClassVar[tuple[float, float]]
     """What a step with several tokens costs more than one with one, and what each further one does, as shares of the latter."""
     ahead: ClassVar[int]
@@ -99,6 +111,13 @@ class BaseDecoder(ABC):
         A sequence that is named several times in a row has so many tokens, at one precision. `bits` are those of each token;
         tokens of one precision share a pass over the weights.
         """
+
+    def read(self, chunks: Sequence[Chunk], cache: Any) -> torch.Tensor:
+        """Where `together` holds, read a token or more of each of some sequences: logits [those that are wanted, vocabulary].
+
+        They are in the order of the chunks, `max_sequences` tokens at most.
+        """
+        raise NotImplementedError
 
     def _checked(self, ids: Sequence[int], cache: Any, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
         """Tokens, if all of this can be."""

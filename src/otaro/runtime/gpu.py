@@ -75,6 +75,7 @@ class GpuDecoder(BaseDecoder):
     ahead = 1
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
+    together = False
 
     def __init__(self, description: Description, steps: Steps | None = None) -> None:
         super().__init__(description)

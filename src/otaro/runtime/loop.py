@@ -1,7 +1,8 @@
 """The loop that all tokens come from: sequences, each at its own precision, by one decoder and one cache.
 
-A step reads a chunk of a prompt, then one token of every sequence whose prompt was read. So sequences join and leave between
-steps, and a long prompt holds nobody up for longer than a chunk. `Scheduler` says who joins, for `otaro.Engine`; `rows.Batch`
+A step reads a chunk of a prompt, then one token of every sequence whose prompt was read; on a CPU, where a token's bits depend
+on no other's, all of that in one pass over the weights. So sequences join and leave between steps, and a long prompt holds
+nobody up for longer than a chunk. `Scheduler` says who joins, for `otaro.Engine`; `rows.Batch`
 is the loop of one call of `generate`, whose rows go on in step. They say what follows from logits, too.
 
 What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token whatever else is in the
@@ -26,11 +27,12 @@ import torch
 
 from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.caches import DecoderCache
-from otaro.runtime.decoder import BaseDecoder
+from otaro.runtime.decoder import BaseDecoder, Chunk
 from otaro.runtime.draft import Drafter, propose
 from otaro.runtime.sample import Proposal, Sampler, argmax
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
+_ROOM = 16  # tokens of prompts that a pass with others has room for at least
 
 
 @dataclass(eq=False)
@@ -98,14 +100,17 @@ class Chunks:
 class Loop(ABC):
     """Goes on with what is in `_running`, step by step; one thread at a time."""
 
-    def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks) -> None:
-        self.decoder, self.cache, self._chunks = decoder, cache, chunks
+    def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks, together: bool = False) -> None:
+        """`together`: prompts are read in the pass of the others' tokens, as far as the decoder can."""
+        self.decoder, self.cache, self._chunks, self._together = decoder, cache, chunks, together and decoder.together
         self._running: list[Any] = []
         self._turns = 0
         self._ahead = Ahead(decoder, cache) if decoder.ahead else None
 
     def step(self) -> bool:
-        """Read prompts, a chunk at most, then one token of each that goes on; False where nothing is left to do."""
+        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to do."""
+        if self._together and self._read_together():
+            return bool(self._running)
         self._read_prompts()
         if ready := [one for one in self._running if one.new]:
             if any(one.drafter for one in ready):
@@ -138,17 +143,51 @@ class Loop(ABC):
         if self._ahead is not None:
             self._ahead.drop()
 
+    def _read_together(self) -> bool:
+        """Prompts, and a token of each that goes on, in one pass; False if that cannot be, and then nothing was read."""
+        ready = [one for one in self._running if one.new]
+        left = min(self._chunks.length, self.decoder.max_sequences - len(ready))
+        prompts = [one for one in self._running if one.unread > 0]
+        if not prompts or left < min(_ROOM, self._chunks.length) or any(one.drafter for one in ready):
+            return False
+        parts = [(one, one.ids[-1:]) for one in ready]
+        while prompts and left:
+            one = self._next(prompts)
+            prompts.remove(one)
+            start = one.prompt - one.unread
+            parts.append((one, one.ids[start : min(one.prompt, start + left)]))
+            left -= len(parts[-1][1])
+        try:
+            bits = dict(zip((one for one, _ in parts), self.bits([one for one, _ in parts]), strict=True))
+            parts.sort(key=lambda part: bits[part[0]])  # neighbours of one precision are multiplied together
+            chunks = [Chunk(ids, one.slot.number, bits[one], one.unread <= len(ids)) for one, ids in parts]
+            logits = self.decoder.read(chunks, self.cache)
+        except Exception:  # one's error: each is read by itself
+            return False
+        for one, ids in parts:
+            one.ran_at = bits[one]
+            one.slot.tokens += ids
+            one.slot.how += [bits[one]] * len(ids)
+        if some := [one for one, _ in parts if one.unread <= 0]:
+            self.choose(some, logits)
+        return True
+
+    def _next(self, prompts: list[Any]) -> Any:
+        """Of these prompts the one that is done soonest, or the oldest."""
+        self._turns += 1
+        return prompts[0] if self._turns % _OLDEST == 0 else min(prompts, key=lambda each: each.unread)
+
     def _read_prompts(self) -> None:
-        """A chunk of the prompt that is done soonest, or of the oldest; short prompts share a turn."""
+        """A chunk of the next prompt; short ones share a turn."""
         left, read = self._chunks.length, dict[Any, torch.Tensor]()
         while prompts := [one for one in self._running if one.unread > 0]:
-            oldest = (self._turns + 1) % _OLDEST == 0
-            one = prompts[0] if oldest else min(prompts, key=lambda each: each.unread)
+            turns, one = self._turns, self._next(prompts)
             start = one.prompt - one.unread
             end = self._chunks.end(start, one.prompt)
             if end - start > left:
+                self._turns = turns
                 break
-            self._turns, left = self._turns + 1, left - (end - start)
+            left -= end - start
             try:
                 ids, (bits,) = one.ids[start:end], self.bits([one])
                 logits = self.decoder.forward(ids, self.cache, sequence=one.slot.number, bits=bits)

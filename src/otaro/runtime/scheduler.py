@@ -65,7 +65,7 @@ class Scheduler(Loop):
         with torch.inference_mode(False):  # what is kept must stay writable when the caller's mode ends
             kept = None if kv is None else Precision(kv)
             self._slots = Slots(decoder, kept, max_sequences, cache_bytes, chunks)
-        super().__init__(decoder, self._slots.cache, chunks)
+        super().__init__(decoder, self._slots.cache, chunks, together=True)
         limits = (self._slots.most, positions_of(model), rope_limit(model))
         self.context = min(limit for limit in limits if limit is not None)
         """Tokens of a prompt and its answer that can be read."""
@@ -181,7 +181,7 @@ class Scheduler(Loop):
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> bool:
-        """Read prompts, a chunk at most, then one token of each that goes on; False where nothing is left to do."""
+        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to do."""
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
             self._waiting.sort(key=lambda request: -request.priority)

@@ -194,10 +194,13 @@ namespace otaro::avx512 {
 // and products with activations, broadcast, need no sum across.
 //
 // A register has four weights of each of sixteen rows, a quad. Bytes are multiplied with the activations'
-// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`. Codes nest: of more than
-// `kFewTokens` tokens, those of a finer precision go on with the codes that a coarser one has left, moved up,
-// with the bits of further planes below.
-constexpr int kTileRows = 16, kQuads = 2 * kBlock / 4;
+// `digits`, high and low; at nine bits, pairs of 16 bits with their `words`. Planes of two units are read at
+// once, and codes stay in registers.
+//
+// Codes are u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is. So they are unpacked once,
+// at the finest precision of all, and those of a coarser one are left when bits are cleared. The ninth bit of
+// E5M8 is joined to them where they are multiplied.
+constexpr int kTileRows = 16, kQuads = 2 * kBlock / 4, kFewTokens = 16;
 
 // Where a quad's digits are: even quads of both blocks, then odd ones (`wide_weight`).
 constexpr int digit_quad(int block, int quad) { return quad % 2 * 8 + block * 4 + quad / 2; }
@@ -240,22 +243,6 @@ struct Rows {
       words[i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0x88);
       words[4 + i] = _mm512_shuffle_i32x4(v[i], v[4 + i], 0xdd);
     }
-  }
-
-  // The words of a plane of both blocks.
-  OTARO_INLINE void plane_words(int plane, int64_t unit, __m512i (&words)[2]) const {
-    __m512i eights[2];
-    for (int h = 0; h < 2; ++h) {
-      eights[h] = _mm512_setzero_si512();
-      for (int r = 0; r < 8; ++r) {
-        const uint8_t* at = planes[plane][8 * h + r] + unit * 2 * kPlaneBytes;
-        eights[h] = _mm512_mask_broadcastq_epi64(eights[h], static_cast<__mmask8>(1 << r),
-                                                 _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-      }
-    }
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    words[0] = _mm512_permutex2var_epi32(eights[0], even, eights[1]);
-    words[1] = _mm512_permutex2var_epi32(eights[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), eights[1]);
   }
 
   // The words of a plane of four blocks, those of two units, as far as there are so many; the others are 0.
@@ -347,96 +334,19 @@ OTARO_INLINE __m512i nine_bits(__m512i eight, __m512i last, int quad, int odd) {
                 _mm512_srli_epi16(last, static_cast<unsigned>(quad)));
 }
 
+// In `truncate`, one more where a weight is negative.
+template <bool Truncate>
+OTARO_INLINE __m512i raised_nine(__m512i nine) {
+  if constexpr (Truncate)
+    nine = _mm512_add_epi16(nine, _mm512_srli_epi16(_mm512_andnot_si512(nine, _mm512_set1_epi16(256)), 8));
+  return nine;
+}
+
 // Bit `from` of every byte to bit `to`; what comes from other bytes is for the caller to leave out.
 OTARO_INLINE __m512i moved(__m512i bits, int from, int to) {
   return from > to ? _mm512_srli_epi32(bits, static_cast<unsigned>(from - to))
                    : _mm512_slli_epi32(bits, static_cast<unsigned>(to - from));
 }
-
-struct Quads {
-  __m512i bytes[kQuads], words[2 * kQuads];  // the codes
-  __m512i raised[kQuads];                    // bytes of `truncate`: one more where a weight is negative
-
-  // Codes at `bits`, from those at `from` bits, or from the base where that is 0. Returns where they are.
-  OTARO_INLINE const __m512i* unpack(const Rows& rows, int64_t unit, int from, int bits, bool truncate) {
-    const int added = (bits < kFinest ? bits : kFinest - 1) - (from ? from : kCoarsest);
-    if (!from)
-      bits < kFinest ? add<4, 0, true, false>(added, rows, unit, from) : unpack_finest(rows, unit);
-    else
-      bits < kFinest ? add<4, 1, false, false>(added, rows, unit, from)
-                     : add<4, 0, false, true>(added, rows, unit, from);
-    if (truncate) raise(bits);
-    return bits == kFinest ? words : truncate ? raised : bytes;
-  }
-
-  OTARO_ONCE void raise(int bits) {
-    if (bits == kFinest) {
-      const __m512i ninth = _mm512_set1_epi16(256);
-      for (__m512i& u : words) u = _mm512_add_epi16(u, _mm512_srli_epi16(_mm512_andnot_si512(u, ninth), 8));
-    } else {
-      const __m128i top = _mm_cvtsi32_si128(bits);
-      for (int q = 0; q < kQuads; ++q) {
-        const __m512i sign = _mm512_srl_epi32(bytes[q], top);
-        raised[q] = _mm512_add_epi8(bytes[q], _mm512_andnot_si512(sign, _mm512_set1_epi8(1)));
-      }
-    }
-  }
-
-  OTARO_ONCE void unpack_finest(const Rows& rows, int64_t unit) {
-    __m512i base[8], bits[kPlanes][2];
-    rows.base_words(unit, base);
-    for (int p = 0; p < kPlanes; ++p) rows.plane_words(p, unit, bits[p]);
-    for (int block = 0; block < 2; ++block) {
-      const auto of = [&](int p) __attribute__((always_inline)) { return bits[p][block]; };
-      eight_bits(base + 4 * block, of(0), of(1), of(2), of(3),
-                 [&](int q, __m512i eight) __attribute__((always_inline)) {
-                   for (int odd = 0; odd < 2; ++odd)
-                     words[16 * block + 2 * q + odd] = nine_bits(eight, last_bits(of(4), odd), q, odd);
-                 });
-    }
-  }
-
-  template <int Most, int Least, bool First, bool Wide>
-  OTARO_INLINE void add(int added, const Rows& rows, int64_t unit, int from) {
-    if (added == Most) return unpack<Most, First, Wide>(rows, unit, from);
-    if constexpr (Most > Least) add<Most - 1, Least, First, Wide>(added, rows, unit, from);
-  }
-
-  // By `Added` planes; where nine bits are wanted, by one more.
-  //
-  // FORMAT.md: byte 4 j + k of a block's base has weights 8 j + k and 8 j + 4 + k, and bit i of byte k of a
-  // plane is weight 4 i + k's: so a quad is the nibbles of one word, and one bit of every byte of another.
-  template <int Added, bool First, bool Wide>
-  OTARO_ONCE void unpack(const Rows& rows, int64_t unit, int from) {
-    const int known = First ? kCoarsest : from;
-    const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-    __m512i base[8], added[Added + 1][2], last[2];
-    if constexpr (First) rows.base_words(unit, base);
-    for (int p = 0; p < Added; ++p) rows.plane_words(known - kCoarsest + p, unit, added[p]);
-    if constexpr (Wide) rows.plane_words(kPlanes - 1, unit, last);
-#pragma GCC unroll 16
-    for (int q = 0; q < kQuads; ++q) {
-      const int block = q / 8, quad = q % 8, nibble = quad % 2 * 4, at = digit_quad(block, quad);
-      __m512i u = First
-                    ? _mm512_and_si512(moved(base[4 * block + quad / 2], nibble, Added), every(15 << Added))
-                    : _mm512_slli_epi32(bytes[at], Added);
-      for (int p = 0; p < Added; ++p) {  // mask ? bits : u
-        const int to = Added - 1 - p;
-        u = _mm512_ternarylogic_epi32(moved(added[p][block], quad, to), every(1 << to), u, 0xe2);
-      }
-      if constexpr (Wide) {
-        for (int i = 0; i < 2; ++i) {  // weights 0 and 2, then 1 and 3
-          const __m512i lowest = _mm512_set1_epi32(0x00010001), rest = _mm512_set1_epi32(0x01fe01fe);
-          const __m512i nine = _mm512_and_si512(i ? _mm512_srli_epi32(u, 7) : _mm512_slli_epi32(u, 1), rest);
-          words[2 * q + i] = _mm512_ternarylogic_epi32(moved(last[block], quad + 8 * i, 0), lowest, nine,
-                                                       0xea);  // a & b | c
-        }
-      } else {
-        bytes[at] = u;
-      }
-    }
-  }
-};
 
 // What the scale bytes of a group say, of rows that are a stride apart, times 2^-8; the last row again where
 // a tile has fewer.
@@ -456,42 +366,6 @@ OTARO_INLINE __m512 scale_factor(const Packed& weight, int shift) {
   return _mm512_set1_ps(power_of_two(weight.scale_exponent + 8 - shift));
 }
 
-// What becomes of a lane's sum. Lanes are added in halves (sefp.h, step 4); visited in bit-reversed order,
-// those that belong together follow each other, and a handful of sums is kept instead of sixteen. A lane
-// without units is left out: it is 0, and no other is -0, which is all that 0 would change.
-struct Merge {
-  int with = 0;  // bit k: slot k is added, k ascending
-  int to = 0;    // then it goes to this slot
-  static constexpr int kResult = 4, kUnfinished = 4, kSlots = 5;
-
-  Merge() = default;
-  Merge(int lane, int64_t units) {
-    for (int half = kLanes / 2; half; half /= 2, ++to) {
-      const int place = lane & (2 * half - 1);
-      if (place >= half)
-        with |= 1 << to;
-      else if (place + half < units)
-        return;
-    }
-  }
-};
-
-// A unit of a tile's rows, at one precision.
-struct Unit {
-  const Activations& x;
-  float (*kept)[Merge::kSlots][kTileRows];
-  float* out;
-  int64_t stride;
-  __mmask16 wanted;  // rows
-  int64_t unit = 0;
-  bool first = false, last = false;  // of its lane
-  Merge merge = {};
-  const __m512i* codes = nullptr;
-  __m512 steps = {};
-  int constant = 0;
-  __m512i factor = {};  // as a shift
-};
-
 // Products with four bytes, or two words, of activations, that are the same for all lanes. Compilers load
 // these by an instruction of their own; with half as many instructions a CPU sees further ahead.
 using FourBytes = int32_t __attribute__((may_alias, aligned(1)));
@@ -506,124 +380,13 @@ OTARO_INLINE void add_words(__m512i& sums, __m512i codes, const int16_t* two) {
       : "v"(codes), "m"(*reinterpret_cast<const FourBytes*>(two)));
 }
 
-// Multiplies a unit with some tokens, from t on, and adds to their sums. Of words, even and odd pairs are
-// summed by themselves: one register would have to wait for the last sum. (No array of sums: gcc would keep
-// it in memory.)
-template <bool Wide, int Tokens>
-OTARO_INLINE void add_tokens(const Unit& tile, int t) {
-  struct Sums {
-    __m512i first, second;
-  };
-  constexpr int kCodes = Wide ? 2 : 1, kSecond = Wide ? 4 : 2 * kBlock;
-  const Activations& x = tile.x;
-  const int64_t block = x.first_block(tile.unit, t);
-  const int8_t* bytes =
-    Wide ? reinterpret_cast<const int8_t*>(x.words + block * kBlock) : x.digits + block * 2 * kBlock;
-  const auto multiply = [](__m512i& sums, __m512i codes, const int8_t* x) __attribute__((always_inline)) {
-    Wide ? add_words(sums, codes, reinterpret_cast<const int16_t*>(x)) : add_bytes(sums, codes, x);
-  };
-  const __m512i zero = _mm512_setzero_si512();
-  Sums a{zero, zero}, b = a, c = a, d = a;
-#pragma GCC unroll 4
-  for (int q = 0; q < kQuads; ++q) {
-    const __m512i first = tile.codes[kCodes * q], second = tile.codes[kCodes * q + Wide];
-    const auto add = [&](int i, Sums& sums) __attribute__((always_inline)) {
-      const int8_t* at = bytes + i * 4 * kBlock + 4 * kCodes * q;
-      multiply(sums.first, first, at);
-      multiply(sums.second, second, at + kSecond);
-    };
-    add(0, a);
-    if constexpr (Tokens > 1) add(1, b);
-    if constexpr (Tokens > 2) add(2, c);
-    if constexpr (Tokens > 3) add(3, d);
-  }
-  const auto end = [&](int token, const Sums& sums) __attribute__((always_inline)) {
-    const int64_t slot = token * x.units + tile.unit;
-    const __m512i dot = _mm512_add_epi32(Wide ? sums.first : _mm512_slli_epi32(sums.first, 8), sums.second);
-    const __m512i integers =
-      _mm512_add_epi32(_mm512_sllv_epi32(dot, tile.factor), _mm512_set1_epi32(tile.constant * x.sums[slot]));
-    const __m512 term =
-      _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(tile.steps, _mm512_set1_ps(x.scales[slot])));
-    float (*kept)[kTileRows] = tile.kept[token];
-    __m512 sum =
-      _mm512_add_ps(tile.first ? _mm512_setzero_ps() : _mm512_load_ps(kept[Merge::kUnfinished]), term);
-    int to = Merge::kUnfinished;
-    if (tile.last) {
-      to = tile.merge.to;
-      for (int k = 0; tile.merge.with >> k; ++k)
-        if (tile.merge.with >> k & 1) sum = _mm512_add_ps(_mm512_load_ps(kept[k]), sum);
-      if (to == Merge::kResult)
-        return _mm512_mask_storeu_ps(tile.out + token * tile.stride, tile.wanted, sum);
-    }
-    _mm512_store_ps(kept[to], sum);
-  };
-  end(t, a);
-  if constexpr (Tokens > 1) end(t + 1, b);
-  if constexpr (Tokens > 2) end(t + 2, c);
-  if constexpr (Tokens > 3) end(t + 3, d);
-}
-
-template <bool Wide>
-OTARO_INLINE void add_span(const Unit& tile, const Span& span) {
-  int t = span.first;
-  const int end = t + span.count;
-  for (; t + 4 <= end; t += 4) add_tokens<Wide, 4>(tile, t);
-  if (end - t == 3) add_tokens<Wide, 3>(tile, t);
-  if (end - t == 2) add_tokens<Wide, 2>(tile, t);
-  if (end - t == 1) add_tokens<Wide, 1>(tile, t);
-}
-
-OTARO_ONCE void many_tile(const Packed& weight, const Activations& x, const Span* spans, int count,
-                          int64_t first_row, int rows, float* out, int64_t stride) {
-  const int64_t groups = weight.groups(), per_group = weight.units_per_group();
-  const uint8_t* scales = weight.scales + first_row * groups;
-  const TileRows bytes(weight, first_row, rows);
-  Quads quads;
-  alignas(64) float kept[kManyTokens][Merge::kSlots][kTileRows];
-  int64_t step = 0;
-  constexpr int kOrder[] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-  Unit tile{x, kept, out + first_row, stride, static_cast<__mmask16>((1u << rows) - 1)};
-  tile.factor = _mm512_set1_epi32(weight.truncate ? 0 : 1);
-  for (const int lane : kOrder) {
-    tile.merge = Merge(lane, x.units);
-    for (int64_t unit = lane; unit < x.units; unit += kLanes) {
-      prefetch_next<kTileRows>(weight, first_row, step++);
-      const __m512 values = scale_values(scales + (per_group == 1 ? unit : unit / per_group), groups, rows);
-      tile.unit = unit, tile.first = unit < kLanes, tile.last = unit + kLanes >= x.units;
-      int from = 0;
-      for (const Span* span = spans; span < spans + count; ++span) {
-        const int bits = span->bits;
-        if (bits != from)
-          bytes.of(unit, [&](const Rows& rows, int64_t at) {
-            tile.codes = quads.unpack(rows, at, from, bits, weight.truncate);
-          });
-        from = bits;
-        const Meaning means = meaning(bits, weight.truncate);
-        tile.constant = means.constant;
-        tile.steps = _mm512_mul_ps(values, scale_factor(weight, means.shift));
-        if (bits == kFinest)
-          add_span<true>(tile, *span);
-        else
-          add_span<false>(tile, *span);
-      }
-    }
-  }
-}
-
-constexpr int kFewTokens = 16;
-
-// A few tokens. With so little to multiply, unpacking and what is around it count: here planes of two units
-// are read at once, codes stay in registers, and lanes are simply sixteen sums.
-//
-// Codes are u * 2^(7 - M), as in avx512_one.h: a bit has its place whatever M is. So they are unpacked once,
-// at the finest precision of all, and those of a coarser one are left when bits are cleared. The ninth bit of
-// E5M8 is joined to them where they are multiplied.
-struct Few {
+// How a tile is unpacked, unit by unit; an odd unit comes after the even one before it.
+struct Unpacked {
   const Packed& weight;
   const TileRows rows;
   __m512i (&planes)[kPlanes][4];  // words, of two units; zero where there are none
 
-  Few(const Packed& weight, int64_t first_row, int rows, __m512i (&planes)[kPlanes][4])
+  Unpacked(const Packed& weight, int64_t first_row, int rows, __m512i (&planes)[kPlanes][4])
     : weight(weight), rows(weight, first_row, rows), planes(planes) {}
 
   OTARO_INLINE void unpack(int64_t unit, __m512i (&codes)[kQuads]) {
@@ -692,7 +455,7 @@ OTARO_INLINE void byte_dots(const __m512i (&codes)[kQuads], const Activations& x
 // The same at nine bits, by pairs of words: weights 0 and 2 of a quad, then 1 and 3. (The empty asm keeps gcc
 // from making the words of all quads before the loop over tokens, which would store them.)
 template <bool Truncate, int Count>
-OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, const Activations& x,
+OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Unpacked& rows, const Activations& x,
                             int64_t unit, int token, __m512i (&dots)[Count]) {
   constexpr int kChains = Count > 4 ? 1 : 2;  // so that no sum has to wait for the last one
   const int16_t* words = x.words + x.first_block(unit, token) * kBlock;
@@ -701,7 +464,7 @@ OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, cons
     for (auto& sum : chain) sum = _mm512_setzero_si512();
 #pragma GCC unroll 2
   for (int block = 0; block < 2; ++block) {
-    const __m512i plane = few.planes[kPlanes - 1][unit % 2 * 2 + block];
+    const __m512i plane = rows.planes[kPlanes - 1][unit % 2 * 2 + block];
     __m512i last[2] = {last_bits(plane, 0), last_bits(plane, 1)};
     asm volatile("" : "+v"(last[0]), "+v"(last[1]));
 #pragma GCC unroll 8
@@ -709,10 +472,7 @@ OTARO_INLINE void word_dots(const __m512i (&codes)[kQuads], const Few& few, cons
       __m512i eight = codes[8 * block + q];
       asm volatile("" : "+v"(eight));
       for (int i = 0; i < 2; ++i) {
-        __m512i nine = nine_bits(eight, last[i], q, i);
-        if constexpr (Truncate)  // raised where negative
-          nine =
-            _mm512_add_epi16(nine, _mm512_srli_epi16(_mm512_andnot_si512(nine, _mm512_set1_epi16(256)), 8));
+        const __m512i nine = raised_nine<Truncate>(nine_bits(eight, last[i], q, i));
         for (int t = 0; t < Count; ++t)
           add_words(sums[i % kChains][t], nine, words + t * 2 * kBlock + block * kBlock + 4 * q + 2 * i);
       }
@@ -739,41 +499,172 @@ OTARO_INLINE void by_some(const Tokens& tokens, Body body) {
   if (tokens.end - t == 1) body(Count<1>(), t);
 }
 
-template <bool Truncate, bool Nine>
-void few_tile(const Packed& weight, const Activations& x, const Tokens* spans, int count,
-              __m512i (&planes)[kPlanes][4], int64_t first_row, int rows, float* out, int64_t stride) {
+// Codes at nine bits, as `word_dots` makes them, kept for many tokens.
+template <bool Truncate>
+OTARO_ONCE void nine_bit_words(const __m512i* codes, const Unpacked& rows, int64_t unit, __m512i* words) {
+  for (int q = 0; q < kQuads; ++q)
+    for (int odd = 0; odd < 2; ++odd) {
+      const __m512i last = last_bits(rows.planes[kPlanes - 1][unit % 2 * 2 + q / 8], odd);
+      words[2 * q + odd] = raised_nine<Truncate>(nine_bits(codes[q], last, q % 8, odd));
+    }
+}
+
+// Products with them.
+template <int Count>
+OTARO_INLINE void kept_dots(const __m512i* words, const Activations& x, int64_t unit, int token,
+                            __m512i (&dots)[Count]) {
+  const int16_t* at = x.words + x.first_block(unit, token) * kBlock;
+  __m512i even[Count], odd[Count];  // so that no sum has to wait for the last one
+  for (int t = 0; t < Count; ++t) even[t] = odd[t] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int q = 0; q < kQuads; ++q, at += 4)
+    for (int t = 0; t < Count; ++t) {
+      add_words(even[t], words[2 * q], at + t * 2 * kBlock);
+      add_words(odd[t], words[2 * q + 1], at + t * 2 * kBlock + 2);
+    }
+  for (int t = 0; t < Count; ++t) dots[t] = _mm512_add_epi32(even[t], odd[t]);
+}
+
+// What becomes of the terms of tokens, unit by unit.
+//
+// Of a few tokens: units come in ascending order, and lanes are simply sixteen sums.
+struct FewSums {
+  static constexpr bool kFew = true;
+  static OTARO_INLINE int64_t after(int64_t unit, int64_t) { return unit + 1; }
+
+  alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
+  int64_t unit = 0;
+
+  OTARO_INLINE void begin(int64_t now, int64_t) { unit = now; }
+  OTARO_INLINE void add(int t, __m512 term, float*, __mmask16) {
+    float* lane = lanes[t][unit % kLanes];
+    const __m512 before = unit < kLanes ? _mm512_setzero_ps() : _mm512_load_ps(lane);
+    _mm512_store_ps(lane, _mm512_add_ps(before, term));
+  }
+  OTARO_INLINE void end(const Activations& x, float* out, int64_t stride, __mmask16 wanted) const {
+    for (int t = 0; t < x.tokens; ++t) {
+      // A lane without units is 0, and no other is -0, which is all that 0 would change.
+      __m512 sums[kLanes / 2];
+      for (int j = 0; j < kLanes / 2; ++j) {
+        sums[j] = j < x.units ? _mm512_load_ps(lanes[t][j]) : _mm512_setzero_ps();
+        if (j + kLanes / 2 < x.units)
+          sums[j] = _mm512_add_ps(sums[j], _mm512_load_ps(lanes[t][j + kLanes / 2]));
+      }
+      for (int half = kLanes / 4; half; half /= 2)
+        for (int j = 0; j < half; ++j) sums[j] = _mm512_add_ps(sums[j], sums[j + half]);
+      _mm512_mask_storeu_ps(out + t * stride, wanted, sums[0]);
+    }
+  }
+};
+
+// Of many tokens, sixteen sums of each would not stay in the first-level cache. Lanes are added in halves
+// (sefp.h, step 4): with even ones in bit-reversed order, those that belong together follow each other, and
+// a handful of sums is kept. An odd lane comes after the even one before it, whose planes it shares. A lane
+// without units is left out: it is 0, and no other is -0, which is all that 0 would change.
+struct ManySums {
+  static constexpr bool kFew = false;
+  static OTARO_INLINE int64_t after(int64_t unit, int64_t units) {
+    if (unit % 2 == 0 && unit + 1 < units) return unit + 1;
+    unit = unit / 2 * 2 + kLanes;
+    if (unit < units) return unit;
+    constexpr int kNext[] = {8, 10, 12, 14, 4, 6, 2, kLanes};  // of even lanes: 0 8 4 12 2 10 6 14
+    int64_t lane = unit % kLanes;
+    do lane = kNext[lane / 2];
+    while (lane < kLanes && lane >= units);
+    return lane < kLanes ? lane : units;
+  }
+
+  static constexpr int kUnfinished = 4, kOdd = 5, kSlots = 9;  // slots 5 to 8 are of odd lanes
+  alignas(64) float kept[kManyTokens][kSlots][kTileRows];
+  int unfinished = 0, to = 0;
+  int with[4] = {}, merged = 0;
+  bool first = false, result = false;
+
+  OTARO_INLINE void begin(int64_t unit, int64_t units) {
+    const int lane = static_cast<int>(unit % kLanes), odd = lane % 2;
+    const auto slot = [&](int level) { return odd && level < 3 ? kOdd + level : level; };
+    unfinished = odd ? kOdd + 3 : kUnfinished;
+    first = unit < kLanes, result = false, merged = 0, to = unfinished;
+    if (unit + kLanes < units) return;
+    // The last unit may be even, without an odd one beside it: then what is even is complete last.
+    const bool even_last = units == 3 || units == 7 || units % kLanes == kLanes - 1;
+    for (int half = kLanes / 2, level = 0; half; half /= 2, ++level) {
+      const int place = lane & (2 * half - 1);
+      if (half == 1 && even_last ? !odd : place >= half) {
+        with[merged++] = slot(level);
+      } else if (place + half < units) {
+        to = slot(level);
+        return;
+      }
+    }
+    result = true;
+  }
+  OTARO_INLINE void add(int t, __m512 term, float* out, __mmask16 wanted) {
+    float (*sums)[kTileRows] = kept[t];
+    __m512 sum = _mm512_add_ps(first ? _mm512_setzero_ps() : _mm512_load_ps(sums[unfinished]), term);
+#pragma GCC unroll 1
+    for (int i = 0; i < merged; ++i) sum = _mm512_add_ps(_mm512_load_ps(sums[with[i]]), sum);
+    if (result)
+      _mm512_mask_storeu_ps(out, wanted, sum);
+    else
+      _mm512_store_ps(sums[to], sum);
+  }
+  OTARO_INLINE void end(const Activations&, float*, int64_t, __mmask16) const {}
+};
+
+// body(i) for i < N, without a loop: gcc would keep what it indexes in memory.
+template <int N, class Body>
+OTARO_INLINE void unrolled(Body body) {
+  if constexpr (N > 0) {
+    unrolled<N - 1>(body);
+    body(N - 1);
+  }
+}
+
+template <bool Truncate, bool Nine, class Sums>
+void tile(const Packed& weight, const Activations& x, const Tokens* spans, int count,
+          __m512i (&planes)[kPlanes][4], int64_t first_row, int rows, float* out, int64_t stride) {
   const int64_t groups = weight.groups(), per_group = weight.units_per_group();
   const uint8_t* scales = weight.scales + first_row * groups;
-  Few few(weight, first_row, rows, planes);
-  alignas(64) float lanes[kFewTokens][kLanes][kTileRows];
+  Unpacked unpacked(weight, first_row, rows, planes);
+  Sums sums;
   const auto every = [](int bits) { return _mm512_set1_epi8(static_cast<char>(bits)); };
-  __m512 values = _mm512_setzero_ps();
-  for (int64_t unit = 0, left = 0, group = 0; unit < x.units; ++unit, --left) {  // left: units of the group
+  const auto wanted = static_cast<__mmask16>((1u << rows) - 1);
+  out += first_row;
+  int64_t done = 0;
+  for (int64_t unit = 0; unit < x.units; unit = Sums::after(unit, x.units)) {
     __m512i codes[kQuads];
-    few.unpack(unit, codes);
-    prefetch_next<kTileRows>(weight, first_row, unit);  // not before this unit is read, which would wait
-    if (!left) {
-      values = scale_values(scales + group, groups, rows);
-      left = per_group, ++group;
-    }
+    unpacked.unpack(unit, codes);
+    prefetch_next<kTileRows>(weight, first_row, done++);  // not before this unit is read, which would wait
+    const __m512 values = scale_values(scales + (per_group == 1 ? unit : unit / per_group), groups, rows);
+    sums.begin(unit, x.units);
     for (const Tokens* span = spans + count; span-- > spans;) {  // the finest first
       const __m512 steps = _mm512_mul_ps(values, span->scale);
       const auto add = [&](auto& dots, int first) __attribute__((always_inline)) {
-        int t = first;
-        for (__m512i& dot : dots) {
+        unrolled<sizeof dots / sizeof dots[0]>([&](int i) __attribute__((always_inline)) {
+          const int t = first + i;
           const int64_t slot = t * x.units + unit;
+          __m512i dot = dots[i];
           if (span->factor == 2) dot = _mm512_add_epi32(dot, dot);
           dot = _mm512_add_epi32(dot, _mm512_set1_epi32(span->constant * x.sums[slot]));
-          const __m512 step = _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot]));
-          float* lane = lanes[t++][unit % kLanes];
-          const __m512 before = unit < kLanes ? _mm512_setzero_ps() : _mm512_load_ps(lane);
-          _mm512_store_ps(lane, _mm512_add_ps(before, _mm512_mul_ps(_mm512_cvtepi32_ps(dot), step)));
-        }
+          const __m512 scale = _mm512_mul_ps(steps, _mm512_set1_ps(x.scales[slot]));
+          sums.add(t, _mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale), out + t * stride, wanted);
+        });
       };
       if (Nine && span->bits == kFinest) {
+        if (!Sums::kFew && span->end - span->first > kFewTokens) {
+          __m512i words[2 * kQuads];
+          nine_bit_words<Truncate>(codes, unpacked, unit, words);
+          by_some<4>(*span, [&](auto count, int t) __attribute__((always_inline)) {
+            __m512i dots[count.value];
+            kept_dots(words, x, unit, t, dots);
+            add(dots, t);
+          });
+          continue;
+        }
         by_some<8>(*span, [&](auto count, int t) __attribute__((always_inline)) {
           __m512i dots[count.value];
-          word_dots<Truncate>(codes, few, x, unit, t, dots);
+          word_dots<Truncate>(codes, unpacked, x, unit, t, dots);
           add(dots, t);
         });
         continue;
@@ -795,34 +686,27 @@ void few_tile(const Packed& weight, const Activations& x, const Tokens* spans, i
       });
     }
   }
-  const auto wanted = static_cast<__mmask16>((1u << rows) - 1);
-  for (int t = 0; t < x.tokens; ++t) {
-    __m512 sums[kLanes];
-    for (int j = 0; j < kLanes; ++j)
-      sums[j] = j < x.units ? _mm512_load_ps(lanes[t][j]) : _mm512_setzero_ps();
-    for (int half = kLanes / 2; half; half /= 2)
-      for (int j = 0; j < half; ++j) sums[j] = _mm512_add_ps(sums[j], sums[j + half]);
-    _mm512_mask_storeu_ps(out + t * stride + first_row, wanted, sums[0]);
-  }
+  sums.end(x, out, stride, wanted);
+}
+
+template <class Sums>
+auto tile_for(const Packed& weight) {
+  return weight.truncate          ? tile<true, true, Sums>
+         : weight.bits == kFinest ? tile<false, true, Sums>
+                                  : tile<false, false, Sums>;
 }
 
 void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
-  const auto tile = weight.truncate          ? few_tile<true, true>
-                    : weight.bits == kFinest ? few_tile<false, true>
-                                             : few_tile<false, false>;
-  Tokens few[kFewTokens];
+  const auto tile = x.tokens <= kFewTokens ? tile_for<FewSums>(weight) : tile_for<ManySums>(weight);
+  Tokens of_spans[kManyTokens];
   __m512i planes[kPlanes][4] = {};
-  if (x.tokens <= kFewTokens)
-    for (int i = 0; i < count; ++i) few[i] = Tokens(weight, spans[i]);
+  for (int i = 0; i < count; ++i) of_spans[i] = Tokens(weight, spans[i]);
   for (int64_t row = begin; row < end; row += kTileRows) {
     const int rows = end - row < kTileRows ? static_cast<int>(end - row) : kTileRows;
-    if (x.tokens <= kFewTokens)
-      tile(weight, x, few, count, planes, row, rows, out, stride);
-    else
-      many_tile(weight, x, spans, count, row, rows, out, stride);
+    tile(weight, x, of_spans, count, planes, row, rows, out, stride);
   }
 }
 

@@ -9,6 +9,11 @@
 #include "multiply.h"
 #include "select.h"
 
+#if (defined(__unix__) || defined(__APPLE__)) && !defined(__wasm__) && !defined(__SANITIZE_ADDRESS__)
+#define OTARO_PAGES
+#include <sys/mman.h>
+#endif
+
 namespace otaro {
 namespace {
 
@@ -52,6 +57,20 @@ void multiply(const Kernels& kernels, Pool& pool, const std::vector<Product>& pr
           for (int64_t row = from; row < to; ++row) product.out[t * all + row] += bias[row];
     }
   });
+}
+
+// Memory of segments, zeroed: what lies beyond the last position is read, though never used. It comes from
+// the system and goes back there. A heap in which many come and go between other things would keep growing.
+std::byte* zeroed(size_t bytes) {
+#ifdef OTARO_PAGES
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+#else
+  void* memory = std::aligned_alloc(64, bytes);
+  if (!memory) throw std::bad_alloc();
+  std::memset(memory, 0, bytes);
+#endif
+  return static_cast<std::byte*>(memory);
 }
 
 float* buffer(std::vector<float>& memory, int64_t count) {
@@ -104,18 +123,35 @@ bool Cache::fits(int64_t layers, const Shape& shape) const {
   return layers == layers_ && shape.kv_heads == kv_heads_ && shape.head == head_;
 }
 
+void Cache::Free::operator()(std::byte* memory) const {
+#ifdef OTARO_PAGES
+  munmap(memory, bytes);
+#else
+  std::free(memory);
+#endif
+}
+
 void Cache::crop(int64_t length) {
   length_ = std::min(length, length_);
   segments_.resize(static_cast<size_t>((length_ + kSegment - 1) / kSegment));
 }
 
+bool Cache::same_form(const Cache& other) const {
+  return layers_ == other.layers_ && kv_heads_ == other.kv_heads_ && head_ == other.head_ &&
+         bits_ == other.bits_;
+}
+
+void Cache::copy(const Cache& other, int64_t length) {
+  crop(0);
+  reserve(length);
+  for (size_t i = 0; i < segments_.size(); ++i)
+    std::memcpy(segments_[i].get(), other.segments_[i].get(), segment_bytes_);
+  length_ = length;
+}
+
 void Cache::reserve(int64_t length) {
   while (static_cast<int64_t>(segments_.size()) * kSegment < length) {
-    std::unique_ptr<std::byte, Free> memory(static_cast<std::byte*>(std::aligned_alloc(64, segment_bytes_)));
-    if (!memory) throw std::bad_alloc();
-    // What lies beyond the last position is read, though never used.
-    std::memset(memory.get(), 0, segment_bytes_);
-    segments_.push_back(std::move(memory));
+    segments_.emplace_back(zeroed(segment_bytes_), Free{segment_bytes_});
   }
 }
 

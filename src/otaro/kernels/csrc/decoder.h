@@ -74,6 +74,9 @@ class Cache {
   int64_t length() const { return length_; }
   size_t bytes() const { return segments_.size() * segment_bytes_; }
   void crop(int64_t length);
+  // Becomes the first `length` tokens of another cache of the same form.
+  void copy(const Cache& other, int64_t length);
+  bool same_form(const Cache& other) const;
   bool fits(int64_t layers, const Shape& shape) const;
 
   std::mutex mutex;
@@ -81,7 +84,8 @@ class Cache {
  private:
   friend class Decoder;
   struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
+    size_t bytes;
+    void operator()(std::byte* memory) const;
   };
 
   void reserve(int64_t length);

@@ -298,6 +298,14 @@ void crop(Cache& cache, int64_t length) {
   cache.crop(length);
 }
 
+void copy(Cache& cache, Cache& other, int64_t length) {
+  check(&cache != &other && cache.same_form(other), "a cache is copied from another one of the same form");
+  nb::gil_scoped_release released;
+  std::scoped_lock lock(cache.mutex, other.mutex);
+  check(length >= 0 && length <= other.length(), "the other cache has fewer tokens");
+  cache.copy(other, length);
+}
+
 int64_t length(Cache& cache) {
   nb::gil_scoped_release released;
   std::lock_guard lock(cache.mutex);
@@ -385,7 +393,8 @@ void define_decoder(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
     .def_prop_ro("length", length)
     .def_prop_ro("nbytes", bytes_of)
-    .def("crop", crop, "length"_a);
+    .def("crop", crop, "length"_a)
+    .def("copy", copy, "other"_a, "length"_a);
   nb::class_<Owner>(m, "Decoder")
     .def(nb::init<nb::dict, nb::list>(), "model"_a, "layers"_a)
     .def("step", &Owner::step, plain("ids"), "caches"_a, "counts"_a, "bits"_a, "wanted"_a,
