@@ -1,24 +1,19 @@
-"""One matrix times one to eight tokens, at every precision, beside ggml and float32: time, bandwidth, share of a plain read.
+"""One matrix times one to eight tokens, at every precision, beside float32: time, bandwidth, share of a plain read.
 
     python benchmarks/bench_linear.py [--shape 4096x14336] [--tokens 1 8] [--rounds 15] [--threads 2]
 
 Each contender goes through copies of its matrix that take more than 150 MB together, so that weights come from memory and not
 from a cache, and contenders alternate in one run. Ours run with every vector instruction set of this CPU (`--instructions
-portable` adds the plain C++, which is some hundred times slower). ggml's products need llama-cpp-python (`pip install
-'.[llama]'`) and are left out without it; "repacked" is the layout that llama.cpp gives to some types when it loads a model.
+portable` adds the plain C++, which is some hundred times slower).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import ggml
-import numpy as np
 import torch
 from common import alternate, finish
 
@@ -46,10 +41,6 @@ def main() -> None:
     parser.add_argument("--instructions", nargs="+", default=cpu.available()[:-1], help="of " + ", ".join(cpu.available()))
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    if ggml.library() is None:
-        print("llama-cpp-python is not installed: without ggml's products")
-    if cpu.MISSING:
-        print(f"without our kernels: {cpu.MISSING}")
     results = []
     for shape in asked.shape:
         rows, length = map(int, shape.split("x"))
@@ -62,10 +53,13 @@ def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> d
     """Time all contenders on one shape, and print them."""
     torch.manual_seed(0)
     weight, x = torch.randn(rows, length) * 0.02, torch.randn(tokens, length)
-    with ExitStack() as stack:
-        contenders: list[Contender] = [("plain read", READ_BYTES, 1, plain_read(READ_BYTES))]
-        contenders += [*ours(weight, x, asked.instructions), float32(weight, x), *ggmls(weight, x, asked.threads, stack)]
-        passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds)
+    plain = [weight.clone() for _ in range(copies_of(weight.nbytes))]
+    contenders: list[Contender] = [
+        ("plain read", READ_BYTES, 1, plain_read(READ_BYTES)),
+        *ours(weight, x, asked.instructions),
+        ("float32 torch", weight.nbytes, len(plain), lambda: [x @ matrix.T for matrix in plain]),
+    ]
+    passes = alternate({name: run for name, _, _, run in contenders}, asked.rounds)
     seconds = {name: passes[name] / copies for name, _, copies, _ in contenders}
     rates = {name: size / seconds[name] for name, size, _, _ in contenders}
     print(f"{rows} x {length}; tokens: {tokens}, threads: {asked.threads}, rounds: {asked.rounds}")
@@ -80,6 +74,7 @@ def measure(rows: int, length: int, tokens: int, asked: argparse.Namespace) -> d
 def ours(weight: torch.Tensor, x: torch.Tensor, instructions: list[str]) -> Iterator[Contender]:
     """Our kernels: every instruction set at every precision, on the same copies."""
     if cpu.MISSING:
+        print(f"without our kernels: {cpu.MISSING}")
         return
     encoded = encode(weight)
     base, planes = pack_codes(encoded.finest_codes)
@@ -97,37 +92,12 @@ def multiply(
     instructions: str, x: torch.Tensor, stored: list[list[Any]], planes: int, scale_exponent: int, out: torch.Tensor
 ) -> None:
     """Each copy times x."""
+    from otaro.kernels import _cpu  # past the checks of ops, as the decode path calls them
+
     cpu.choose(instructions)
-    kernels = importlib.import_module("otaro.kernels._cpu")  # past the checks of ops, as the decode path calls them
     given, taken, length = x.numpy(), out.numpy(), x.shape[1]
     for base, scales, *rest in stored:
-        kernels.linear(given, base, scales, rest[:planes], length, GROUP_SIZE, False, scale_exponent, taken)
-
-
-def float32(weight: torch.Tensor, x: torch.Tensor) -> Contender:
-    """Torch's own product."""
-    matrices = [weight.clone() for _ in range(copies_of(weight.nbytes))]
-    return "float32 torch", weight.nbytes, len(matrices), lambda: [x @ matrix.T for matrix in matrices]
-
-
-def ggmls(weight: torch.Tensor, x: torch.Tensor, threads: int, stack: ExitStack) -> Iterator[Contender]:
-    """Products of ggml on matrices as they lie in a file and as llama.cpp lays them out; a wrong result stops the benchmark."""
-    if ggml.library() is None:
-        return
-    exact = (x.double() @ weight.double().T).numpy()
-    for kind in ("F16", "Q8_0", "Q5_0", "Q4_0", "Q4_K"):
-        if kind == "Q4_K" and weight.shape[1] % 256:
-            continue  # its blocks are 256 long
-        data = ggml.quantized(weight.numpy(), kind)
-        for repacked in (False, True):
-            copies = copies_of(data.nbytes)
-            products = ggml.Products(data, kind, len(weight), x.numpy(), copies, threads, repacked)
-            stack.callback(products.close)
-            if products.supported:
-                products.run()
-                error = np.abs(products.result() - exact).mean() / np.abs(exact).mean()
-                assert error < 0.15, f"ggml's {kind} is off by {error:.0%}: it was called wrongly"
-                yield f"ggml {kind}{' repacked' if repacked else ''}", data.nbytes, copies, products.run
+        _cpu.linear(given, base, scales, rest[:planes], length, GROUP_SIZE, False, scale_exponent, taken)
 
 
 def copies_of(size: int) -> int:
