@@ -65,7 +65,6 @@ class Result:
     """Of these, tokens that came before the round was over."""
     first: float = 0.0
     """Seconds until the first piece of text."""
-    seconds: float = 0.0
     error: str = ""
 
 
@@ -88,6 +87,10 @@ class Load:
     def rate(self) -> float:
         """Tokens a second, of all clients together."""
         return sum(result.timely for result in self.results) / self.seconds
+
+    def first_tokens(self, number: int, of: int) -> list[float]:
+        """Seconds until the first token, of requests at one of so many precisions."""
+        return [one.first for one in self.results if not one.error and one.case % of == number]
 
 
 class DidNotStart(Exception):
@@ -146,7 +149,8 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
     for name in filter(None, args.against.split(",")):
         if name == "llama.cpp":
             server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
-            server += ["--interrupt_requests", "False", "--model", str(gguf_file(args.directory, scratch)), "--port"]
+            export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
+            server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
             no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
             yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
         elif name == "transformers":
@@ -158,13 +162,6 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
             yield Contender("transformers serve", serve, {"model": str(args.checkpoint)}, [""])
         else:
             raise SystemExit(f"--against {name}: there are llama.cpp and transformers")
-
-
-def gguf_file(directory: Path, scratch: Path) -> Path:
-    """The same weights at Q5_0, with the vocabulary."""
-    path = scratch / "model.gguf"
-    export(directory, path, precision="E5M8", to="gguf", type="Q5_0")
-    return path
 
 
 @contextmanager
@@ -214,36 +211,27 @@ async def measured(
     gains = [pair[1].rate / pair[0].rate for pair in rounds]
     errors = [result.error for result in one.results + many.results if result.error]
     different = sum(result.text != alone.get(result.case) for result in many.results if not result.error)
-    print(
-        f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, "
-        f"{len(many.results)} answers"
-    )
+    told = f"{args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, {len(many.results)} answers"
+    print(f"\n{contender.name}: {told}")
     told = ", ".join(f"{gain:.2f}" for gain in gains)
     print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
     print(f"  errors               {len(errors)} {errors[:1] or ''}")
     if compared:
         print(f"  other than alone     {different}")
     memory = [many.memory[len(many.memory) // 10], many.memory[-1], max(many.memory)]
-    print(
-        "  memory               "
-        + ", ".join(
-            f"{what} {size / 1e6:.0f} MB" for what, size in zip(("after a tenth", "at the end", "most"), memory, strict=True)
-        )
-    )
+    told = "after a tenth {:.0f} MB, at the end {:.0f} MB, most {:.0f} MB".format(*(size / 1e6 for size in memory))
+    print(f"  memory               {told}")
     table: dict[str, dict[str, float]] = {}
     print(f"  first token, ms      {'':>8}{'p50':>8}{'p95':>8}{'one client':>12}")
-    for precision in precisions:
-        found = [result.first for result in many.results if not result.error and at(result, precisions) == precision]
-        single = [result.first for result in one.results if not result.error and at(result, precisions) == precision]
+    for number, precision in enumerate(precisions):
+        found, single = (some.first_tokens(number, len(precisions)) for some in (many, one))
         if len(found) < 2:
             continue
         row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
         row["one"] = statistics.median(single) if single else float("nan")
         table[precision or "all"] = row
-        print(
-            f"{'':23}{precision or 'all':>8}"
-            + "".join(f"{1e3 * row[key]:>{width}.0f}" for key, width in (("p50", 8), ("p95", 8), ("one", 12)))
-        )
+        p50, p95, alone_ms = (1e3 * value for value in row.values())
+        print(f"{'':23}{precision or 'all':>8}{p50:>8.0f}{p95:>8.0f}{alone_ms:>12.0f}")
     return {
         "name": contender.name,
         "answers": len(many.results),
@@ -256,10 +244,6 @@ async def measured(
         "memory": memory,
         "first_token": table,
     }
-
-
-def at(result: Result, precisions: list[str]) -> str:
-    return precisions[result.case % len(precisions)]
 
 
 async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process, first: int) -> Load:
@@ -324,7 +308,6 @@ async def ask(port: int, case: int, body: dict[str, Any], until: float = float("
         writer.close()
     except (OSError, ValueError) as error:
         result.error = repr(error)
-    result.seconds = time.perf_counter() - started_at
     return result
 
 

@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import gpu
 import table2_batches
 import table2_decode
-import table2_own
 import table2_products
 import torch
 from common import machine
@@ -47,8 +46,8 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "batch": table2_products.batch,
     "prompts": table2_batches.prompts,
     "transformers": table2_decode.through_transformers,
-    "decode": table2_own.decode,
-    "switch": table2_own.switch,
+    "decode": table2_decode.decode,
+    "switch": table2_decode.switch,
     "quantize": table2_products.quantize,
 }
 E5M4 = Precision("E5M4")
@@ -104,7 +103,7 @@ def main() -> None:
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
-    table2_own.print_summary(results)
+    table2_decode.print_summary(results)
     bars = list(judged(results))
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
@@ -138,15 +137,15 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
 def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
     """Of the decoder: speed, memory, switches."""
     rows, theirs = results.get("decode", {}).get("rows", {}), results.get("transformers", {}).get("tokens_per_s")
-    for cache in table2_own.CACHES if rows else ():
-        row = rows[table2_own.row_name(E5M4, cache)]
+    for cache in table2_decode.CACHES if rows else ():
+        row = rows[table2_decode.row_name(E5M4, cache)]
         title = f"a token at E5M4 with the {cache} cache"
         if theirs:
             yield Bar(f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS)
-        own = rows[table2_own.HALF]["tokens_per_s"]
+        own = rows[table2_decode.HALF]["tokens_per_s"]
         yield Bar(f"{title}, times float16 of our own", row["tokens_per_s"] / own, AGAINST_OWN_HALF)
     if rows:
-        row = rows[table2_own.row_name(E5M4, "E5M4")]
+        row = rows[table2_decode.row_name(E5M4, "E5M4")]
         total, held = row["accounted"]["total_gib"], row["allocated_gib"]
         yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
         yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)

@@ -209,6 +209,12 @@ class Weights(TypedDict):
     overall: Annotated[dict[Annotated[str, Field(pattern=r"^\d+$")], _Groups], Field(min_length=1)]
 
 
+class Samples(TypedDict):
+    """samples.json of `otaro report`: texts by prompt, then by precision."""
+
+    texts: dict[str, dict[str, str]]
+
+
 # The quality record ---------------------------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(gt=0, lt=1 << 63)]

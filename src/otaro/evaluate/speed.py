@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_for, plain_model
+from otaro.evaluate.engines import Engine, Forward, OurEngine, engine_for, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
 from otaro.evaluate.machine import Cpu, processor
 from otaro.evaluate.progress import Progress
@@ -276,7 +276,7 @@ def bench(
             kv_type=_kv_type(model, ours, settings),
             settings=settings,
             read_bandwidth=read_bandwidth,
-            graph_bytes=ours.graph_bytes if isinstance(ours, GpuPath) else None,
+            graph_bytes=ours.graph_bytes,
             precisions=rows,
             others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
             ratios=ratios,
