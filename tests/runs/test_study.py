@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -310,7 +311,7 @@ def test_no_row_is_begun_that_would_end_after_the_deadline(monkeypatch, tmp_path
     claims.folder.mkdir()
     work.work(rows, places(tmp_path), claims, time.time() + 30, "[0]")
     assert [line["key"] for line in read(tmp_path / "study.jsonl")] == [rows[1].key]
-    assert not work._claimed(rows[0], claims)
+    assert not claims.place(rows[0].key).exists()
 
 
 def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_path):
@@ -471,7 +472,7 @@ def test_means_spread_and_gaps_are_told(tmp_path):
             line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
             append(where.results, {**line, "perplexity": {"E5M4": value}, "heldout": {}, "commit": "abc", "machine": "m"})
     results = Results(where.results)
-    shown = report.task(results, plan.BENCHES["SmolLM2-135M"])
+    shown = report.regime(results, plan.BENCHES["SmolLM2-135M"])
     no = report.MISSING
     assert f"| `best` | {no} | {no} | {no} | {no} | {no} | 10.500 ± 0.707 | {no} |" in shown
     assert f"| `fixed:`, 6 models |  | {no} | {no} | {no} | {no} | 11.000 ± 1.414 | {no} |" in shown
@@ -553,9 +554,11 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
         main()
         return capsys.readouterr().out
 
-    claims = tmp_path / "claims"
-    claims.mkdir()
-    assert again("--claims", str(claims), "--worker", "0") == ""  # as a worker, which says what it makes
+    claims = work.Claims(tmp_path / "claims")
+    claims.folder.mkdir()
+    jobs = [job for job in plan.small() if any(fnmatchcase(job.key, row) for row in rows)]
+    work.work(jobs, replace(places(tmp_path), results=results), claims, float("inf"), "[0]")
+    assert capsys.readouterr().out == ""  # a worker says what it makes
     assert "5 done, 0 missing" in again("--list")
     assert results.read_text() == lines
     by_name = {line["key"]: line for line in map(json.loads, lines.splitlines())}

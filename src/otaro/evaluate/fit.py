@@ -24,9 +24,9 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate import speed
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
+from otaro.evaluate.meters import Divergence, Keeper
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.records import LARGEST_LOSS
 from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure

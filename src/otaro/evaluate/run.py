@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.harness import Tasks
 from otaro.evaluate.kv import KvReader
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.meters import Divergence, Keeper, Loss
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import Entry, Record, identity, with_coding
 from otaro.evaluate.records import FULL, LONGEST
