@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from otaro.evaluate.machine import Cpu, cpu_name
-from otaro.evaluate.turns import in_turns
+from otaro.evaluate.machine import Cpu, cpu_name, in_turns
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = {

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.machine import processor
+from otaro.evaluate.machine import Measured, about, in_turns, processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import threads_for_a_while
-from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.hub import Hub

@@ -22,10 +22,9 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file, library
-from otaro.evaluate.machine import Cpu, processor
+from otaro.evaluate.machine import Cpu, Measured, about, in_turns, processor
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
-from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB
 from otaro.file.fits import Fit
 from otaro.file.hub import Hub

@@ -23,7 +23,6 @@ import torch
 
 from otaro.errors import OtaroError
 from otaro.evaluate.harness import Tasks
-from otaro.evaluate.kv import KvReader
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.meters import Divergence, Keeper, Loss
 from otaro.evaluate.progress import Progress
@@ -31,7 +30,7 @@ from otaro.evaluate.quality import Entry, Record, identity, with_coding
 from otaro.evaluate.records import FULL, LONGEST
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
-from otaro.evaluate.windows import Meter, ModelReader, Reader, Windows, choose_window, read
+from otaro.evaluate.windows import KvReader, Meter, ModelReader, Reader, Windows, choose_window, read
 from otaro.readable import duration
 from otaro.tokens import begins_with_bos
 

@@ -36,9 +36,8 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate.engines import Engine, Forward, OurEngine, engine_for, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
-from otaro.evaluate.machine import Cpu, processor
+from otaro.evaluate.machine import Cpu, Measured, about, in_turns, processor
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, bytes_of, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
