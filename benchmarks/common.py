@@ -1,18 +1,15 @@
-"""What the benchmarks share: shapes of models, alternating timing, and the line that names machine and versions."""
+"""What the benchmarks share: shapes of models, and the line that names machine and versions."""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from otaro.evaluate.machine import Cpu, cpu_name, in_turns
+from otaro.evaluate.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = {
@@ -28,12 +25,6 @@ TINY = {
     "vocab_size": 512,
 }  # fmt: skip
 """Shapes, in the words of transformers."""
-
-
-def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike."""
-    turns = {name: partial(Cpu().seconds, run) for name, run in contenders.items()}
-    return {name: statistics.median(times) for name, times in in_turns(turns, rounds, lambda name: None).items()}
 
 
 def machine() -> dict[str, Any]:

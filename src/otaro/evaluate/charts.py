@@ -258,6 +258,7 @@ def scores(log: Sequence[Step]) -> Spec:
         {"step": step.step, "precision": shown(name), "score": score}
         for step in thinned
         for name, score in step.scores.items()
+        if score is not None
     ]  # fmt: skip
     chart = of_rows(rows).mark_line(strokeWidth=1.5).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
