@@ -12,7 +12,6 @@ kernel adds to its output, so that setting that to zero counts.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import gpu
 import peers
 import torch
-from common import ROOT, machine
+from common import ROOT, finish, machine
 from gpu import Captured, alternate, capture, enough, medians
 from llama3 import at, matrix_bytes, random_packed
 from table2_batches import multiply as multiply_ours
@@ -55,8 +54,8 @@ def main() -> None:
             found += of(checkout, asked.build, arch)
     if asked.arch:
         return
-    about = {**machine(), **gpu.machine()}
-    say(", ".join(f"{key}: {value}" for key, value in about.items()))
+    about = gpu.machine()
+    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     try:
         found.append(peers.marlin())
     except (ImportError, AttributeError) as reason:
@@ -69,10 +68,7 @@ def main() -> None:
         print_table(results, tokens)
     wrong = [name for name, error in errors.items() if error >= peers.TOLERANCE]
     wrong += [f"{shape} {name}" for shape, result in results.items() for name, one in result["checks"].items() if one["wrong"]]
-    line = json.dumps({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results})
-    print(line)
-    if asked.json:
-        asked.json.write_text(line + "\n")
+    finish({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results}, asked.json)
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 

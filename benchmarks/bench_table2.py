@@ -22,7 +22,6 @@ replayed in turn, and medians count. Results are checked against the reference b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ import table2_batches
 import table2_decode
 import table2_products
 import torch
-from common import machine
+from common import finish, machine
 from table2_products import Settings, say
 
 from otaro.sefp.precision import PRECISIONS, Precision
@@ -90,8 +89,8 @@ def main() -> None:
     gpu.require()
     torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
     rounds = asked.rounds or (5 if asked.quick else 15)
-    about = {**machine(), **gpu.machine()}
-    say(", ".join(f"{key}: {value}" for key, value in about.items()))
+    about = gpu.machine()
+    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick)
     gpu.release()
     say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
@@ -107,10 +106,7 @@ def main() -> None:
     bars = list(judged(results))
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
-    line = json.dumps({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]})
-    print(line)
-    if asked.json:
-        asked.json.write_text(line + "\n")
+    finish({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]}, asked.json)
     if failures := [part for part in parts if "failed" in results[part]] + list(wrong(results)):
         sys.exit(f"failed or wrong: {', '.join(failures)}")
 

@@ -37,6 +37,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(result: dict[str, Any]) -> None:
-    """The last line of every benchmark: one JSON object."""
-    print(json.dumps({**machine(), **result}))
+def finish(result: dict[str, Any], file: Path | None = None) -> None:
+    """The last line of every benchmark: one JSON object; in a file too where one is given."""
+    line = json.dumps({**machine(), **result})
+    print(line)
+    if file:
+        file.write_text(line + "\n")

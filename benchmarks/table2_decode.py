@@ -324,9 +324,7 @@ def switch(asked: Settings) -> dict[str, Any]:
     for every token, when nothing hides what it does. The host sets every module, as `otaro.set_precision` does.
     """
     say("\nswitching between two tokens")
-    model = PackedModel()
-    for _ in range(ALL_PLANES):
-        model.add_plane()
+    model = PackedModel(ALL_PLANES)
     decoder = GpuDecoder(model.weights)
     cache = filled(decoder, None)
     pairs: dict[str, Any] = {}

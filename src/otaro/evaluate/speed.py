@@ -192,13 +192,8 @@ def bench(
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
     """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
-    place = processor(device)
+    place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     on_gpu = place.kind == "cuda"
-    if with_llama and on_gpu:
-        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
-    if with_llama:
-        library()  # a missing package shows before anything is measured
-    nested, chosen = open_at(directory, precisions, hub)
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
     contenders = len(chosen) + with_transformers + len(kinds)
     asked = settings
@@ -285,14 +280,22 @@ def bench(
 
 
 def open_at(
-    directory: str, precisions: Sequence[str | Precision] | None, hub: Hub
-) -> tuple[NestedDirectory, list[Precision | Fit]]:
-    """A nested model, and the precisions and fits that are named, by default all precisions, the largest first."""
+    directory: str, precisions: Sequence[str | Precision] | None, device: str, hub: Hub, with_llama: bool = False
+) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
+    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions, the largest first.
+
+    What is missing shows before anything is measured.
+    """
+    place = processor(device)
+    if with_llama and place.kind == "cuda":
+        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
+    if with_llama:
+        library()
     plain = None if any(map(is_fit, precisions or ())) else [Precision(one) for one in precisions or ()]
     nested = NestedDirectory(resolve_nested(directory, max(plain) if plain else None, hub))
     found = {known(nested, one) for one in precisions or [p for p in PRECISIONS if p <= nested.finest]}
     nested.require(max(map(finest_of, found)))
-    return nested, sorted(found, key=lambda one: bytes_of(nested, one), reverse=True)
+    return place, nested, sorted(found, key=lambda one: bytes_of(nested, one), reverse=True)
 
 
 def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
