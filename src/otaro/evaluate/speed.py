@@ -149,16 +149,6 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Something that should hold, and by how much it does or does not."""
-
-    what: str
-    value: float
-    needed: float
-    holds: bool
-
-
-@dataclass(frozen=True)
 class Bench(Measured):
     """Everything `otaro bench` shows."""
 
@@ -174,7 +164,6 @@ class Bench(Measured):
     precisions: list[PrecisionSpeed]
     others: list[Contender]
     ratios: list[Ratio]
-    bars: list[Bar]
     cut_from: Settings | None = None
     """What was asked for, where it would have taken too long."""
 
@@ -263,7 +252,6 @@ def bench(
                     switch=switches.get(precision),
                 )
             )
-        ratios = _ratios(rounds, [str(p) for p in chosen], others)
         return Bench(
             **about(nested, place, threads),
             path=f"transformers: {why_not}" if why_not else DECODE_PATH,
@@ -273,8 +261,7 @@ def bench(
             graph_bytes=ours.graph_bytes,
             precisions=rows,
             others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
-            ratios=ratios,
-            bars=list(_bars(rows, ratios, on_gpu)) if others else [],
+            ratios=_ratios(rounds, [str(p) for p in chosen], others),
             cut_from=asked if settings != asked else None,
         )
 
@@ -370,26 +357,6 @@ def _kv_type(model: Any, ours: OurEngine, settings: Settings) -> str:
     if settings.kv:
         return str(settings.kv)
     return str(model.dtype).removeprefix("torch.") if isinstance(ours, Forward) else "float16"
-
-
-def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio], on_gpu: bool = False) -> Iterator[Bar]:
-    """What the project asks of itself, as far as it was measured."""
-    for ratio in ratios:
-        if ratio.against != TRANSFORMERS and ratio.precision != "E5M8":
-            yield _bar(f"decode at {ratio.precision}, times {ratio.against}", ratio.decode, 1.0)
-    for ratio in ratios:
-        if ratio.against == _llama("Q8_0"):
-            yield _bar(f"prefill at {ratio.precision}, times {ratio.against}", ratio.prefill, 0.8)
-    slowest = [ratio.decode for ratio in ratios if ratio.against == TRANSFORMERS]
-    if slowest and not on_gpu:  # there it is float16 and not compiled: benchmarks/bench_table2.py asks more
-        yield _bar(f"decode at any precision, times {TRANSFORMERS} in float32", min(slowest), 5.0)
-    if len(rows) == len(PRECISIONS):
-        least = min(coarser.decode / finer.decode for finer, coarser in itertools.pairwise(rows))
-        yield Bar("decode with one bit dropped, times that with it, at the least", least, 1.0, least > 1.0)
-
-
-def _bar(what: str, value: float, needed: float) -> Bar:
-    return Bar(what, value, needed, value >= needed)
 
 
 def _llama(kind: str) -> str:
