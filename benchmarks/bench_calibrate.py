@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +83,16 @@ def main() -> None:
         )
         ended = time.perf_counter()
     begins = [moments[f"layer {number} of {arguments.layers}"] for number in range(1, arguments.layers + 1)]
-    times = [later - begin for begin, later in zip(begins, [*begins[1:], moments["head"]], strict=True)]
-    layer = statistics.median(times[1:])
-    writing = ended - moments["packing"]
+    first, *others = (later - begin for begin, later in pairwise([*begins, moments["head"]]))
     parts = {
         "before the first layer": begins[0] - started,
-        "first layer": times[0],
-        "a layer": layer,
+        "first layer": first,
+        "a layer": statistics.median(others),
         "head": moments["packing"] - moments["head"],
-        "writing": writing,
+        "writing": ended - moments["packing"],
     }
-    share = arguments.layers / LAYERS
-    total = parts["before the first layer"] + times[0] + (LAYERS - 1) * layer + parts["head"] + writing / share
+    times = {"a layer": LAYERS - 1, "writing": LAYERS / arguments.layers}
+    total = sum(times.get(name, 1) * seconds for name, seconds in parts.items())
     for name, seconds in parts.items():
         print(f"{name:24} {seconds:8.1f} s")
     print(f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {total / 60:.1f} minutes (writing by layers, at most)")

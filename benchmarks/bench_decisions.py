@@ -16,7 +16,6 @@ import http.client
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -33,44 +32,38 @@ COARSE, FINE = "E5M3", "E5M8"
 _TURN = 4  # rows; never the same one twice in a row, which the cache would hold already
 
 
-def choice(question: str, options: list[str], right: int, state: str = "") -> tuple[dict[str, Any], str]:
+Asked = tuple[dict[str, Any], str]
+"""A request, and the right answer."""
+
+
+def choice(question: str, options: list[str], right: int) -> Asked:
     """A choice by the answers' own words, and the name of the right one. Small models say A whatever is asked."""
     names = [f"option {number + 1}" for number in range(len(options))]
     criteria = dict(zip(names, options, strict=True))
     asked = {"type": "choice", "by": "text", "instructions": question, "criteria": criteria}
-    return {"state": state, "questions": {"q": asked}}, names[right]
+    return {"state": "", "questions": {"q": asked}}, names[right]
 
 
-def yes_or_no(state: str, question: str, right: bool) -> tuple[dict[str, Any], str]:
+def boolq(row: dict[str, Any]) -> Asked:
     """A question that is answered by yes or no."""
-    return {"state": state, "questions": {"q": {"type": "noul", "instructions": question}}}, "yes" if right else "no"
+    question = {"type": "noul", "instructions": f"{row['question'].capitalize()}?"}
+    return {"state": row["passage"], "questions": {"q": question}}, "yes" if row["label"] else "no"
 
 
-def boolq(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    return yes_or_no(row["passage"], f"{row['question'].capitalize()}?", bool(row["label"]))
-
-
-def arc(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def arc(row: dict[str, Any]) -> Asked:
     right = row["choices"]["label"].index(row["answerKey"])
     return choice(row.get("question") or row["question_stem"], row["choices"]["text"], right)
 
 
-def piqa(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def piqa(row: dict[str, Any]) -> Asked:
     return choice(row["goal"], [row["sol1"], row["sol2"]], int(row["label"]))
 
 
-def winogrande(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def winogrande(row: dict[str, Any]) -> Asked:
     return choice(f"Who or what is _ ? {row['sentence']}", [row["option1"], row["option2"]], int(row["answer"]) - 1)
 
 
-SETS: dict[str, Callable[[dict[str, Any]], tuple[dict[str, Any], str]]] = {
-    "boolq": boolq,
-    "arc_easy": arc,
-    "arc_challenge": arc,
-    "openbookqa": arc,
-    "piqa": piqa,
-    "winogrande": winogrande,
-}
+SETS = {"boolq": boolq, "piqa": piqa, "winogrande": winogrande, "arc_easy": arc, "arc_challenge": arc, "openbookqa": arc}
 
 
 @dataclass
@@ -101,19 +94,18 @@ def main() -> None:
     finish({"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement, "sets": results})
 
 
-def measured(model: Any, name: str, rows: list[tuple[dict[str, Any], str]], agreement: float) -> dict[str, Any]:
+def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict[str, Any]:
     """One set; printed, and for the last line."""
     choosing, reported = rows[::2], rows[1::2]
     made = ask_all(model, choosing, (COARSE, FINE), Settings())
     margin = smallest_margin(made[COARSE], made[FINE], agreement)
     other = ask_all(model, reported, ("auto", COARSE, FINE), Settings(auto_margin=margin))
     auto, fine = other["auto"], other[FINE]
-    right = {key: accuracy(decisions, reported) for key, decisions in other.items()}
+    right = {key: share_of(decisions, [answer for _, answer in reported]) for key, decisions in other.items()}
     again = sum(one.precision == FINE for one in auto) / len(auto)
-    same = sum(one.answer == two.answer for one, two in zip(auto, fine, strict=True)) / len(auto)
+    alike, same = (share_of(other[key], [one.answer for one in fine]) for key in (COARSE, "auto"))
     seconds = {key: quiet_mean([one.seconds for one in decisions]) for key, decisions in other.items()}
     error = math.sqrt(right[FINE] * (1 - right[FINE]) / len(fine))
-    alike = sum(one.answer == two.answer for one, two in zip(other[COARSE], fine, strict=True)) / len(auto)
     saved = 1 - seconds["auto"] / seconds[FINE]
     print(f"\n{name}: {len(choosing)} rows to choose the margin, {len(reported)} reported")
     print(f"  margin, asked again at {FINE}           {margin:.3f}, {again:.1%}")
@@ -140,8 +132,9 @@ def quiet_mean(seconds: list[float]) -> float:
     return sum(min(one, most) for one in seconds) / len(seconds)
 
 
-def accuracy(made: list[Made], rows: list[tuple[dict[str, Any], str]]) -> float:
-    return sum(one.answer == right for one, (_, right) in zip(made, rows, strict=True)) / len(rows)
+def share_of(made: list[Made], answers: list[str]) -> float:
+    """How many decided so."""
+    return sum(one.answer == answer for one, answer in zip(made, answers, strict=True)) / len(made)
 
 
 def smallest_margin(coarse: list[Made], fine: list[Made], agreement: float) -> float:
@@ -155,9 +148,7 @@ def smallest_margin(coarse: list[Made], fine: list[Made], agreement: float) -> f
     return 1.0
 
 
-def ask_all(
-    model: Any, rows: list[tuple[dict[str, Any], str]], precisions: tuple[str, ...], settings: Settings
-) -> dict[str, list[Made]]:
+def ask_all(model: Any, rows: list[Asked], precisions: tuple[str, ...], settings: Settings) -> dict[str, list[Made]]:
     """Every row at each precision, in turns."""
     service = Service(model, otaro.Engine(model, max_sequences=1), "model", settings)
     listening = server.listen("127.0.0.1", 0)

@@ -74,10 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args(arguments)
     accepted = [float(one) for one in asked.accept.split(",")]
-    name, model = gpu.require(), PackedModel()
-    for _ in range(ALL_PLANES):
-        model.add_plane()
-    decoder = GpuDecoder(model.weights)
+    name = gpu.require()
+    decoder = GpuDecoder(PackedModel(ALL_PLANES).weights)
     cache = decoder.new_cache(None, capacity=CONTEXT + TOKENS + 2 * MOST)
     fill(cache, CONTEXT)
     judge, draft = (decoder.description.all_at(one) for one in (asked.judge, asked.draft))

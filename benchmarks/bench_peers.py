@@ -3,16 +3,14 @@
     python benchmarks/bench_peers.py --anybcq DIR --matgptq DIR       # checkouts of their repositories
     python benchmarks/bench_peers.py --anybcq DIR --arch 90           # build alone, for compute capability 9.0; needs no GPU
 
-Any-Precision's kernel is the one in AnyBCQ's repository. Marlin, which is not nested, joins where vLLM is installed. Weights
-are random; copies of each matrix take 150 MB at least, so that they come from memory; launches are captured into graphs,
-contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has them. AnyBCQ's
-kernel adds to its output, so that setting that to zero counts.
+Any-Precision's kernel is the one in AnyBCQ's repository. Weights are random; copies of each matrix take 150 MB at least, so
+that they come from memory; launches are captured into graphs, contenders take turns, and medians count. Activations are
+float16, ours integers already, as a decoder has them. AnyBCQ's kernel adds to its output, so that setting that to zero counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import gpu
 import peers
 import torch
-from common import ROOT, machine
+from common import ROOT, finish, machine
 from gpu import Captured, alternate, capture, enough, medians
 from llama3 import at, matrix_bytes, random_packed
 from table2_batches import multiply as multiply_ours
@@ -55,12 +53,8 @@ def main() -> None:
             found += of(checkout, asked.build, arch)
     if asked.arch:
         return
-    about = {**machine(), **gpu.machine()}
-    say(", ".join(f"{key}: {value}" for key, value in about.items()))
-    try:
-        found.append(peers.marlin())
-    except (ImportError, AttributeError) as reason:
-        say(f"without Marlin: {reason}")
+    about = gpu.machine()
+    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     errors = {peer.name: peer.check() for peer in found}
     for name, error in errors.items():
         say(f"{name}: a small product is off by {error:.1e}{'' if error < peers.TOLERANCE else ', WRONG'}")
@@ -69,10 +63,7 @@ def main() -> None:
         print_table(results, tokens)
     wrong = [name for name, error in errors.items() if error >= peers.TOLERANCE]
     wrong += [f"{shape} {name}" for shape, result in results.items() for name, one in result["checks"].items() if one["wrong"]]
-    line = json.dumps({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results})
-    print(line)
-    if asked.json:
-        asked.json.write_text(line + "\n")
+    finish({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results}, asked.json)
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 

@@ -74,7 +74,6 @@ class Result:
     """Of the prompt's tokens, those that the server says it had."""
     first: float = 0.0
     """Seconds until the first piece of text."""
-    seconds: float = 0.0
     error: str = ""
 
 
@@ -102,6 +101,10 @@ class Load:
     def cached(self) -> float:
         """The share of the prompts' tokens that need not be read."""
         return sum(result.cached for result in self.results) / max(1, sum(result.prompt for result in self.results))
+
+    def first_tokens(self, number: int, of: int) -> list[float]:
+        """Seconds until the first token, of requests at one of so many precisions."""
+        return [one.first for one in self.results if not one.error and one.case % of == number]
 
 
 class DidNotStart(Exception):
@@ -161,7 +164,8 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
     for name in filter(None, args.against.split(",")):
         if name == "llama.cpp":
             server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
-            server += ["--interrupt_requests", "False", "--model", str(gguf_file(args.directory, scratch)), "--port"]
+            export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
+            server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
             no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
             yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
         elif name == "transformers":
@@ -173,13 +177,6 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
             yield Contender("transformers serve", serve, {"model": str(args.checkpoint)}, [""])
         else:
             raise SystemExit(f"--against {name}: there are llama.cpp and transformers")
-
-
-def gguf_file(directory: Path, scratch: Path) -> Path:
-    """The same weights at Q5_0, with the vocabulary."""
-    path = scratch / "model.gguf"
-    export(directory, path, precision="E5M8", to="gguf", type="Q5_0")
-    return path
 
 
 @contextmanager
@@ -235,10 +232,8 @@ async def measured(
         different = sum([(await ask(port, one.case, one.asked)).text != one.text for one in said])
     else:
         different = sum(one.text != alone.get(one.case) for one in said)
-    print(
-        f"\n{contender.name}: {args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, "
-        f"{len(many.results)} answers"
-    )
+    told = f"{args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, {len(many.results)} answers"
+    print(f"\n{contender.name}: {told}")
     told = ", ".join(f"{gain:.2f}" for gain in gains)
     print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
     print(f"  prompts in the cache {many.cached:.0%} of the tokens, one client {one.cached:.0%}")
@@ -246,27 +241,20 @@ async def measured(
     if compared:
         print(f"  other than alone     {different} of {len(said)}")
     memory = [many.memory[len(many.memory) // part] for part in (10, 2)] + [many.memory[-1], max(many.memory)]
-    print(
-        "  memory               "
-        + ", ".join(
-            f"{what} {size / 1e6:.0f} MB"
-            for what, size in zip(("after a tenth", "a half", "at the end", "most"), memory, strict=True)
-        )
-    )
+    sizes = (size / 1e6 for size in memory)
+    told = "after a tenth {:.0f} MB, a half {:.0f} MB, at the end {:.0f} MB, most {:.0f} MB".format(*sizes)
+    print(f"  memory               {told}")
     table: dict[str, dict[str, float]] = {}
     print(f"  first token, ms      {'':>8}{'p50':>8}{'p95':>8}{'one client':>12}")
-    for precision in precisions:
-        found = [result.first for result in many.results if not result.error and at(result, precisions) == precision]
-        single = [result.first for result in one.results if not result.error and at(result, precisions) == precision]
+    for number, precision in enumerate(precisions):
+        found, single = (some.first_tokens(number, len(precisions)) for some in (many, one))
         if len(found) < 2:
             continue
         row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
         row["one"] = statistics.median(single) if single else float("nan")
         table[precision or "all"] = row
-        print(
-            f"{'':23}{precision or 'all':>8}"
-            + "".join(f"{1e3 * row[key]:>{width}.0f}" for key, width in (("p50", 8), ("p95", 8), ("one", 12)))
-        )
+        p50, p95, alone_ms = (1e3 * value for value in row.values())
+        print(f"{'':23}{precision or 'all':>8}{p50:>8.0f}{p95:>8.0f}{alone_ms:>12.0f}")
     return {
         "name": contender.name,
         "answers": len(many.results),
@@ -281,10 +269,6 @@ async def measured(
         "memory": memory,
         "first_token": table,
     }
-
-
-def at(result: Result, precisions: list[str]) -> str:
-    return precisions[result.case % len(precisions)]
 
 
 async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process, first: int) -> Load:
@@ -351,7 +335,6 @@ async def ask(port: int, case: int, body: dict[str, Any], until: float = float("
         writer.close()
     except (OSError, ValueError) as error:
         result.error = repr(error)
-    result.seconds = time.perf_counter() - started_at
     return result
 
 

@@ -22,7 +22,6 @@ replayed in turn, and medians count. Results are checked against the reference b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,10 +32,9 @@ from typing import Any, NamedTuple
 import gpu
 import table2_batches
 import table2_decode
-import table2_own
 import table2_products
 import torch
-from common import machine
+from common import finish, machine
 from table2_products import Settings, say
 
 from otaro.sefp.precision import PRECISIONS, Precision
@@ -47,8 +45,8 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "batch": table2_products.batch,
     "prompts": table2_batches.prompts,
     "transformers": table2_decode.through_transformers,
-    "decode": table2_own.decode,
-    "switch": table2_own.switch,
+    "decode": table2_decode.decode,
+    "switch": table2_decode.switch,
     "quantize": table2_products.quantize,
 }
 E5M4 = Precision("E5M4")
@@ -91,8 +89,8 @@ def main() -> None:
     gpu.require()
     torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
     rounds = asked.rounds or (5 if asked.quick else 15)
-    about = {**machine(), **gpu.machine()}
-    say(", ".join(f"{key}: {value}" for key, value in about.items()))
+    about = gpu.machine()
+    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick)
     gpu.release()
     say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
@@ -104,14 +102,11 @@ def main() -> None:
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
-    table2_own.print_summary(results)
+    table2_decode.print_summary(results)
     bars = list(judged(results))
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
-    line = json.dumps({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]})
-    print(line)
-    if asked.json:
-        asked.json.write_text(line + "\n")
+    finish({**outcome, "bars": [{**bar._asdict(), "holds": bar.holds} for bar in bars]}, asked.json)
     if failures := [part for part in parts if "failed" in results[part]] + list(wrong(results)):
         sys.exit(f"failed or wrong: {', '.join(failures)}")
 
@@ -138,15 +133,15 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
 def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
     """Of the decoder: speed, memory, switches."""
     rows, theirs = results.get("decode", {}).get("rows", {}), results.get("transformers", {}).get("tokens_per_s")
-    for cache in table2_own.CACHES if rows else ():
-        row = rows[table2_own.row_name(E5M4, cache)]
+    for cache in table2_decode.CACHES if rows else ():
+        row = rows[table2_decode.row_name(E5M4, cache)]
         title = f"a token at E5M4 with the {cache} cache"
         if theirs:
             yield Bar(f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS)
-        own = rows[table2_own.HALF]["tokens_per_s"]
+        own = rows[table2_decode.HALF]["tokens_per_s"]
         yield Bar(f"{title}, times float16 of our own", row["tokens_per_s"] / own, AGAINST_OWN_HALF)
     if rows:
-        row = rows[table2_own.row_name(E5M4, "E5M4")]
+        row = rows[table2_decode.row_name(E5M4, "E5M4")]
         total, held = row["accounted"]["total_gib"], row["allocated_gib"]
         yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
         yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)

@@ -1,8 +1,9 @@
 """What a tuning step costs: time and peak memory of each method beside plain fine-tuning, alternating in one run.
 
-Every contender trains the same model on the same random tokens for some steps, in turn, several rounds over; the first
-steps of each turn are not counted. `trainer` is transformers' own Trainer; `fp` is ours tuning at full precision. Peak memory
-is what tensors took on the GPU at most while counted steps ran, without the allocator's rounding.
+Every contender trains the same model on the same random tokens for some steps, in turn, several rounds over; a first round,
+in which steps are compiled, and the first steps of each turn are not counted. `trainer` is transformers' own Trainer; `fp` is
+ours tuning at full precision. Peak memory is what tensors took on the GPU at most while counted steps ran, without the
+allocator's rounding.
 
     python benchmarks/bench_tune.py                                   # a GPU, the shape of SmolLM2-135M, 8 x 512 tokens
     python benchmarks/bench_tune.py --device cpu --shape builtin      # two cores
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from common import SMOLLM2, finish
 from training import Clock, release, train
 from transformers import AutoModelForCausalLM, LlamaConfig, logging
 
+from otaro.evaluate.machine import in_turns
 from otaro.sefp.precision import PRECISIONS
 from otaro.tune import memory
 from otaro.tune.config import BEST, Options
@@ -75,21 +78,18 @@ def main() -> None:
     weights = {"config": config, "state": model.state_dict()}
     modes = [("", False), (", compiled", True)]
     modes = modes if a.compile == "both" else [modes[a.compile == "yes"]]
-    contenders = {method + suffix: (METHODS[method], compiled) for suffix, compiled in modes for method in a.methods}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    peaks: dict[str, float] = {}
-    for round_number in range(a.rounds + any(compiled for _, compiled in modes)):
-        for name, (options, compiled) in contenders.items():
-            seconds, peak = turn(a, weights, name, options, compiled)
-            print(f"round {round_number}: {name}, {1000 * statistics.fmean(seconds):.1f} ms", file=sys.stderr, flush=True)
-            if round_number or not compiled:  # compiling takes place in the first round
-                times[name].append(statistics.fmean(seconds))
-                peaks[name] = max(peaks.get(name, 0.0), peak)
-
+    turns = {
+        method + suffix: partial(turn, a, weights, method, METHODS[method], compiled)
+        for suffix, compiled in modes
+        for method in a.methods
+    }
+    found = in_turns(turns, a.rounds, lambda name: print(name, file=sys.stderr, flush=True))
+    times = {name: [statistics.fmean(seconds) for seconds, _ in rounds] for name, rounds in found.items()}
+    peaks = {name: max(peak for _, peak in rounds) for name, rounds in found.items()}
     print(f"{parameters / 1e6:.1f} M parameters, {a.batch_size} x {a.sequence_length} tokens, AdamW, {a.device}")
     print(f"{'':24}{'ms a step':>12}{'of fp':>8}{'tokens/s':>12}{'peak MB':>10}{'over fp, MB':>13}")
     rows = {}
-    for name in contenders:
+    for name in turns:
         base = "fp" + name.partition(", compiled")[1]
         ratio = statistics.median(one / fp for one, fp in zip(times[name], times[base], strict=True))
         mean = statistics.median(times[name])

@@ -1,12 +1,11 @@
-"""Tokens a second in a browser: `python benchmarks/bench_web.py DIR [--rounds 12] [--before FILE] [--wllama FOLDER] ...`.
+"""Tokens a second in a browser: `python benchmarks/bench_web.py DIR [--rounds 12] [--wllama FOLDER] ...`.
 
 The decoder in WebAssembly on one thread, in headless chromium, beside the native one on one thread, by AVX-512 (where the CPU
 has it) and by AVX2, in turn: a noisy machine is noisy for all. A round is sixteen tokens of each, after sixteen; what
-counts is the shortest time of a token in all rounds. Prompts have 64 tokens; `--before` is another decoder.wasm to read them
-in turn, say one of before a change. `--wllama` is what `npm pack @wllama/wllama` unpacks to, `--gguf` a file
-for it to run beside a precision, made by `otaro export --to gguf`; its time is the one it tells itself, the mean of a round, of
-which the best counts, beside ours taken likewise. Also prints how long a page takes to its first token, from nothing and from
-its storage. Ends with one line of JSON.
+counts is the shortest time of a token in all rounds. Prompts have 64 tokens. `--wllama` is what `npm pack @wllama/wllama`
+unpacks to, `--gguf` a file for it to run beside a precision, made by `otaro export --to gguf`; its time is the one it tells
+itself, the mean of a round, of which the best counts, beside ours taken likewise. Also prints how long a page takes to its
+first token, from nothing and from its storage. Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from otaro.web.server import server
 from otaro.web.site import write_site
 
 TOKENS, PROMPT, LONG_PROMPT = 16, list(range(100, 116)), list(range(100, 164))
-COLUMNS = ("wasm", "avx512", "avx2", "/avx512", "/avx2", "prompt", "before", "/before", "wasm, mean", "wllama", "/wllama")
+COLUMNS = ("wasm", "avx512", "avx2", "/avx512", "/avx2", "prompt", "wasm, mean", "wllama", "/wllama")
 WORKER = Path(__file__).with_name("web_worker.js")
 START = """
-    window.workers = {};
-    window.ask = (what, folder = ".") => new Promise((resolve, reject) => {
-        const worker = (workers[folder] ??= new Worker(`${folder}/web_worker.js`, { type: "module" }));
+    window.worker = new Worker("./web_worker.js", { type: "module" });
+    window.ask = (what) => new Promise((resolve, reject) => {
         worker.onmessage = ({ data }) => ("error" in data ? reject(new Error(data.error)) : resolve(data));
         worker.postMessage(what);
     });
@@ -69,9 +67,6 @@ def main() -> None:
         site = Path(folder) / "site"
         write_site(options.directory, site, name="bench")
         shutil.copyfile(WORKER, site / WORKER.name)
-        if options.before:
-            shutil.copytree(site, site / "before", ignore=shutil.ignore_patterns("model", "before"))
-            shutil.copyfile(options.before, site / "before" / "decoder.wasm")
         (site / "empty.html").write_text("<!doctype html>\n")
         ggufs = dict(one.split("=", 1) for one in options.gguf)
         if options.wllama:
@@ -93,7 +88,6 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--before", type=Path, metavar="FILE")
     parser.add_argument("--wllama", type=Path)
     parser.add_argument("--gguf", action="append", default=[], metavar="PRECISION=FILE")
     return parser.parse_args()
@@ -104,8 +98,6 @@ def measure(options: argparse.Namespace, browser: Any, url: str, ggufs: dict[str
     browser.open(url + "empty.html")
     browser.evaluate(START)
     browser.evaluate("ask({ what: 'open' })")
-    if options.before:
-        browser.evaluate("ask({ what: 'open' }, 'before')")
     for precision in ggufs:
         script = WLLAMA.replace("FILE", json.dumps(f"{precision}.gguf")).replace("NAME", json.dumps(precision))
         threads = browser.evaluate(script)
@@ -122,12 +114,10 @@ def measure(options: argparse.Namespace, browser: Any, url: str, ggufs: dict[str
 
     for _ in range(options.rounds):
         for bits in range(3, 9):
-            ours = in_browser(browser, bits)
+            ours = asked(browser, what="decode", bits=bits, prompt=PROMPT, count=TOKENS)
             note("wasm", bits, ours["shortest"])
             note("wasm, mean", bits, ours["mean"])
-            note("prompt", bits, read_in_browser(browser, bits, "."))
-            if options.before:
-                note("before", bits, read_in_browser(browser, bits, "before"))
+            note("prompt", bits, asked(browser, what="read", bits=bits, prompt=LONG_PROMPT)["mean"])
             for name in natives:
                 note(name, bits, natively(decoder, name, bits))
             if f"E5M{bits}" in ggufs:
@@ -135,8 +125,6 @@ def measure(options: argparse.Namespace, browser: Any, url: str, ggufs: dict[str
     for bits in range(3, 9):
         rates = {name: 1 / seconds for (name, at), seconds in times.items() if at == bits}
         rates |= {f"/{name}": rates["wasm"] / rates[name] for name in natives}
-        if "before" in rates:
-            rates["/before"] = rates["prompt"] / rates["before"]
         if "wllama" in rates:
             rates["/wllama"] = rates["wasm, mean"] / rates["wllama"]
         cells = [rates.get(name) for name in COLUMNS]
@@ -159,15 +147,10 @@ def natively(decoder: Decoder, instructions: str, bits: int) -> float:
     return min(taken)
 
 
-def in_browser(browser: Any, bits: int) -> dict[str, float]:
-    asked = json.dumps({"what": "decode", "bits": bits, "prompt": PROMPT, "count": TOKENS})
-    found: dict[str, float] = browser.evaluate(f"ask({asked})")
+def asked(browser: Any, **what: Any) -> dict[str, float]:
+    """What the worker measured."""
+    found: dict[str, float] = browser.evaluate(f"ask({json.dumps(what)})")
     return found
-
-
-def read_in_browser(browser: Any, bits: int, folder: str) -> float:
-    asked = json.dumps({"what": "read", "bits": bits, "prompt": LONG_PROMPT})
-    return float(browser.evaluate(f"ask({asked}, {json.dumps(folder)})")["mean"])
 
 
 def by_wllama(browser: Any, precision: str) -> float:

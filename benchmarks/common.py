@@ -1,19 +1,15 @@
-"""What the benchmarks share: shapes of models, alternating timing, and the line that names machine and versions."""
+"""What the benchmarks share: shapes of models, and the line that names machine and versions."""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from otaro.evaluate.machine import Cpu, cpu_name
-from otaro.evaluate.turns import in_turns
+from otaro.evaluate.machine import cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = {
@@ -31,12 +27,6 @@ TINY = {
 """Shapes, in the words of transformers."""
 
 
-def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender, run in turn so that a noisy machine is noisy for all of them alike."""
-    turns = {name: partial(Cpu().seconds, run) for name, run in contenders.items()}
-    return {name: statistics.median(times) for name, times in in_turns(turns, rounds, lambda name: None).items()}
-
-
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
     return {
@@ -47,6 +37,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(result: dict[str, Any]) -> None:
-    """The last line of every benchmark: one JSON object."""
-    print(json.dumps({**machine(), **result}))
+def finish(result: dict[str, Any], file: Path | None = None) -> None:
+    """The last line of every benchmark: one JSON object; in a file too where one is given."""
+    line = json.dumps({**machine(), **result})
+    print(line)
+    if file:
+        file.write_text(line + "\n")

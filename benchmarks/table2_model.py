@@ -42,10 +42,11 @@ SHAPE = Shape()
 
 
 class PackedModel:
-    """The model with packed weights. At first it has their base nibbles alone: E5M3; `add_plane` adds a bit."""
+    """The model with packed weights: their base nibbles, which are E5M3, and some planes; `add_plane` adds a bit."""
 
-    def __init__(self) -> None:
+    def __init__(self, planes: int = 0) -> None:
         self._packed: list[Packed] = []
+        self._planes = planes
         self.weights = _weights(self._matrix, fused=False)
         # What a nested model has in their place, so that a switch costs what it costs there.
         nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
@@ -64,7 +65,7 @@ class PackedModel:
         set_precision(self._model, precision)
 
     def _matrix(self, rows: int, length: int) -> Matrix:
-        self._packed.append(random_packed(rows, length, gpu.DEVICE, planes=0))
+        self._packed.append(random_packed(rows, length, gpu.DEVICE, self._planes))
         return Matrix(self._packed[-1])
 
 

@@ -21,7 +21,7 @@ import ctypes
 import importlib
 import json
 from collections.abc import Callable
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -120,23 +120,24 @@ def measure(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
     import otaro
-    from otaro.evaluate.perplexity import perplexity
-    from otaro.evaluate.windows import choose_window
+    from otaro.evaluate.meters import Loss
+    from otaro.evaluate.text import read_text
+    from otaro.evaluate.windows import ModelReader, Windows, choose_window, read
     from otaro.file.checkpoint import Checkpoint
     from otaro.runtime.precision import set_precision
     from otaro.tokens import begins_with_bos
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(arguments.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    window, bos = choose_window(model.config), begins_with_bos(tokenizer)
-    ids = tokenizer(arguments.text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
-    ids = ids[bos is not None :][: arguments.tokens]
+    bos, ids = begins_with_bos(tokenizer), read_text(str(arguments.text)).ids(tokenizer)[: arguments.tokens]
+    windows = Windows(ids, choose_window(model.config), None, bos)
     weights = sum(parameter.numel() for parameter in model.parameters())
 
     def row(name: str, bits: float | None) -> dict[str, Any]:
-        found = perplexity(model, ids, window=window, bos=bos)
-        print(f"{name:40} {'' if bits is None else f'{bits:.2f} bits':>10} {found:9.3f}", flush=True)
-        return {"name": name, "bits": bits, "perplexity": found}
+        loss = Loss(bos is not None)
+        read(ModelReader(model, comparing=False), windows, [loss], lambda done, total: None)
+        print(f"{name:40} {'' if bits is None else f'{bits:.2f} bits':>10} {loss.perplexity:9.3f}", flush=True)
+        return {"name": name, "bits": bits, "perplexity": loss.perplexity}
 
     def take(read: Callable[[str], Any]) -> None:
         for name, parameter in model.named_parameters():
@@ -152,7 +153,7 @@ def measure(arguments: argparse.Namespace) -> None:
             nested = otaro.load(path)
             for precision in ("E5M5", "E5M4", "E5M3"):
                 set_precision(nested, precision)
-                take(partial(_attribute, nested))
+                take(lambda name, nested=nested: attrgetter(name)(nested))  # type: ignore[misc]
                 size = sum((path / f"model-m{plane}.safetensors").stat().st_size for plane in range(3, int(precision[-1]) + 1))
                 rows.append(row(f"{path.name} {precision}", 8 * size / weights))
         else:
@@ -161,11 +162,6 @@ def measure(arguments: argparse.Namespace) -> None:
             take(quantized.get_parameter)
             rows.append(row(path.name, 8 * sum(file.stat().st_size for file in path.glob("*.safetensors")) / weights))
     print(json.dumps({"model": str(arguments.model), "tokens": len(ids), "rows": rows}))
-
-
-def _attribute(model: Any, name: str) -> Any:
-    owner, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(owner), last)
 
 
 def main() -> None:

@@ -29,7 +29,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import otaro
-from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.meters import Loss
+from otaro.evaluate.text import read_text
 from otaro.evaluate.windows import Windows
 from otaro.export.run import export
 from otaro.tokens import begins_with_bos
@@ -157,7 +158,7 @@ def main() -> None:
     a = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(a.model)
     bos = begins_with_bos(tokenizer)
-    ids = tokenizer(a.text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0][bos is not None :][: a.tokens]
+    ids = read_text(str(a.text)).ids(tokenizer)[: a.tokens]
     with tempfile.TemporaryDirectory() as folder:
         every = contenders(a, Path(folder))
         smallest = len(every) - len(a.types)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -43,14 +44,9 @@ def main() -> None:
     if a.list:
         show(blocks, places)
         return
-    if a.claims is not None:  # a worker
-        deadline = a.deadline or float("inf")
-        order = sorted(jobs, key=_large) if a.worker % 5 in (0, 2) else jobs  # small models have queues of their own
-        work.work(order, places, work.Claims(a.claims), deadline, f"[{a.worker}]")
-        return
     if not a.small:
         check(jobs, places)
-    failed = start_workers(a)
+    failed = start_workers(jobs, places, a.workers, a.minutes)
     show(blocks, places)
     if a.small:
         report(a, results)
@@ -93,8 +89,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, default=500, help="documents per task for --export (default 500)")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--commit", help="what rows say they were made with (default: that of the checkout)")
-    for hidden, kind in (("--claims", Path), ("--worker", int), ("--deadline", float)):  # how workers are started
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     return parser
 
 
@@ -118,10 +112,6 @@ def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) 
     if not any(found.values()):
         sys.exit(f"error: no row matches --only {' '.join(patterns or [])}; --list names them all")
     return {name: jobs for name, jobs in found.items() if jobs}
-
-
-def _large(job: Job) -> bool:
-    return job.key.startswith(("SmolLM2", "observe"))
 
 
 def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
@@ -160,19 +150,26 @@ def check(jobs: Sequence[Job], places: Places) -> None:
         sys.exit(f"error: missing: {', '.join(absent)}; --help tells where they come from")
 
 
-def start_workers(a: argparse.Namespace) -> int:
+def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: float | None) -> int:
     """Start them, and wait; how many failed."""
-    environment = dict(os.environ)
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * (os.cpu_count() or 1) // a.workers)))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // a.workers)))
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with tempfile.TemporaryDirectory() as claims:
-        own = ["--claims", claims]
-        if a.minutes:
-            own += ["--deadline", str(time.time() + 60 * a.minutes)]
-        command = [sys.executable, "-m", "runs.study", *sys.argv[1:], *own]
-        workers = [subprocess.Popen([*command, "--worker", str(number)], env=environment) for number in range(a.workers)]
-        return sum(worker.wait() != 0 for worker in workers)
+    from runs.study import work
+
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * cores // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    small_first = sorted(jobs, key=lambda job: job.key.startswith(("SmolLM2", "observe")))
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    with tempfile.TemporaryDirectory() as folder:
+        workers = []
+        for number in range(count):
+            order = small_first if number % 5 in (0, 2) else jobs  # small models have queues of their own
+            asked = (order, places, work.Claims(Path(folder)), deadline, f"[{number}]")
+            workers.append(multiprocessing.get_context("spawn").Process(target=work.work, args=asked))
+            workers[-1].start()
+        for worker in workers:
+            worker.join()
+    return sum(worker.exitcode != 0 for worker in workers)
 
 
 def export(places: Places, limit: int) -> None:

@@ -81,14 +81,8 @@ def method_table(results: Results, bench: str, names: Sequence[str]) -> str:
 # Tables -------------------------------------------------------------------------------------------------------------------
 
 
-def task(results: Results, bench: Bench) -> str:
-    """Methods by precision, at the rates that held-out text chose."""
-    text = method_table(results, bench.name, MAIN)
-    return text + _chosen_rates(results, bench, MAIN) + results.source(bench.name, MAIN)
-
-
 def regime(results: Results, bench: Bench) -> str:
-    """The same where search and delay were not asked for, with models of four bits below."""
+    """Methods by precision, at the rates that held-out text chose, with models of four bits below."""
     asked = asked_of(bench.name)
     names = [*RECIPE, *(name for name in ("bps", "otaro") if name in asked)]
     four = [[_called(n), *cells(results, bench.name, n, ["E5M3"], ("E5M3",))] for n in ("int4 QAT", "int4 QAT, held as best")]
@@ -173,11 +167,6 @@ def strategies(results: Results, benches: Sequence[Bench]) -> str:
         for text, measure in (("test", "perplexity"), ("held-out", "heldout"))
     ]
     return table(["", "", *NAMES], [row for row in rows if any(row[2:])]) + "\nRows and commands as above.\n"
-
-
-def choice(results: Results, bench: Bench) -> str:
-    """The same on held-out text, which is what recipes are chosen by."""
-    return against_fixed(results, bench, "heldout")
 
 
 def paired(
@@ -403,11 +392,16 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     }
     found |= {f"regime, {bench.name}": partial(regime, results, bench) for bench in regimes}
     found |= {f"paper, {bench.name}": partial(as_written, results, bench) for bench in papers}
-    kinds = {"against fixed": against_fixed, "choice": choice}
-    kinds |= {"truncate": truncated, "equal compute": equal_compute, "calibrated": calibrated}
+    kinds: dict[str, Callable[..., str]] = {
+        "against fixed": against_fixed,
+        "choice": partial(against_fixed, measure="heldout"),  # what recipes are chosen by
+        "truncate": truncated,
+        "equal compute": equal_compute,
+        "calibrated": calibrated,
+    }
     for kind, make in kinds.items():
         found |= {f"{kind}, {bench.name}": partial(make, results, bench) for bench in benches}
-    found |= {f"task, {bench.name}": partial(task, results, bench) for bench in longer}
+    found |= {f"regime, {bench.name}": partial(regime, results, bench) for bench in longer}
     found["strategies"] = partial(strategies, results, [*benches, *longer])
     found["zero-shot"] = partial(zero_shot, results, BENCHES["small, questions" if small else plan.ALPACA])
     for kind, make in {"ablations": ablations, "paths": paths}.items():

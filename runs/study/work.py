@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -339,10 +338,14 @@ class Claims:
 
     folder: Path
 
+    def place(self, name: str) -> Path:
+        """The file."""
+        return self.folder / name.replace("/", "-")
+
     def take(self, name: str) -> bool:
         """True for the first to ask."""
         try:
-            os.close(os.open(self.folder / name.replace("/", "-"), os.O_CREAT | os.O_EXCL))
+            self.place(name).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -357,7 +360,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         left = [job for job in left if not is_done(job, done)]
         job = next((job for job in left if _ready(job, done, places, claims)), None)
         if job is None:
-            waiting = [job for job in left if isinstance(job, Row) and not _claimed(job, claims)]
+            waiting = [job for job in left if isinstance(job, Row) and not claims.place(job.key).exists()]
             if not waiting or time.time() > min(deadline, idle_since + LONGEST_WAIT):
                 return
             time.sleep(0.5)
@@ -365,7 +368,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         bench = job.bench if isinstance(job, Row) else "observe"
         if time.time() + took.get(bench, WORKERS * cost(job)) > deadline:
             left = [other for other in left if (other.bench if isinstance(other, Row) else "observe") != bench]
-            (claims.folder / job.key.replace("/", "-")).unlink()
+            claims.place(job.key).unlink()
             continue
         started = time.time()
         try:
@@ -379,10 +382,6 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         print(f"{label} {job.key}: {told} ({took[bench]:.0f} s)", flush=True)
         if failures == MOST_FAILURES:
             raise SystemExit(f"{label} {failures} jobs failed one after the other; giving up")
-
-
-def _claimed(job: Job, claims: Claims) -> bool:
-    return (claims.folder / job.key.replace("/", "-")).exists()
 
 
 def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) -> bool:

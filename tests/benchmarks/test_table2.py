@@ -202,13 +202,13 @@ def test_transformers_decodes_after_its_context(modules, pretended, monkeypatch)
 def toy(modules, pretended, monkeypatch):
     """A decoder of two small layers, and rounds of four tokens behind twelve."""
     bench, *_ = modules
-    shape = bench.table2_own.PackedModel.__init__.__globals__["Shape"]
+    shape = bench.table2_decode.PackedModel.__init__.__globals__["Shape"]
     model = sys.modules["table2_model"]
     monkeypatch.setattr(model, "SHAPE", shape(2, 64, 128, 50, 4, 2, 32))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name, value in {"CONTEXT": 12, "CAPACITY": 16, "STEPS": 4}.items():
         monkeypatch.setattr(bench.table2_decode, name, value)
-    return bench.table2_own
+    return bench.table2_decode
 
 
 def test_our_decoder_runs_every_precision_and_both_caches(modules, toy, capsys):

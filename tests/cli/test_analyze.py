@@ -47,7 +47,7 @@ def tuned(tmp_path):
     """A run folder, as far as its path is concerned."""
     steps = [("E5M8", True), ("E5M3", False), ("E5M8", True), ("E5M4", True)]
     lines = [
-        {"step": n, "precision": p, "scores": {"E5M8": 0.5, "E5M4": None, "E5M3": 0.1 * n}, "applied": applied}
+        {"step": n, "precision": p, "loss": 2.0, "scores": {"E5M8": 0.5, "E5M4": None, "E5M3": 0.1 * n}, "applied": applied}
         for n, (p, applied) in enumerate(steps, 1)
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -169,7 +169,7 @@ def test_the_command_in_the_file_makes_the_files_again_and_prints_a_summary_as_j
 
 
 def test_path_draws_a_run_in_full_precision(tuned):
-    (tuned / "log.jsonl").write_text('{"step": 1, "precision": "fp", "scores": {}, "applied": true}\n')
+    (tuned / "log.jsonl").write_text('{"step": 1, "precision": "fp", "loss": 2.0, "scores": {}, "applied": true}\n')
     assert "full" in run("path", tuned)
 
 

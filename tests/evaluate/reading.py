@@ -1,6 +1,6 @@
 """A text read by a model, as an evaluation reads it."""
 
-from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.meters import Loss
 from otaro.evaluate.windows import ModelReader, Windows, read
 
 

@@ -6,8 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import otaro
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.logits import KeptStates
+from otaro.evaluate.meters import Divergence, Keeper
 from otaro.evaluate.windows import ModelReader, Windows, read
 
 IDS = torch.randint(0, 120, (50,), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ def record(step, precision, scores=None, applied=True):
 
 def write(run, *records):
     lines = [one if isinstance(one, str) else json.dumps(one) for one in records]
-    (run / "log.jsonl").write_text("".join(line + "\n" for line in lines))
+    (run / "log.jsonl").write_text("".join(line + "\n" for line in lines), errors="surrogateescape")
     return run
 
 
@@ -66,32 +66,26 @@ def test_a_long_run_is_thinned_out_but_ends_where_it_ends(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"step": 2, "prec', "line 2 is not a step of a tuning run: Unterminated string"),
-        ("", "line 2 is not a step"),
-        ("[1]", "line 2 .* it is no JSON object"),
-        ('{"step": 2, "precision": "E5M8", "applied": true}', "line 2 .* scores: field required"),
-        (record(3, "E5M8"), "line 2 .* it is about step 3, and 2 is due"),
-        (record(1, "E5M8"), "line 2 .* it is about step 1, and 2 is due"),
-        (record(2, "E5M9"), "line 2 .* precision: it should be one of fp, E5M8, .*, not 'E5M9'"),
-        (record(2, None), "line 2 .* precision: input should be a valid string"),
-        (record(2, "E5M8", {"E5M8": "high"}), "line 2 .* scores.E5M8: it should be a number, not 'high'"),
-        (record(2, "E5M8", {"E5M8": float("nan")}), "line 2 .* scores.E5M8: it should be finite"),
-        (record(2, "E5M8", {"E5M8": 10**400}), "line 2 .* scores.E5M8: it should be a number"),
-        ("[" * 100_000, "line 2 .* it is nested too deeply"),
-        (record(2, "E5M8", {"best": 1.0}), "line 2 .* scores.best: it should be one of fp, E5M8"),
-        (record(2, "E5M8", applied="yes"), "line 2 .* applied: input should be a valid boolean, not 'yes'"),
+        ('{"step": 2, "prec', "line 2 is not JSON"),
+        ("", "line 2 is not JSON"),
+        ("[1]", "line 2: input should be a valid dictionary"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("\udcff", "line 2 is not JSON"),
+        ('{"step": 2, "precision": "E5M8", "applied": true}', "line 2: loss: field required"),
+        (record(2, "E5M9"), "line 2: precision: it should be one of fp, E5M8, .*, not 'E5M9'"),
+        (record(2, None), "line 2: precision: input should be a valid string"),
+        (record(2, "E5M8", {"best": 1.0}), "line 2: scores.best: it should be one of fp, E5M8"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
     write(tmp_path, record(1, "E5M8"), line, record(3, "E5M8"))
-    with pytest.raises(OtaroError, match=words):
+    with pytest.raises(OtaroError, match=rf"log\.jsonl is damaged: {words}"):
         analyze_path(tmp_path)
 
 
-def test_a_log_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "log.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(OtaroError, match=r"log\.jsonl is not the log of a tuning run: it is no UTF-8"):
-        analyze_path(tmp_path)
+def test_a_score_that_is_no_number_is_none(tmp_path):
+    found = analyze_path(write(tmp_path, record(1, "E5M8", {"E5M8": float("nan"), "E5M4": "high", "E5M3": 10**400})))
+    assert found["scores"] == {"E5M8": [None], "E5M4": [None], "E5M3": [None]}
 
 
 def test_a_folder_without_a_log_or_a_step_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import otaro
 from otaro.errors import OtaroError
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.meters import Loss
 from otaro.evaluate.windows import Windows, read
 from tests.evaluate.reading import perplexity
 

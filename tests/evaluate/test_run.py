@@ -13,12 +13,11 @@ import otaro
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.evaluate import run
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.kv import KvReader, parse_kv
 from otaro.evaluate.quality import Quality, Record, read_quality
 from otaro.evaluate.run import Evaluation, Wanted
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
-from otaro.evaluate.windows import choose_window
+from otaro.evaluate.windows import KvReader, choose_window, parse_kv
 from otaro.file.coding import Coding
 from otaro.runtime.decode import Decoder
 from tests.evaluate.reading import perplexity

@@ -77,9 +77,6 @@ def test_transformers_is_compared_with_every_precision(measured):
     for ratio, row in zip(result.ratios, result.precisions, strict=True):
         assert (ratio.precision, ratio.against) == (row.precision, other.name)
         assert ratio.decode == median(b / a for a, b in zip(row.rounds.decode, other.rounds.decode, strict=True))
-    held = next(bar for bar in result.bars if "transformers" in bar.what)
-    assert held.value == min(ratio.decode for ratio in result.ratios)
-    assert held.holds == (held.value >= 5)
 
 
 def test_progress_ends_where_it_said(measured):
@@ -133,25 +130,6 @@ def test_ratios_are_taken_within_rounds():
     rounds = {"E5M3": Rounds([1, 2, 1], [1, 1, 4]), "llama.cpp Q4_0": Rounds([2, 8, 3], [2, 3, 4])}
     (ratio,) = speed._ratios(rounds, ["E5M5", "E5M3"], {"llama.cpp Q4_0": 1})
     assert (ratio.precision, ratio.prefill, ratio.decode) == ("E5M3", 3, 2)
-
-
-def test_the_bars():
-    def row(precision, decode):
-        return speed.PrecisionSpeed(precision, 0, decode, 0, 0, 0, 0, None, 0, 0, None, Rounds())
-
-    names = [str(p) for p in otaro.PRECISIONS]
-    ratios = [
-        speed.Ratio("E5M8", "llama.cpp F16", 0.1, 0.1),  # nothing is asked of it
-        speed.Ratio("E5M7", "llama.cpp Q8_0", 0.8, 0.9),
-        speed.Ratio("E5M3", "llama.cpp Q4_0", 0.1, 1.5),
-        speed.Ratio("E5M8", "transformers", 0.1, 4.0),
-        speed.Ratio("E5M3", "transformers", 0.1, 8.0),
-    ]
-    rising = [row(name, decode) for name, decode in zip(names, [1, 2, 3, 4, 5, 6], strict=True)]
-    bars = list(speed._bars(rising, ratios))
-    assert [(bar.value, bar.holds) for bar in bars] == [(0.9, False), (1.5, True), (0.8, True), (4.0, False), (1.2, True)]
-    level = [row(name, decode) for name, decode in zip(names, [1, 2, 2, 4, 5, 6], strict=True)]
-    assert not list(speed._bars(level, []))[-1].holds, "strictly faster with every bit"
 
 
 def test_what_would_take_too_long_is_cut_rounds_first_then_tokens():

@@ -64,13 +64,11 @@ def bench_on_cpu(tiny, precision):
         return bench(str(tiny), QUICK, [precision], with_transformers=True)
 
 
-def test_transformers_is_float16_there_and_nothing_is_asked_of_it(tiny, pretended):
+def test_transformers_is_float16_there(tiny, pretended):
     precision = otaro.Precision("E5M3")
     on_gpu = bench(str(tiny), QUICK, [precision], device="cuda", with_transformers=True)
     on_cpu = bench_on_cpu(tiny, precision)
     assert on_gpu.others[0].weight_bytes == on_cpu.others[0].weight_bytes // 2
-    assert len(on_cpu.bars) == 1
-    assert on_gpu.bars == []
     assert [ratio.against for ratio in on_gpu.ratios] == ["transformers"]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from otaro.evaluate.drafts import Drafts
     from otaro.evaluate.parallel import Parallel
-    from otaro.evaluate.speed import Bar, Bench
+    from otaro.evaluate.speed import Bench
 
 LLAMA = "llama.cpp"
 
@@ -215,8 +215,6 @@ def show(result: Bench) -> None:
         console.out.print(_others(result))
         if any(LLAMA in other.name for other in result.others):
             _remark("llama.cpp's embedding and head are of the same type as its matrices, as ours are")
-        for bar in result.bars:
-            console.out.print(_verdict(bar), highlight=False)
 
 
 def _place(result: Bench | Parallel | Drafts) -> Iterator[str]:
@@ -299,12 +297,6 @@ def _others(result: Bench) -> Table:
 
 def _remark(text: str) -> None:
     console.out.print(f"[dim]{text}[/]", highlight=False)
-
-
-def _verdict(bar: Bar) -> str:
-    sign = "[green]holds [/]" if bar.holds else "[red]missed[/]"
-    short = "" if bar.holds else f", {1 - bar.value / bar.needed:.0%} short"
-    return f"{sign} {bar.what}: {bar.value:.2f}, asked for {bar.needed:.1f}{short}"
 
 
 def _rate(value: float) -> str:

@@ -86,10 +86,10 @@ def evaluate(
     it stopped. `otaro inspect` shows the record.
     """
     import otaro
-    from otaro.evaluate.kv import parse_kv
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
     from otaro.evaluate.subject import Subject
+    from otaro.evaluate.windows import parse_kv
     from otaro.file.hub import Hub
 
     on_text = {

@@ -110,17 +110,16 @@ def by_precision(
         for row in rows
         if math.isfinite(row["value"])
     ]
-    values = [row["value"] for row in data]
-    wide = bool(values) and not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_FROM
     order = [_tick(name, bits) for name in [*reversed(NAMES[1:]), FULL]]
     axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if bits else 10)
     x = alt.X("at:N", sort=order, title=f"precision and {BITS}" if bits else "precision", axis=axis)
-    scale = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=from_zero, padding=0 if from_zero else 12)
+    scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(alt, data, 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     names = [BEFORE, *(run for run in runs if run != BEFORE)]
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
     colour = _run_colour(alt, runs, {row["run"] for row in data})
-    shape = alt.Shape("run:N", scale=alt.Scale(domain=names, range=_cycle(_SHAPES, len(names))), legend=colour["legend"])
+    shapes = alt.Scale(domain=names, range=[_SHAPES[i % len(_SHAPES)] for i in range(len(names))])
+    shape = alt.Shape("run:N", scale=shapes, legend=colour["legend"])
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
     dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)
     tooltip = _tips("run:N", ("name:N", "precision", None), ("value:Q", title, ",.4~g"))
@@ -160,9 +159,6 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run, megabytes, value."""
     alt = altair()
     data = [row for row in rows if math.isfinite(row["value"])]
-    values = [row["value"] for row in data]
-    wide = bool(values) and max(values) / min(values) > _LOG_FROM
-    scale = alt.Scale(type="log", nice=False, padding=16) if wide else alt.Scale(zero=False, padding=16)
     # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie below it there.
     highest = {(row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])}
     first = next((row["run"] for row in data), None)
@@ -170,7 +166,7 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
     base = of_rows(labelled).encode(
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
-        y=alt.Y("value:Q", title="perplexity", scale=scale),
+        y=alt.Y("value:Q", title="perplexity", scale=_value_scale(alt, data, 16)),
         color=_run_colour(alt, runs, {row["run"] for row in data}),
         tooltip=_tips("run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")),
     )
@@ -258,6 +254,7 @@ def scores(log: Sequence[Step]) -> Spec:
         {"step": step.step, "precision": shown(name), "score": score}
         for step in thinned
         for name, score in step.scores.items()
+        if score is not None
     ]  # fmt: skip
     chart = of_rows(rows).mark_line(strokeWidth=1.5).encode(
         x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
@@ -382,14 +379,17 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
+def _value_scale(alt: Any, data: Sequence[Row], padding: int) -> Any:
+    """Logarithmic for a wide range of values."""
+    values = [row["value"] for row in data]
+    wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
+    return alt.Scale(type="log", nice=False, padding=padding) if wide else alt.Scale(zero=False, padding=padding)
+
+
 def low_end(values: Any) -> float:
     """The lower end of a scale of similarities that ends at 1."""
     lowest = math.floor(10 * min(values, default=0.0)) / 10
     return lowest if lowest < 1 else 0.0
-
-
-def _cycle(values: Sequence[str], count: int) -> list[str]:
-    return [values[i % len(values)] for i in range(count)]
 
 
 def _run_colour(alt: Any, runs: Sequence[str], present: set[str]) -> Any:
@@ -408,11 +408,8 @@ def _precision_scale(alt: Any, full: str = "full") -> Any:
 def precision_colour(alt: Any, present: set[str], *, legend: bool = True, channel: str = "Color") -> Any:
     """Every precision has its own, everywhere."""
     values = [shown(name) for name in NAMES if shown(name) in present]
-    shown_legend = (
-        alt.Legend(title=None, orient="top", values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1)
-        if legend
-        else None
-    )
+    strokes = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
+    shown_legend = alt.Legend(title=None, orient="top", values=values, **strokes) if legend else None
     return getattr(alt, channel)("precision:N", scale=_precision_scale(alt), legend=shown_legend)
 
 

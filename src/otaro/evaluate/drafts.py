@@ -19,14 +19,12 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.machine import processor
+from otaro.evaluate.machine import Measured, about, in_turns
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.speed import threads_for_a_while
-from otaro.evaluate.turns import Measured, about, in_turns
-from otaro.file.checkpoint import HUB, resolve_nested
-from otaro.file.fits import Fit, finest_of, is_fit, known
+from otaro.evaluate.speed import open_at, threads_for_a_while
+from otaro.file.checkpoint import HUB
+from otaro.file.fits import Fit
 from otaro.file.hub import Hub
-from otaro.file.io import NestedDirectory
 from otaro.runtime.architectures import positions_of
 from otaro.runtime.draft import Draft
 from otaro.runtime.load import load, load_tokenizer
@@ -99,12 +97,8 @@ def bench(
     progress: Progress = lambda what, done, total: None,
 ) -> Drafts:
     """Measure drafts beside a precision or a fit alone, by default the finest that is there, on passages of a text."""
-    place = processor(device)
     wanted = [draft for draft in map(Draft.of, drafts) if draft is not None]
-    plain = None if precision is None or is_fit(precision) else Precision(precision)
-    nested = NestedDirectory(resolve_nested(directory, plain, hub))
-    judge = nested.finest if precision is None else known(nested, precision)
-    nested.require(finest_of(judge))
+    place, nested, (judge, *_) = open_at(directory, None if precision is None else [precision], device, hub)
     with threads_for_a_while(settings.threads) as threads:
         model, tokenizer = load(nested.path, judge, device=place.device), load_tokenizer(nested.path)
         texts = _texts(tokenizer, text, settings)

@@ -49,6 +49,11 @@ class OurEngine(Engine, Protocol):
         """Held for so many tokens."""
         return round(self.kv_bytes_per_token * tokens)
 
+    @property
+    def graph_bytes(self) -> int | None:
+        """Of what was captured on a GPU so far."""
+        return None
+
 
 def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -> tuple[OurEngine, str | None]:
     """What runs a nested model here, and why it is not the decode path, if it is not."""
@@ -56,13 +61,17 @@ def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -
         if kv:
             raise OtaroError(f"keys and values at {kv} need the decode path, but {why_not}")
         return Forward(model), why_not
-    return GpuPath(model, kv, positions) if on_gpu else DecodePath(model, kv), None
+    return DecodePath(model, kv, positions if on_gpu else 0), None
 
 
 class DecodePath(OurEngine):
-    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the precision `kv`."""
+    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the precision `kv`.
+
+    With `positions`, that of a GPU, whose memory for so many tokens is of one size from the start.
+    """
 
     def __init__(self, model: Any, kv: Precision | None = None, positions: int = 0) -> None:
+        self._on_gpu = positions > 0
         self._decoder: Any = (GpuDecoder if positions else Decoder).of(model)
         self._cache: Any = self._decoder.new_cache(kv, capacity=positions)
         self._loop = _Loop(self._decoder, self._cache)
@@ -82,28 +91,17 @@ class DecodePath(OurEngine):
     @property
     def kv_bytes_per_token(self) -> float:
         """Of keys and values, once something was read."""
-        return float(self._cache.nbytes / (-(-self._cache.length // _GROWTH) * _GROWTH))
-
-
-class GpuPath(DecodePath):
-    """The decode path of a GPU, with memory for `positions` tokens."""
-
-    def __init__(self, model: Any, kv: Precision | None, positions: int) -> None:
-        super().__init__(model, kv, positions)
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Of keys and values."""
-        return float(self._cache.nbytes / self._cache.capacity)
+        room = self._cache.capacity if self._on_gpu else -(-self._cache.length // _GROWTH) * _GROWTH
+        return float(self._cache.nbytes / room)
 
     def kv_bytes(self, tokens: int) -> int:
-        """The memory is of one size from the start."""
-        return int(self._cache.nbytes)
+        """Held for so many tokens."""
+        return int(self._cache.nbytes) if self._on_gpu else super().kv_bytes(tokens)
 
     @property
-    def graph_bytes(self) -> int:
-        """Of the graphs captured so far."""
-        return int(self._decoder.graph_bytes)
+    def graph_bytes(self) -> int | None:
+        """Of what was captured on a GPU so far."""
+        return int(self._decoder.graph_bytes) if self._on_gpu else None
 
 
 class _Loop(Loop):

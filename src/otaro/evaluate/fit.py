@@ -24,9 +24,10 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate import speed
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
+from otaro.evaluate.machine import device_name
+from otaro.evaluate.meters import Divergence, Keeper
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.records import LARGEST_LOSS
 from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure
@@ -119,7 +120,7 @@ class Fitting:
         self._windows = [torch.cat([first, ids[at : at + room]]) for at in range(0, count * apart, apart)]
         length = min(apart // 2, CHECKED * room)
         self._check_ids = torch.cat([ids[at + apart // 2 :][:length] for at in range(0, count * apart, apart)])
-        reading = Reading(text.sha256, count * self.window, self.window, str(self.finest), self._device_name())
+        reading = Reading(text.sha256, count * self.window, self.window, str(self.finest), device_name(device))
         self.kept = Kept(self.nested.path, self.nested.model, list(self.nested.schema.packed), reading)
         self._decoded: DecodedModel | None = None
         self._reference: KeptStates | None = None
@@ -161,10 +162,9 @@ class Fitting:
         problem = Knapsack([limit.costs[name] for name in names], [sensitivity.losses(name) for name in names])
         found = problem.solve(limit.bytes - limit.fixed)
         mixed = {name: of_mantissa_bits(COARSEST + option) for name, option in zip(names, found.options, strict=True)}
+        present = [of_mantissa_bits(bits) for bits in range(COARSEST, self.finest.mantissa_bits + 1)]
         uniform = max(
-            one
-            for one in self._present()
-            if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
+            one for one in present if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
         )
         alike = dict.fromkeys(names, uniform)
         mixed_measured, uniform_measured = self._check([mixed, alike], progress)
@@ -260,17 +260,10 @@ class Fitting:
         costs = {name: int(plane * shares[name]) for name, plane in plane_bytes(self.nested.schema).items()}
         return Limit(int(allowed), costs, rows[0][0], notes)
 
-    def _present(self) -> list[Precision]:
-        return [of_mantissa_bits(bits) for bits in range(COARSEST, self.finest.mantissa_bits + 1)]
-
     def _opened(self) -> DecodedModel:
         if self._decoded is None:
             self._decoded = DecodedModel(self._model, keep_planes=True)
         return self._decoded
-
-    def _device_name(self) -> str:
-        device = torch.device(self.device)
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def budget_of(budget: str | None, bits: float | None, tokens_per_second: float | None) -> Budget:

@@ -75,7 +75,8 @@ class Tasks:
         if find_spec("lm_eval") is None:
             raise TaskError(f"tasks need the package lm-eval; install it with: {install('eval')}")
         with _quiet():
-            self._manager = _task_manager(wanted)
+            only_papers = set(wanted) <= PAPER_TASKS.keys()
+            self._manager = _manager_of(frozenset(PAPER_TASKS.values()) if only_papers else None)
             self.names = _expanded(self._manager, wanted)
         self._files = {} if data_dir is None else {name: _file_of(name, data_dir) for name in self.names}
         if groups := [name for name in self._files if name in self._manager.all_groups]:
@@ -145,10 +146,6 @@ class _AnySplit(dict[str, Any]):
 
 def _harness(module: str) -> Any:
     return import_module(f"lm_eval.{module}")  # which ships no types
-
-
-def _task_manager(names: Sequence[str]) -> Any:
-    return _manager_of(frozenset(PAPER_TASKS.values()) if set(names) <= PAPER_TASKS.keys() else None)
 
 
 @cache

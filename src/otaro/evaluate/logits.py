@@ -37,12 +37,15 @@ class _LayersAreDone(Exception):
         self.output = output
 
 
-class _Ready(nn.Module):
+class Ready(nn.Module):
     """Stands for layers whose output is there."""
 
-    output: Any = None
+    def __init__(self, output: Any = None) -> None:
+        super().__init__()
+        self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, whatever is given."""
         return self.output
 
 
@@ -123,9 +126,9 @@ class SlicedModel:
 
 
 def _without_layers(model: Any, path: str) -> Any:
-    """A copy of the model that shares its modules, but has `_Ready` in place of the layers."""
+    """A copy of the model that shares its modules, but has `Ready` in place of the layers."""
     head = _shallow(model)
-    _set(head, path, _Ready())
+    _set(head, path, Ready())
     return head
 
 
@@ -145,7 +148,7 @@ def _shallow(module: Any) -> Any:
 
 
 def _run_head(head: Any, output: Any, states: torch.Tensor) -> torch.Tensor:
-    ready = next(module for module in head.modules() if isinstance(module, _Ready))
+    ready = next(module for module in head.modules() if isinstance(module, Ready))
     ready.output = replace(output, last_hidden_state=states.unsqueeze(0))
     try:
         ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)

@@ -21,11 +21,10 @@ from statistics import median
 from typing import Any
 
 from otaro.errors import OtaroError
-from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file, library
-from otaro.evaluate.machine import Cpu, processor
+from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file
+from otaro.evaluate.machine import Cpu, Measured, about, in_turns
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
-from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB
 from otaro.file.fits import Fit
 from otaro.file.hub import Hub
@@ -86,12 +85,7 @@ def bench(
         raise OtaroError("--parallel: give numbers of sequences, such as 1,2,4,8")
     if settings.context < 2 or settings.tokens < 2:
         raise OtaroError("--parallel: prompts need a --context of 2, and --tokens 2, at least")
-    place = processor(device)
-    if with_llama and place.kind == "cuda":
-        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
-    if with_llama:
-        library()  # a missing package shows before anything is measured
-    nested, chosen = open_at(directory, precisions, hub)
+    place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     with ExitStack() as stack:
         threads = stack.enter_context(threads_for_a_while(settings.threads))
         model = load(nested.path, chosen[-1], device=place.device)

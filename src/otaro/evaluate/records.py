@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import date
 from functools import cache
-from math import isfinite
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -82,7 +81,6 @@ def _is_chosen(value: str) -> bool:
 _choices = ", ".join(PRECISION_NAMES)
 PrecisionName = Annotated[str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))]
 Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]  # a run may leave NaN or infinity
-Finite = Annotated[Number, AfterValidator(_rule(isfinite, "it should be finite"))]
 Above = Annotated[Number, AfterValidator(_rule(lambda value: not value <= 0, "it should be above zero"))]
 Whole = Annotated[int, Field(ge=0, lt=_EXACT)]
 Positive = Annotated[int, Field(gt=0, lt=_EXACT)]
@@ -108,22 +106,13 @@ class HeldOut(TypedDict):
 
 
 class TrainedStep(TypedDict):
-    """A line of log.jsonl about a step, as a report needs it."""
+    """A line of log.jsonl about a step."""
 
     step: Positive
     precision: PrecisionName
     loss: Number
     cross_entropy: NotRequired[Number]
     scores: NotRequired[dict[PrecisionName, Any] | None]
-
-
-class ChosenStep(TypedDict):
-    """The same, as the analysis of a path needs it."""
-
-    step: Positive
-    precision: PrecisionName
-    scores: dict[PrecisionName, Finite | None]
-    applied: bool
 
 
 class _Timed(TypedDict):
@@ -207,6 +196,12 @@ class Weights(TypedDict):
     """weights.json of `otaro analyze`, by group size."""
 
     overall: Annotated[dict[Annotated[str, Field(pattern=r"^\d+$")], _Groups], Field(min_length=1)]
+
+
+class Samples(TypedDict):
+    """samples.json of `otaro report`: texts by prompt, then by precision."""
+
+    texts: dict[str, dict[str, str]]
 
 
 # The quality record ---------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from typing import Any
 
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
-from otaro.evaluate.cells import error_cell, figure_cell, number, perplexity_cell, score_cell, share_cell
 from otaro.evaluate.charts import BITS, shown
-from otaro.evaluate.comparable import About, Measured, Series, averages, by_text, otherwise, perplexities, stage_of
+from otaro.evaluate.comparable import About, Entry, Measured, Series, averages, by_text, otherwise, perplexities, stage_of
 from otaro.evaluate.page import Cell, Page, escape, word
 from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, FULL_PASS, NAMES, Run, has_full_pass, is_finite, recipe_of
@@ -112,7 +111,7 @@ class _Report:
             chart = charts.size_curve(sized, self.names)
             figures += self.page.figure(f"Perplexity on {where}, by size", note, commands, chart, text.what)
         rows = [
-            [word(shown(name)), *(perplexity_cell(one.values, name) for one in series)]
+            [word(shown(name)), *(_perplexity_cell(one.values, name) for one in series)]
             for name in NAMES
             if any(name in one.values for one in series)
         ]
@@ -158,7 +157,7 @@ class _Report:
             figures += self.page.figure(task.what, "", _commands(measured), chart, details=task.digest)
         names = [name for name in NAMES if any(name == there for measured in by_task.values() for _, there in measured)]
         rows = [
-            [word(task.what), word(run), *(score_cell(measured.get((run, name))) for name in names)]
+            [word(task.what), word(run), *(_score_cell(measured.get((run, name))) for name in names)]
             for task, measured in by_task.items()
             for run in self.names
             if any(there == run for there, _ in measured)
@@ -345,14 +344,14 @@ class _Report:
     def _similarity_table(self, run: str, found: Mapping[str, Any], made: Sequence[str]) -> str:
         names = list(map(shown, found["precisions"]))
         rows = [
-            [word(name), *(figure_cell(value, ".4f") for value in line)]
+            [word(name), *(_figure_cell(value, ".4f") for value in line)]
             for name, line in zip(names, found["overall"], strict=True)
         ]
         return self.page.table(f"Similarity of gradients by precision, {run}", ["precision", *names], rows, made)
 
     def _fit_table(self, run: str, fit: Mapping[str, Mapping[str, float]], made: Sequence[str]) -> str:
         rows = [
-            [word(shown(name)), figure_cell(one["x"], ".4f"), figure_cell(one["y_mean"]), figure_cell(one["y_std"])]
+            [word(shown(name)), _figure_cell(one["x"], ".4f"), _figure_cell(one["y_mean"]), _figure_cell(one["y_std"])]
             for name, one in fit.items()
         ]
         note = "The gradient at a precision as X times that of the unquantized model, and the rest Y, over all entries."
@@ -368,8 +367,8 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(share_cell(figures[key]) for key in ("outlier_groups", "zeros")),
-                    *(error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
+                    *(_share_cell(figures[key]) for key in ("outlier_groups", "zeros")),
+                    *(_error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
@@ -471,13 +470,13 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
     bits = _bits(run.summary) if run.summary else {}
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
-        lines.append(f"<dd class=figure>{number(after.values[name])}</dd>")
+        lines.append(f"<dd class=figure>{_number(after.values[name])}</dd>")
     if name in sizes:
         lines.append(f"<dd>{size(sizes[name])}</dd>")
     if name in bits:
         lines.append(f"<dd>{bits[name]:.3f} bits</dd>")
     if before and name in before.values:
-        lines.append(f"<dd>{number(before.values[name])} before tuning</dd>")
+        lines.append(f"<dd>{_number(before.values[name])} before tuning</dd>")
     return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'
 
 
@@ -526,3 +525,46 @@ def _bytes(summary: Summary | None) -> dict[str, int]:
 def _bits(summary: Summary) -> dict[str, float]:
     """Of the whole model, what is not packed included."""
     return {row.precision: row.bits_per_weight for row in summary.precisions}
+
+
+# What numbers look like in tables; a dash stands for one that is not there.
+
+
+def _number(value: float) -> str:
+    """A perplexity: as many digits as are worth reading."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e7 else f"{value:.1e}"
+
+
+def _perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
+    """With the difference from the finest measured; unquantized weights are the finest."""
+    if name not in values:
+        return Cell("–")
+    finest = next(one for one in NAMES if one in values)
+    change = values[name] / values[finest] - 1
+    note = f"{change:+,.1%}".replace("-0.0%", "+0.0%") if name != finest and math.isfinite(change) else ""
+    return Cell(_number(values[name]), values[name], note)
+
+
+def _score_cell(entry: Entry | None) -> Cell:
+    """A score and its standard error."""
+    if entry is None:
+        return Cell("–")
+    return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
+
+
+def _figure_cell(value: float | None, form: str = ".2e") -> Cell:
+    """A number in a form of its own."""
+    return Cell("–") if value is None or not math.isfinite(value) else Cell(f"{value:{form}}", value)
+
+
+def _share_cell(share: float | None) -> Cell:
+    """In percent."""
+    return Cell("–") if share is None else Cell(f"{share:.2%}", share)
+
+
+def _error_cell(error: float | None, lost: float | None) -> Cell:
+    """An error, and beside it the share of weights that are lost."""
+    note = "" if lost is None else f"{lost:.1%}"
+    return Cell("–" if error is None else f"{error:.4f}", error, note)

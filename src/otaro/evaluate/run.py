@@ -22,17 +22,15 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.divergence import Divergence, Keeper
 from otaro.evaluate.harness import Tasks
-from otaro.evaluate.kv import KvReader
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.perplexity import Loss
+from otaro.evaluate.meters import Divergence, Keeper, Loss
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import Entry, Record, identity, with_coding
 from otaro.evaluate.records import FULL, LONGEST
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
-from otaro.evaluate.windows import Meter, ModelReader, Reader, Windows, choose_window, read
+from otaro.evaluate.windows import KvReader, Meter, ModelReader, Reader, Windows, choose_window, read
 from otaro.readable import duration
 from otaro.tokens import begins_with_bos
 

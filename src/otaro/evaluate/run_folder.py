@@ -58,7 +58,8 @@ class Step:
     cross_entropy: float
     """Of the labels alone, which compares across precisions; of logs that do not tell it, the loss."""
     applied: bool
-    scores: dict[str, float]
+    scores: dict[str, float | None]
+    """What the search went by; None for a precision that it had not tried."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         name=BEFORE if name == "before" and tuning is None else name,
         path=path,
         tuning=tuning,
-        log=list(_read_log(path / "log.jsonl")),
+        log=read_log(path / "log.jsonl"),
         held_out=held_out,
         held_out_tokens=held_out_tokens,
         quality=quality,
@@ -231,20 +232,22 @@ def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | Non
     return {stage: stored[stage] for stage in stages if stage in stored}, stored.get("tokens")
 
 
-def _read_log(path: Path) -> Iterator[Step]:
-    if not path.is_file():
-        return
+def read_log(path: Path) -> list[Step]:
+    """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or averaged, are none."""
+    return list(_steps(path)) if path.is_file() else []
+
+
+def _steps(path: Path) -> Iterator[Step]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             raise OtaroError(f"{path} is damaged: line {number} is not JSON; `otaro tune --resume` mends it") from None
-        if isinstance(record, dict) and "precision" not in record:  # about the end: what was left over
+        if isinstance(record, dict) and "precision" not in record:
             continue
         check_record(path, records.TrainedStep, record, f"line {number}: ")
         plain, scores = record.get("cross_entropy", record["loss"]), record.get("scores") or {}
-        numbers = {name: float(one) for name, one in scores.items() if records.is_exact(one)}
-        finite = {name: one for name, one in numbers.items() if math.isfinite(one)}
+        finite = {name: one if records.is_exact(one) and math.isfinite(one) else None for name, one in scores.items()}
         yield Step(record["step"], record["precision"], record["loss"], plain, record.get("applied") is not False, finite)
 
 

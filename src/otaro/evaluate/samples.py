@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from otaro.errors import OtaroError, OtaroWarning, TargetError
+from otaro.evaluate import records
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.run_folder import read_json
+from otaro.evaluate.run_folder import check_record, read_json
 from otaro.file.atomic import write_text
 from otaro.file.io import NestedDirectory
 from otaro.sefp.precision import PRECISIONS
@@ -65,11 +66,7 @@ def _kept(path: Path, made_from: dict[str, Any]) -> dict[str, dict[str, str]]:
     stored = read_json(path) or {}
     if any(stored.get(key) != value for key, value in made_from.items()):
         return {}  # of another model, or of another length
-    texts: Any = stored.get("texts")
-    by_prompt = texts.values() if isinstance(texts, dict) else [None]
-    if not all(isinstance(some, dict) and all(isinstance(text, str) for text in some.values()) for some in by_prompt):
-        raise OtaroError(f"{path} is damaged: its texts are not text by prompt and precision; remove it")
-    return dict(texts)
+    return dict(check_record(path, records.Samples, stored)["texts"])
 
 
 def _open(nested: Path) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import nn
 from otaro.errors import OtaroError
 from otaro.evaluate import records
 from otaro.evaluate.decoded import DecodedModel
+from otaro.evaluate.logits import Ready
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.records import LARGEST_LOSS
 from otaro.file.atomic import update_text
@@ -51,10 +52,6 @@ class Reading:
     window: int
     finest: str
     device: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it is stored."""
-        return dict(self.__dict__)
 
 
 @dataclass
@@ -136,22 +133,11 @@ class Probe:
         layers = list(self._layers)
         try:
             for number in range(first):
-                self._layers[number] = _Ready(outputs[number])
+                self._layers[number] = Ready(outputs[number])
             yield
         finally:
             for number in range(first):
                 self._layers[number] = layers[number]
-
-
-class _Ready(nn.Module):
-    """Stands for a layer whose output is there."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
 
 
 def _layers(model: Any) -> nn.ModuleList:
@@ -229,10 +215,8 @@ class Kept:
 
         def updated() -> str:
             others = [one for one in self._read() if one.reading != self.sensitivity.reading]
-            rows = [
-                {**one.reading.to_dict(), "divergences": one.divergences, "errors": one.errors}
-                for one in [*others, self.sensitivity]
-            ]
+            every = [asdict(one) for one in [*others, self.sensitivity]]
+            rows = [{**one.pop("reading"), **one} for one in every]
             return json.dumps({"version": VERSION, "model": self._model, "readings": rows}, indent=1) + "\n"
 
         update_text(self.path, updated)

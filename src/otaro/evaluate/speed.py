@@ -34,11 +34,10 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.engines import Engine, Forward, GpuPath, OurEngine, engine_for, plain_model
+from otaro.evaluate.engines import Engine, Forward, OurEngine, engine_for, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
-from otaro.evaluate.machine import Cpu, processor
+from otaro.evaluate.machine import Cpu, Measured, about, in_turns, processor
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.turns import Measured, about, in_turns
 from otaro.file.checkpoint import HUB, resolve_nested
 from otaro.file.fits import Fit, bytes_of, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
@@ -150,16 +149,6 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Something that should hold, and by how much it does or does not."""
-
-    what: str
-    value: float
-    needed: float
-    holds: bool
-
-
-@dataclass(frozen=True)
 class Bench(Measured):
     """Everything `otaro bench` shows."""
 
@@ -175,7 +164,6 @@ class Bench(Measured):
     precisions: list[PrecisionSpeed]
     others: list[Contender]
     ratios: list[Ratio]
-    bars: list[Bar]
     cut_from: Settings | None = None
     """What was asked for, where it would have taken too long."""
 
@@ -193,13 +181,8 @@ def bench(
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
     """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
-    place = processor(device)
+    place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     on_gpu = place.kind == "cuda"
-    if with_llama and on_gpu:
-        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
-    if with_llama:
-        library()  # a missing package shows before anything is measured
-    nested, chosen = open_at(directory, precisions, hub)
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
     contenders = len(chosen) + with_transformers + len(kinds)
     asked = settings
@@ -269,31 +252,37 @@ def bench(
                     switch=switches.get(precision),
                 )
             )
-        ratios = _ratios(rounds, [str(p) for p in chosen], others)
         return Bench(
             **about(nested, place, threads),
             path=f"transformers: {why_not}" if why_not else DECODE_PATH,
             kv_type=_kv_type(model, ours, settings),
             settings=settings,
             read_bandwidth=read_bandwidth,
-            graph_bytes=ours.graph_bytes if isinstance(ours, GpuPath) else None,
+            graph_bytes=ours.graph_bytes,
             precisions=rows,
             others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
-            ratios=ratios,
-            bars=list(_bars(rows, ratios, on_gpu)) if others else [],
+            ratios=_ratios(rounds, [str(p) for p in chosen], others),
             cut_from=asked if settings != asked else None,
         )
 
 
 def open_at(
-    directory: str, precisions: Sequence[str | Precision] | None, hub: Hub
-) -> tuple[NestedDirectory, list[Precision | Fit]]:
-    """A nested model, and the precisions and fits that are named, by default all precisions, the largest first."""
+    directory: str, precisions: Sequence[str | Precision] | None, device: str, hub: Hub, with_llama: bool = False
+) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
+    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions, the largest first.
+
+    What is missing shows before anything is measured.
+    """
+    place = processor(device)
+    if with_llama and place.kind == "cuda":
+        raise OtaroError("--against llama.cpp is built for this CPU, and compares with --device cpu alone")
+    if with_llama:
+        library()
     plain = None if any(map(is_fit, precisions or ())) else [Precision(one) for one in precisions or ()]
     nested = NestedDirectory(resolve_nested(directory, max(plain) if plain else None, hub))
     found = {known(nested, one) for one in precisions or [p for p in PRECISIONS if p <= nested.finest]}
     nested.require(max(map(finest_of, found)))
-    return nested, sorted(found, key=lambda one: bytes_of(nested, one), reverse=True)
+    return place, nested, sorted(found, key=lambda one: bytes_of(nested, one), reverse=True)
 
 
 def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
@@ -368,26 +357,6 @@ def _kv_type(model: Any, ours: OurEngine, settings: Settings) -> str:
     if settings.kv:
         return str(settings.kv)
     return str(model.dtype).removeprefix("torch.") if isinstance(ours, Forward) else "float16"
-
-
-def _bars(rows: Sequence[PrecisionSpeed], ratios: Sequence[Ratio], on_gpu: bool = False) -> Iterator[Bar]:
-    """What the project asks of itself, as far as it was measured."""
-    for ratio in ratios:
-        if ratio.against != TRANSFORMERS and ratio.precision != "E5M8":
-            yield _bar(f"decode at {ratio.precision}, times {ratio.against}", ratio.decode, 1.0)
-    for ratio in ratios:
-        if ratio.against == _llama("Q8_0"):
-            yield _bar(f"prefill at {ratio.precision}, times {ratio.against}", ratio.prefill, 0.8)
-    slowest = [ratio.decode for ratio in ratios if ratio.against == TRANSFORMERS]
-    if slowest and not on_gpu:  # there it is float16 and not compiled: benchmarks/bench_table2.py asks more
-        yield _bar(f"decode at any precision, times {TRANSFORMERS} in float32", min(slowest), 5.0)
-    if len(rows) == len(PRECISIONS):
-        least = min(coarser.decode / finer.decode for finer, coarser in itertools.pairwise(rows))
-        yield Bar("decode with one bit dropped, times that with it, at the least", least, 1.0, least > 1.0)
-
-
-def _bar(what: str, value: float, needed: float) -> Bar:
-    return Bar(what, value, needed, value >= needed)
 
 
 def _llama(kind: str) -> str:

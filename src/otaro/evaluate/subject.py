@@ -26,6 +26,7 @@ import torch
 
 from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.decoded import DecodedModel
+from otaro.evaluate.machine import device_name
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import in_order
 from otaro.evaluate.records import FULL, PRECISION_NAMES
@@ -166,8 +167,7 @@ class Subject:
     @property
     def device_name(self) -> str:
         """What it runs on, in words."""
-        device = torch.device(self.device)
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return device_name(self.device)
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """An ordinary model with the weights of this precision, until the next call; `progress` is that of packing."""
