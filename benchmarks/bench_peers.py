@@ -3,9 +3,10 @@
     python benchmarks/bench_peers.py --anybcq DIR --matgptq DIR       # checkouts of their repositories
     python benchmarks/bench_peers.py --anybcq DIR --arch 90           # build alone, for compute capability 9.0; needs no GPU
 
-Any-Precision's kernel is the one in AnyBCQ's repository. Weights are random; copies of each matrix take 150 MB at least, so
-that they come from memory; launches are captured into graphs, contenders take turns, and medians count. Activations are
-float16, ours integers already, as a decoder has them. AnyBCQ's kernel adds to its output, so that setting that to zero counts.
+Any-Precision's kernel is the one in AnyBCQ's repository. Marlin, which is not nested, joins where vLLM is installed. Weights
+are random; copies of each matrix take 150 MB at least, so that they come from memory; launches are captured into graphs,
+contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has them. AnyBCQ's
+kernel adds to its output, so that setting that to zero counts.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def main() -> None:
         return
     about = gpu.machine()
     say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
+    try:
+        found.append(peers.marlin())
+    except (ImportError, AttributeError) as reason:
+        say(f"without Marlin: {reason}")
     errors = {peer.name: peer.check() for peer in found}
     for name, error in errors.items():
         say(f"{name}: a small product is off by {error:.1e}{'' if error < peers.TOLERANCE else ', WRONG'}")

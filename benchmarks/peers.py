@@ -175,6 +175,42 @@ def _matgptq(library: Any, bits: int) -> Peer:
     return Peer(f"MatGPTQ {bits} bits", (1, 2, 4, 8, 16), weights, multiply, check)
 
 
+def marlin() -> Peer:
+    """At 4 bits with float16 scales for 128, from an installed vLLM of 0.32; `ImportError` says why there is none."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new, marlin_permute_scales
+    from vllm.scalar_type import scalar_types
+
+    if not hasattr(torch.ops._C, "marlin_gemm"):
+        raise ImportError("the installed vLLM is built without Marlin's kernels")
+    workspace = marlin_make_workspace_new(torch.device("cuda"))
+
+    def made_of(codes: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
+        """Codes 0 to 15 [length, rows] eight to a word, scales [groups, rows]."""
+        length, rows = codes.shape
+        words = sum(codes.view(length // 8, 8, rows)[:, i].int() << 4 * i for i in range(8))
+        return [ops.gptq_marlin_repack(words, length, rows, 4), marlin_permute_scales(scales, length, rows, GROUP)]
+
+    def weights(rows: int, length: int) -> list[torch.Tensor]:
+        codes = torch.randint(16, (length, rows), device="cuda")
+        return made_of(codes, torch.rand(length // GROUP, rows, device="cuda").half())
+
+    def multiply(made: list[torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
+        ops.marlin_gemm(
+            x, out, made[0], None, made[1], None, None, None, workspace, scalar_types.uint4b8,
+            len(x), out.shape[1], x.shape[1], use_fp32_reduce=True,
+        )  # fmt: skip
+
+    def check() -> float:
+        rows, length = CHECKED
+        codes = torch.randint(16, (length, rows), device="cuda")
+        scales = torch.rand(length // GROUP, rows, device="cuda").half()
+        decoded = (codes.float() - 8) * scales.float().repeat_interleave(GROUP, 0)
+        return max(_error(multiply, made_of(codes, scales), decoded.t(), tokens) for tokens in (1, 16))
+
+    return Peer("Marlin 4 bits", (1, 2, 4, 8, 16), weights, multiply, check)
+
+
 def _bits(*shape: int) -> torch.Tensor:
     return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device="cuda")
 
