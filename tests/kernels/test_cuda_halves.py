@@ -231,8 +231,9 @@ def test_hoppers_kernel_serves_rows_of_whole_stages(monkeypatch):
     assert hopper_halves.serves([make_packed(8, 512, 64).at(4, False)])
     assert not hopper_halves.serves([make_packed(8, 512, 64).at(4, False), make_packed(8, 320, 64).at(4, False)])
     assert not hopper_halves.serves([make_packed(8, 512, 128).at(4, False)])
+    some, scratch = [there(make_packed(8, 320, 64))], cuda.Scratch(torch.device(DEVICE))
     with pytest.raises(KernelError, match="arranged tokens are taken by Hopper's kernel alone"):
-        cuda.halves_launch(20, [there(make_packed(8, 320, 64))], torch.float32, cuda.Scratch(torch.device(DEVICE)), arranged=True)
+        cuda.halves_launch(20, some, torch.float32, scratch, arranged=True)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

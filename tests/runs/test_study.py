@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -29,7 +29,7 @@ from otaro.tune.config import Options
 from otaro.tune.data import load_data, split
 from otaro.tune.fake_quant import quantize
 from runs import boundaries, convert_llama2c
-from runs.study import plan, report, work, zeroshot
+from runs.study import parts, plan, report, work, zeroshot
 from runs.study.__main__ import main
 from runs.study.observe import observe
 from runs.study.quantizers import NESTED, OTHERS, Nested, Rounding, integers, precisely_for
@@ -612,42 +612,66 @@ def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path)
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_models_and_data_come_out_of_parts_as_they_went_in_and_workers_start_once(tmp_path):
-    """In a checkout of models alone, with a program in place of Python that writes down what it is asked."""
-    checkout, data, asked, stub = (tmp_path / name for name in ("checkout", "data", "asked", "python"))
-    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\n')
+def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+
+    def blocks(levels, low):  # as dequantized from Q4_1 and Q8_0
+        codes = torch.randint(0, levels + 1, (256, 32), generator=draw).float()
+        codes[:, 0], codes[:, 1] = 0.0, levels
+        scale = torch.rand(256, 1, generator=draw).mul(0.01).half()
+        start = -scale.float() * levels * torch.rand(256, 1, generator=draw) if low else torch.zeros(256, 1)
+        return (scale.float() * codes + start.half().float()).half().view(64, 128)
+
+    four, eight, plain = blocks(15, True), blocks(127, False), torch.randn(64, 128, generator=draw)
+    assert [parts.as_blocks(weight)[0] for weight in (four, eight)] == [15, 127]
+    assert parts.as_blocks(plain.half()) is None
+    kept = {"SmolLM2-135M": {"a": four, "b": eight, "c": plain.half(), "d": plain[0].half()}, "stories15M": {"a": plain}}
+    before, after = tmp_path / "before", tmp_path / "after"
+    for name, tensors in kept.items():
+        (before / name).mkdir(parents=True)
+        (before / name / "config.json").write_text(name)
+        save_file(tensors, before / name / "model.safetensors", {"format": "pt"})
+    for name in parts.DATA:
+        (before / name).parent.mkdir(parents=True, exist_ok=True)
+        (before / name).write_text(name * 50)
+    made = parts.cut(tmp_path / "parts", before, before, 48 << 10)
+    assert len(made) > 1
+    assert all(part.stat().st_size <= 48 << 10 for part in made)
+    last = made[-1].rename(tmp_path / "on its way")
+    assert parts.join(tmp_path / "parts", after, after) == ["stories15M"]
+    assert not (after / "SmolLM2-135M" / "model.safetensors").exists()
+    last.rename(made[-1])
+    assert set(parts.join(tmp_path / "parts", after, after)) == set(kept)
+    for name, tensors in kept.items():
+        found = load_file(after / name / "model.safetensors")
+        assert all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in tensors.items())
+        assert (after / name / "config.json").read_text() == name
+    assert all((after / name).read_text() == name * 50 for name in parts.DATA)
+    with pytest.raises(SystemExit, match="alone is larger"):
+        parts.cut(tmp_path / "others", before, before, 10_000)
+
+
+def test_workers_start_once_when_both_models_have_come(tmp_path):
+    """With a program in place of Python that joins one model at each call, and writes down what it is asked."""
+    asked, work_folder, stub = tmp_path / "asked", tmp_path / "work", tmp_path / "python"
+    join = 'for model in stories15M SmolLM2-135M; do [ -d "$6/$model" ] || { mkdir -p "$6/$model"; '
+    join += 'touch "$6/$model/model.safetensors"; break; }; done'
+    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
     stub.chmod(0o755)
-    for folder in ("runs", "benchmarks/results"):
-        shutil.copytree(ROOT / folder, checkout / folder)
-    (checkout / "src").mkdir()
-    content = np.random.default_rng(0).bytes(60 << 10)  # more than a part holds
-    files = ["SmolLM2-135M/model.safetensors", "stories15M/config.json", "zeroshot-SmolLM2-135M.json.gz"]
-    files += ["wikitext-2/valid.txt", "wikitext-2/test.txt", "alpaca/alpaca_5000.json"]
-    for at, name in enumerate(files):
-        path = (checkout / "models" if at < 3 else data) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode() if at else content)
+    (tmp_path / "parts").mkdir()
 
-    def call(*words):
-        script = checkout / "runs" / "study_in_parts.sh"
-        subprocess.run(
-            [script, *words], check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub), "SIZE": "52k"}
-        )
+    def called():
+        return [line for line in asked.read_text().splitlines() if line.startswith("-m runs.study --models")]
 
-    call("cut", tmp_path / "parts", data)
-    assert [path.stat().st_size <= 52 << 10 for path in (tmp_path / "parts").iterdir()] == [True, True]
-    for _ in range(2):
-        call("run", tmp_path / "parts", tmp_path / "work", "5")
-    for at, name in enumerate(files):
-        came = tmp_path / "work" / ("models" if at < 3 else "data") / name
-        assert came.read_bytes() == (name.encode() if at else content)
-    until = time.time() + 60
-    while not asked.exists() and time.time() < until:
-        time.sleep(0.05)
-    (line,) = asked.read_text().splitlines()
-    assert line.startswith("-m runs.study --models")
-    assert line.endswith("--workers 14 --minutes 5")
-    assert (tmp_path / "work" / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
+    for expected in (0, 1, 1):
+        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub)})
+        until = time.time() + 60
+        while len(called()) < expected and time.time() < until:
+            time.sleep(0.05)
+        assert len(called()) == expected
+    assert called()[0].endswith("--workers 14 --minutes 5")
+    assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
 
 
 # Weights on borders ---------------------------------------------------------------------------------------------------

@@ -390,6 +390,7 @@ class AtOnce:
         pass
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on this machine's GPU")
 @pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", torch.float16), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)], ids=str

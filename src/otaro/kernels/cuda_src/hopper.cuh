@@ -142,10 +142,11 @@ __device__ __forceinline__ void await_all_of_cluster() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// So many threads of a block.
+// So many threads of a block. Warps of different tasks come here by instructions of their own, which an
+// aligned barrier (`bar.sync`) would forbid.
 template <int Threads>
 __device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
+  asm volatile("barrier.sync 1, %0;" ::"n"(Threads) : "memory");
 }
 
 // Warps that multiply need more registers than others.
