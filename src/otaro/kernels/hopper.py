@@ -19,7 +19,8 @@ TOKENS = (8, 16)
 """That a cluster may have: TOKENS of hopper.cu."""
 COMPILERS = ("NVRTC 13.0",)
 """Whose machine code serves; elsewhere `batch.cu` and `halves.cu` do. Others might use registers that matrix units still read:
-one joins when runs/wgmma_registers.py has found nothing in it, and runs/gpu_check.sh has passed with it.
+one joins when runs/wgmma_registers.py has found nothing in it, and runs/gpu_check.sh no wrong bit on a GPU. What the sanitizers
+said of this one, and what they have not seen yet: benchmarks/results/h200-gpu-check.txt.
 """
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
 STAGES = range(2, 7)
