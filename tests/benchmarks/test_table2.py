@@ -44,7 +44,7 @@ def pretended(modules, monkeypatch):
         for out, result in zip(outs, results, strict=True):
             out[first : first + tokens] = result
 
-    def run_halves(x, matrices, outs, biases=(), scratch=None, early=False):
+    def run_halves(x, matrices, outs, biases=(), scratch=None, early=False, arranged=False):
         for one, out in zip(matrices, outs, strict=True):
             out.copy_(reference.matmul(x.float(), one))
 
