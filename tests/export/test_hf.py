@@ -1,6 +1,7 @@
 """An exported checkpoint is an ordinary one, with the values of its precision."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import otaro
-from otaro.errors import FormatError, OtaroError, ShardMissingError, TargetError
+from otaro.errors import DigestError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.export.checkpoint import spell_out_rope
 from otaro.export.run import export
 
@@ -52,6 +53,18 @@ def test_the_type_is_the_smallest_that_is_exact(precision, reconstruction, archi
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.layers.0.mlp.up_proj.weight"].dtype == dtype
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_damaged_shards_are_not_exported(make_nested, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(make_nested("llama"), damaged)
+    content = bytearray((damaged / "model-m4.safetensors").read_bytes())
+    content[-1] ^= 1
+    (damaged / "model-m4.safetensors").write_bytes(content)
+    with pytest.raises(DigestError, match=r"the bytes of .* are damaged; delete the file"):
+        export(damaged, tmp_path / "out", precision="E5M5", to="hf")
+    assert not (tmp_path / "out").exists()
+    assert export(damaged, tmp_path / "out", precision="E5M3", to="hf").exact  # its shard is sound
 
 
 def test_a_type_that_rounds_is_said_to(make_nested, decoded, tmp_path):

@@ -78,8 +78,8 @@ def test_an_untouched_copy_is_good(victim):
         (0, r"is truncated inside its header \(0 bytes\)"),
         (7, r"is truncated inside its header \(7 bytes\)"),
         (500, r"is truncated inside its header \(500 bytes\)"),
-        (-5000, r"is truncated: \d+ bytes of data promised, \d+ found; fetch it again"),
-        (-1, r"is truncated: \d+ bytes of data promised, \d+ found; fetch it again"),
+        (-5000, r"is truncated: \d+ bytes of data promised, \d+ found; delete it and fetch it again"),
+        (-1, r"is truncated: \d+ bytes of data promised, \d+ found; delete it and fetch it again"),
     ],
 )
 def test_a_truncated_shard_is_refused(victim, plane, keep, message):

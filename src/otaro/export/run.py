@@ -14,6 +14,7 @@ from otaro.export.report import Report
 from otaro.export.source import Progress, Source
 from otaro.file.atomic import new_directory, new_file
 from otaro.file.fits import is_fit
+from otaro.file.header import BASE
 from otaro.file.hub import Hub
 from otaro.sefp.precision import Precision
 
@@ -54,6 +55,8 @@ def export(
     target = Path(os.path.realpath(out))
     _check_target(target, to, overwrite)
     source = Source(model, precision, Hub(revision, token, cache_dir))
+    for shard in source.nested.shards()[: source.grid.mantissa_bits - BASE + 1]:
+        shard.verify()  # or damage would be copied, and called exact
     report = Report(to, str(source.precision))
     write = import_module(f"otaro.export.{to.replace('-', '_')}").write
     place: Callable[..., AbstractContextManager[Path]] = new_file if to == "gguf" else new_directory

@@ -27,7 +27,7 @@ from typing import TypeVar
 from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
-from otaro.file.header import BASE, Entry, Header, Schema, check_header, check_plane, header_length, shard_name
+from otaro.file.header import AGAIN, BASE, Entry, Header, Schema, check_header, check_plane, header_length, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.run import refuse_run
@@ -446,7 +446,7 @@ def _said_of(source: Source) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        raise type(error)(f"at {source}: {error}") from None
+        raise type(error)(f"at {source}: {error}".replace(AGAIN, "have it put there anew")) from None
 
 
 def _patiently(action: Callable[[], _T], what: str, advice: str) -> _T:

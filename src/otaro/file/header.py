@@ -26,6 +26,8 @@ from otaro.file.planes import BASE_BYTES, PLANE_BYTES, PLANES, blocks
 from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT, RECONSTRUCTIONS, Reconstruction
 from otaro.sefp.precision import COARSEST
 
+AGAIN = "delete it and fetch it again"
+"""What there is to do about a damaged file; at a source it is for others to do."""
 VERSION = "2"
 MAX_HEADER = 100_000_000  # safetensors' own limit
 ALIGNMENT = 64  # of the data within the file, so that mapped tensors suit vector loads
@@ -276,7 +278,7 @@ def header_length(path: Path, prefix: bytes, size: int | None) -> int:
     """Of the header's text, as the first eight bytes of a shard state it: neither beyond the file nor over the limit."""
     length = int.from_bytes(prefix, "little")
     if size is not None and (size < 8 or length > size - 8):
-        raise FormatError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
+        raise FormatError(f"{path} is truncated inside its header ({size} bytes); {AGAIN}")
     if length > MAX_HEADER:
         raise FormatError(f"{path}: a header of {length} bytes is over the limit of {MAX_HEADER}")
     return length
@@ -292,7 +294,7 @@ def _parse_object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, TypeError, RecursionError) as error:
-        raise FormatError(f"{what} is not valid JSON ({error}); the file is damaged, fetch it again") from None
+        raise FormatError(f"{what} is not valid JSON ({error}); the file is damaged; {AGAIN}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} is not a JSON object")
     return value
@@ -304,7 +306,7 @@ def _check_seal(path: Path, text: bytes, metadata: Mapping[str, Any]) -> None:
         raise FormatError(f"{path}: the header has no seal")
     blank = text.replace(b'"seal":"%s"' % str(seal).encode(), b'"seal":"%s"' % _NO_DIGEST.encode())
     if hashlib.sha256(blank).hexdigest() != seal:
-        raise DigestError(f"{path}: the header does not match its seal; the file is damaged, fetch it again")
+        raise DigestError(f"{path}: the header does not match its seal; the file is damaged; {AGAIN}")
 
 
 def _check_entries(path: Path, header: Mapping[str, Any], data_size: int | None) -> dict[str, Entry]:
@@ -330,7 +332,7 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int | None)
         reached = entry.end
     if data_size is not None and reached != data_size:
         problem = "is truncated" if reached > data_size else "has bytes after its last tensor"
-        raise FormatError(f"{path} {problem}: {reached} bytes of data promised, {data_size} found; fetch it again")
+        raise FormatError(f"{path} {problem}: {reached} bytes of data promised, {data_size} found; {AGAIN}")
     return entries
 
 
