@@ -23,7 +23,7 @@
 //
 // Set by the caller: HEAD, HEADS (of a block, at most 8), KV_BITS (0: float16), OUT (0: integers in units of
 // UNIT, 1: float16, 2: float32), UNIT; CAPPED, where scores are.
-#include "sefp.cuh"
+#include "halves.cuh"
 
 #ifndef CAPPED
 #define CAPPED 0
@@ -59,16 +59,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1
     "%1, %2, %3};"
     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ uint32_t add_halves(uint32_t a, uint32_t b) {
-  uint32_t sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
-}
-__device__ __forceinline__ uint32_t fuse_halves(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t sum;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  return sum;
 }
 __device__ __forceinline__ uint32_t pair(uint16_t first, uint16_t second) {
   return first | static_cast<uint32_t>(second) << 16;

@@ -1,4 +1,4 @@
-// Codes as halves, for halves.cu and hopper_halves.cu: small integers, which a half holds exactly.
+// Arithmetic on pairs of halves, and codes as halves: small integers, which a half holds exactly.
 #pragma once
 
 #include "sefp.cuh"
