@@ -84,6 +84,8 @@ class Row:
     clip: float = 1.0
     start: Literal["plain", "calibrated"] = "plain"
     """The bench's model, or what `otaro pack --calibrate` made of it: its E5M8."""
+    packing: Literal["plain", "calibrated"] = "plain"
+    """How the tuned weights become codes: each rounded by itself, or by `otaro pack --calibrate` on what was tuned on."""
     quantizer: str = "sefp"
     """Or another grid to round to, of `quantizers.py`."""
     judged: bool = True
@@ -106,7 +108,8 @@ class Row:
         if self.options is not None:
             ours, plain = self.options.to_dict(), DEFAULTS.to_dict()
             stated["options"] = {name: value for name, value in ours.items() if name == "method" or value != plain[name]}
-        for name, usual in (("judged", True), ("held_out", 0.0), ("start", "plain")):  # which older rows do not state
+        unstated = {"judged": True, "held_out": 0.0, "start": "plain", "packing": "plain"}  # by older rows
+        for name, usual in unstated.items():
             if stated[name] == usual:
                 stated.pop(name)
         stated["steps"] = self.steps or BENCHES[self.bench].steps
@@ -276,6 +279,18 @@ def start_rows(bench: Bench, seed: int) -> Iterator[Row]:
     yield from swept(bench, Method("best, calibrated start", BEST, extra={"start": "calibrated"}), seed)
 
 
+TWO_THIRDS = "best, full 2/3"
+
+
+def packing_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    """Tuned as usual and by recipes with more or less of a step in full precision, then packed on the tuning text."""
+    names = (HALF, TWO_THIRDS, "best, full 1/2, not distilled", "best, full 2/3, 1 distilled")
+    recipes = {"fp": KNOWN["fp"].options, "best": BEST} | {name: candidates()[name] for name in names}
+    for name, options in recipes.items():
+        rate_of = "fp" if name == "fp" else "best"
+        yield Row(bench.name, f"{name}, calibrated", options, seed, rate_of=rate_of, packing="calibrated")
+
+
 def candidate_rows(bench: Bench) -> Iterator[Row]:
     """What may take the place of `best`, at its rate and one seed."""
     yield from (Row(bench.name, name, options, SEEDS[0], rate_of="best") for name, options in candidates().items())
@@ -376,15 +391,19 @@ def blocks() -> dict[str, list[Job]]:
             *(row for seed in SEEDS for bench in regimes for row in dedicated_rows(bench, seed, LOW)),
             *(row for bench in fine for row in dedicated_rows(bench, first)),
         ],
+        "packed on the tuning text": [
+            *(row for seed in SEEDS for bench in fine for row in packing_rows(bench, seed)),
+            *(row for seed in SEEDS for row in packing_rows(BENCHES[LONG], seed)),
+        ],
         "the paper as written": [row for bench in papers for row in paper_rows(bench, first)],
-        "the format": [row for bench in models for row in format_rows(bench, first)],
-        "from calibrated weights": [row for seed in SEEDS for bench in models for row in start_rows(bench, seed)],
         "the paper as written, two seeds more": [
             *(row for seed in later for row in paper_rows(of_stories, seed)),
             *(row for seed in later for row in paper_rows(of_smol, seed)),
         ],
         "search and delay": [row for seed in SEEDS for bench in models for row in search_rows(bench, seed)],
         "the paper at other rates": [row for seed in SEEDS for bench in reversed(papers) for row in paper_rates(bench, seed)],
+        "the format": [row for bench in models for row in format_rows(bench, first)],
+        "from calibrated weights": [row for seed in SEEDS for bench in models for row in start_rows(bench, seed)],
         "two seeds more": [
             *(row for seed in later for bench in models for row in format_rows(bench, seed)),
             *(row for seed in later for bench in fine for row in dedicated_rows(bench, seed)),
@@ -420,7 +439,7 @@ def cost(job: Job) -> float:
         return OBSERVING
     bench = BENCHES[job.bench]
     readings = len(job.measured) * (1 + TASKS * ("zeroshot" in job.measures)) + OTHER_FORMATS * ("others" in job.measures)
-    found = readings * READING[bench.model]
+    found = readings * READING[bench.model] * (2 if job.packing == "calibrated" else 1)
     if job.options is None:
         return found
     passes = PASSES if job.options.full else 1.25 if job.options.distill else 1.0

@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 from transformers.utils import logging
 
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.builtin.documentation import documentation_text
-from otaro.calibrate.run import pack_calibrated
+from otaro.calibrate.run import SAMPLES, pack_calibrated
+from otaro.calibrate.text import LENGTH, windows_of_examples
 from otaro.evaluate.machine import cpu_name
 from otaro.export.run import export
+from otaro.export.source import Piece, Source
 from otaro.sefp.precision import Precision
 from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
 from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
@@ -159,6 +162,8 @@ class Worker:
             }
         if "zeroshot" in row.measures:
             line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions())
+        if row.packing == "calibrated":
+            line |= self._calibrated(row, held, material, precisely, line)
         return line | {"tuning_seconds": round(tuned_in, 1)} | self.provenance(started)
 
     def provenance(self, started: float) -> Result:
@@ -245,6 +250,30 @@ class Worker:
             yield name
         torch._foreach_copy_(list(weights.values()), before)
 
+    def _calibrated(self, row: Row, held: Held, material: Material, precisely: Precisely, plain: Result) -> Result:
+        """Perplexities of the tuned model as `pack_calibrated` packs it; those of plain packing beside them."""
+        assert row.options is not None
+        texts = {"heldout": material.heldout, "perplexity": material.test}
+        found: dict[str, dict[str, float | None]] = {text: {FULL: plain[text][FULL]} for text in texts}
+        with tempfile.TemporaryDirectory() as scratch:
+            checkpoint, packed = Path(scratch) / "tuned", Path(scratch) / "packed"
+            held.model.config.save_pretrained(checkpoint)
+            tied = set(held.model.all_tied_weights_keys)
+            state = {name: tensor.contiguous().cpu() for name, tensor in held.model.state_dict().items() if name not in tied}
+            save_file(state, checkpoint / "model.safetensors", {"format": "pt"})
+            length = min(LENGTH, held.model.config.max_position_embeddings)
+            windows = windows_of_examples((ids for ids, _ in material.training.examples), SAMPLES, length)
+            size, device = row.options.group_size, self.places.device
+            started = time.perf_counter()
+            pack_calibrated(checkpoint, packed, windows, device=device, group_size=size)
+            seconds = round(time.perf_counter() - started, 1)
+            for name in NAMES:
+                _put(held.model, Source(packed, name))
+                for text, batches in texts.items():
+                    loss = losses_by_precision(held.model, precisely, [None], batches, self.half)[0]
+                    found[text][name] = _perplexity(loss)
+        return {**found, "plain": {text: plain[text] for text in texts}, "calibrated_in": seconds}
+
     @torch.inference_mode()
     def _accuracies(
         self, model: Any, precisely: Precisely, measured: Sequence[str], questions: zeroshot.Questions
@@ -316,6 +345,15 @@ class Worker:
 
 def _weights(model: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def _put(model: Any, source: Source) -> None:
+    """The weights of a nested directory into the model that it was made of."""
+    weights = dict(model.named_parameters())
+    for name in source.names:
+        values = source.values(Piece(name, name, tuple(weights[name].shape)))
+        weights[name].copy_(torch.cat([some.flatten() for some in values]).view_as(weights[name]))
 
 
 def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:

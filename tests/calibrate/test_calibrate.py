@@ -351,3 +351,26 @@ def test_a_missing_tokenizer_is_refused(architecture, words, make_checkpoint, tm
     with pytest.raises(OtaroError, match=words):
         run.pack_calibrated(make_checkpoint(architecture), tmp_path / "out", content())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_examples_begin_with_one_and_go_on_with_the_next():
+    examples = [list(range(10 * number, 10 * number + size)) for number, size in enumerate((4, 3, 5, 2, 6))]  # 20 tokens
+    flat = [token for example in examples for token in example]
+    found = text.windows_of_examples(examples, samples=9, length=8)
+    assert found.shape == (2, 8)  # as many as lie side by side
+    assert found.tolist() == [flat[:8], flat[12:]]  # the first example, and the last that has eight tokens from it on
+    with pytest.raises(OtaroError, match="20 tokens, less than one window of 21"):
+        text.windows_of_examples(examples, samples=9, length=21)
+
+
+def test_windows_serve_in_place_of_a_text(make_checkpoint, tmp_path):
+    checkpoint = make_checkpoint("llama")
+    run.pack_calibrated(checkpoint, tmp_path / "text", content(), samples=WINDOWS)
+    windows = text.windows(content(), Letters(), WINDOWS, LENGTH)
+    done = run.pack_calibrated(checkpoint, tmp_path / "windows", windows)
+    assert done.tokens == windows.numel()
+    of_windows, of_text = codes_of(tmp_path / "windows"), codes_of(tmp_path / "text")
+    assert all(torch.equal(of_windows[name], of_text[name]) for name in of_text)
+    with pytest.raises(OtaroError, match="too few to calibrate on"):
+        run.pack_calibrated(checkpoint, tmp_path / "few", windows[:1, :8])
+    assert not (tmp_path / "few").exists()

@@ -59,7 +59,7 @@ class Calibrated:
 def pack_calibrated(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    content: str,
+    content: str | torch.Tensor,
     *,
     text_name: str = "text",
     samples: int = SAMPLES,
@@ -75,8 +75,9 @@ def pack_calibrated(
 ) -> Calibrated:
     """`otaro.pack` with codes that make up for each other's error on the text `content`; the file's format is the same.
 
-    At most `samples` windows of 512 tokens are used, spread evenly over the text. Finished layers are kept in a hidden
-    folder beside `out` until the model is complete: the same call goes on after the last of them.
+    At most `samples` windows of 512 tokens are used, spread evenly over the text; where `content` is a tensor, it is
+    the windows themselves, token ids [windows, tokens]. Finished layers are kept in a hidden folder beside `out` until
+    the model is complete: the same call goes on after the last of them.
     """
     check_device(device)
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
@@ -94,8 +95,10 @@ def pack_calibrated(
     checkpoint = Checkpoint(source)
     folder = target.parent / f".{target.name}.calibrating"
     with alone(folder):
-        ids = _windows(checkpoint, content, samples)
-        record = {"text": text_name, "sha256": hashlib.sha256(content.encode()).hexdigest(), "windows": list(ids.shape)}
+        ids = _windows(checkpoint, content, samples) if isinstance(content, str) else content.long()
+        _check(ids, checkpoint)
+        seen = content.encode() if isinstance(content, str) else ids.contiguous().numpy().tobytes()
+        record = {"text": text_name, "sha256": hashlib.sha256(seen).hexdigest(), "windows": list(ids.shape)}
         work = Work(folder, _digest(source, coding, record))
         try:
             with torch.inference_mode():
@@ -134,7 +137,10 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
 def _windows(checkpoint: Checkpoint, content: str, samples: int) -> torch.Tensor:
     tokenizer = _tokenizer(checkpoint)
     positions = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or text.LENGTH
-    ids = text.windows(content, tokenizer, samples, min(text.LENGTH, positions))
+    return text.windows(content, tokenizer, samples, min(text.LENGTH, positions))
+
+
+def _check(ids: torch.Tensor, checkpoint: Checkpoint) -> None:
     least = min(shape[-1] for shape in checkpoint.packed.values())
     if ids.numel() < least:
         raise OtaroError(f"{ids.numel()} tokens are too few to calibrate on: the model's matrices have {least} inputs and more")
@@ -143,7 +149,6 @@ def _windows(checkpoint: Checkpoint, content: str, samples: int) -> torch.Tensor
         raise OtaroError(
             f"the tokenizer of {checkpoint.directory} makes tokens that the model lacks; it belongs to another model"
         )
-    return ids
 
 
 def _digest(source: Path, coding: Coding, record: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Windows of tokens of a text, as a model reads them."""
+"""Windows of tokens of a text, or of examples, as a model reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,16 @@ def windows(content: str, tokenizer: Any, samples: int, length: int) -> torch.Te
     starts = torch.linspace(0, len(ids) - length, count).long() if count > 1 else torch.zeros(1, dtype=torch.long)
     found = ids[starts.unsqueeze(1) + torch.arange(length)]
     return found if begin is None else torch.cat([torch.full((count, 1), begin), found], 1)
+
+
+def windows_of_examples(examples: Iterable[Sequence[int]], samples: int, length: int = LENGTH) -> torch.Tensor:
+    """Likewise of tokens that are cut into examples: each window begins with one, and goes on with those after it."""
+    each = [torch.tensor(example) for example in examples]
+    lengths = torch.tensor([len(example) for example in each], dtype=torch.long)
+    ids, starts = torch.cat([torch.zeros(0, dtype=torch.long), *each]).long(), lengths.cumsum(0) - lengths
+    starts = starts[starts <= len(ids) - length]
+    if not len(starts):
+        raise OtaroError(f"the examples to calibrate on have {len(ids)} tokens, less than one window of {length}")
+    count = min(samples, len(starts), len(ids) // length)
+    some = starts[torch.linspace(0, len(starts) - 1, count).long()]
+    return ids[some.unsqueeze(1) + torch.arange(length)]
