@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from otaro.file.header import VERSION
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.config import BEST, Options, recipe
+from otaro.tune import config
+from otaro.tune.config import Options, recipe
 
 NAMES = tuple(map(str, PRECISIONS))
 FULL = "full"
@@ -19,6 +20,8 @@ SGD_RATES = (1e-5, 1e-3, 0.01, 0.03)
 ALPACA, LONG, DEMO = "SmolLM2-135M, Alpaca", "stories15M, long", "demo"
 SEEDS = (0, 1, 2)
 DEFAULTS = Options()
+BEST = replace(config.BEST, full=config.FULL_OF_REPEATED_DATA, calibrate=False)
+"""`best` of the rows: the recipe where data come again, packed plainly. Where they are new it is `RECIPE_OF_NEW_DATA`."""
 FORMAT = int(VERSION)  # whose numbers; rows without it have scales that are powers of two
 
 
@@ -180,7 +183,7 @@ def held_as_best(precision: str) -> Options:
     return Options(method=f"fixed:{precision}", average=BEST.average)
 
 
-HALF = "best, full 1/2"
+HALF, TWO_THIRDS = "best, full 1/2", "best, full 2/3"
 
 
 def candidates() -> dict[str, Options]:
@@ -189,7 +192,7 @@ def candidates() -> dict[str, Options]:
         HALF: best(full=0.5),
         "best, full 1/2, not distilled": best(full=0.5, distill=0.0),
         "best, full 1/2, 1 distilled": best(full=0.5, distill=1.0),
-        "best, full 2/3": best(full=2 / 3),
+        TWO_THIRDS: best(full=config.FULL_OF_NEW_DATA),
         "best, full 2/3, 1 distilled": best(full=2 / 3, distill=1.0),
     }
 
@@ -277,9 +280,6 @@ def start_rows(bench: Bench, seed: int) -> Iterator[Row]:
     if seed == SEEDS[0]:
         yield Row(bench.name, "none, calibrated", None, start="calibrated")
     yield from swept(bench, Method("best, calibrated start", BEST, extra={"start": "calibrated"}), seed)
-
-
-TWO_THIRDS = "best, full 2/3"
 
 
 def packing_rows(bench: Bench, seed: int) -> Iterator[Row]:

@@ -28,7 +28,7 @@ from otaro.calibrate.run import SAMPLES, pack_calibrated
 from otaro.calibrate.text import LENGTH, windows_of_examples
 from otaro.evaluate.machine import cpu_name
 from otaro.export.run import export
-from otaro.export.source import Piece, Source
+from otaro.export.source import Source
 from otaro.sefp.precision import Precision
 from otaro.tune.data import TokenDataset, collate, load_data, padding_id, split
 from otaro.tune.fake_quant import Precisely, TuneEmbedding, TuneLinear, prepare
@@ -268,7 +268,7 @@ class Worker:
             pack_calibrated(checkpoint, packed, windows, device=device, group_size=size)
             seconds = round(time.perf_counter() - started, 1)
             for name in NAMES:
-                _put(held.model, Source(packed, name))
+                Source(packed, name).load_into(held.model)
                 for text, batches in texts.items():
                     loss = losses_by_precision(held.model, precisely, [None], batches, self.half)[0]
                     found[text][name] = _perplexity(loss)
@@ -345,15 +345,6 @@ class Worker:
 
 def _weights(model: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@torch.no_grad()
-def _put(model: Any, source: Source) -> None:
-    """The weights of a nested directory into the model that it was made of."""
-    weights = dict(model.named_parameters())
-    for name in source.names:
-        values = source.values(Piece(name, name, tuple(weights[name].shape)))
-        weights[name].copy_(torch.cat([some.flatten() for some in values]).view_as(weights[name]))
 
 
 def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer
 
 SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
+SMALL.append("--no-calibrate")  # whose tests are in test_tune_pack.py
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +116,15 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "rate", "added"),
     [
-        ([], 5e-5, {"weights": [0.0, 0.0, 0.0, 1.0, 1.25, 2.6], "full": 1 / 3, "distill": 0.5, "l2_sp": 0.0, "average": 0.5}),
+        ([], 5e-5, {"weights": [0.0, 0.0, 0.0, 1.0, 1.25, 2.6], "full": None, "distill": 0.5, "l2_sp": 0.0}),
+        ([], 5e-5, {"calibrate": True, "average": 0.5}),
         (["--method", "fp"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "average": 0.0}),
+        (["--method", "fp", "--calibrate"], 5e-5, {"full": 0.0, "calibrate": True, "average": 0.0}),
         (["--method", "bps", "--l2-sp", "5"], 5e-5, {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0}),
         (["--method", "fixed:E5M4", "--lr", "2e-4", "--full", "0.5"], 2e-4, {"full": 0.5, "distill": 0.0}),
-        (["--method", "uniform", "--average", "0"], 5e-5, {"full": 1 / 3, "distill": 0.5, "average": 0.0}),
-        (["--recipe", "paper", "--method", "bps"], 1e-5, {"full": 0.0, "distill": 0.0, "reconstruction": "truncate"}),
+        (["--method", "uniform", "--average", "0"], 5e-5, {"full": None, "distill": 0.5, "average": 0.0}),
+        (["--full", "0.25", "--no-calibrate"], 5e-5, {"full": 0.25, "distill": 0.5, "calibrate": False}),
+        (["--recipe", "paper", "--method", "bps"], 1e-5, {"full": 0.0, "calibrate": False, "reconstruction": "truncate"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -12,6 +12,7 @@ import otaro
 from otaro.errors import DigestError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.export.checkpoint import spell_out_rope
 from otaro.export.run import export
+from otaro.export.source import Source
 
 ALL = ["llama", "llama_tied", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2"]
 
@@ -26,6 +27,17 @@ def test_transformers_opens_it_with_the_values_of_the_precision(architecture, ma
     state = model.state_dict()
     for name, wanted in decoded(nested, "E5M4").items():
         assert torch.equal(state[name], wanted), name
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2", "mixtral"])
+def test_a_model_is_given_the_values_of_one_precision_after_another(architecture, make_nested, decoded):
+    nested = make_nested(architecture)
+    model = AutoModelForCausalLM.from_config(Source(nested, "E5M3").config, dtype=torch.float32)
+    for precision in ("E5M8", "E5M3"):
+        Source(nested, precision).load_into(model)
+        found, wanted = model.state_dict(), decoded(nested, precision)
+        assert all(torch.equal(found[name], values) for name, values in wanted.items())
+        assert wanted.keys() | model.all_tied_weights_keys.keys() == found.keys()
 
 
 def test_experts_have_the_names_of_checkpoints_on_the_hub(make_nested, make_checkpoint, tmp_path):

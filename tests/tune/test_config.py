@@ -152,6 +152,7 @@ def test_the_recipe_paper_is_what_the_paper_states():
         "distill_at": ["E5M5", "E5M4", "E5M3"],  # idle: nothing is distilled
         "full": 0.0,
         "l2_sp": 0.0,
+        "calibrate": False,
         "average": 0.0,
         "reconstruction": "truncate",
         "group_size": 64,
@@ -167,17 +168,22 @@ def test_the_recipe_paper_changes_nothing_else_of_the_training():
     assert changed == {"optimizer", "lr", "schedule", "clip"}
 
 
-ADDED = {"weights", "full", "distill", "average"}
+ADDED = {"weights", "full", "distill", "calibrate", "average"}
 
 
 def test_the_recipe_best_is_what_the_log_of_experiments_found():
     options, training = recipe("best")
     assert (options.method, options.weights) == ("uniform", (0.0, 0.0, 0.0, 1.0, 1.25, 2.6))
-    assert (options.full, options.distill, options.distill_at) == (1 / 3, 0.5, (M5, M4, M3))
-    assert (options.l2_sp, options.average) == (0.0, 0.5)
+    assert (options.full, options.distill, options.distill_at) == (None, 0.5, (M5, M4, M3))
+    assert (options.l2_sp, options.calibrate, options.average) == (0.0, True, 0.5)
     assert {field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default} == ADDED
     assert training == Training()  # the rate of tuning as usual, which `--method fp` has, too
     assert recipe("best", "uniform") == (options, training)  # its own method
+
+
+def test_more_of_a_step_is_in_full_precision_where_data_are_new():
+    assert [recipe("best")[0].full_share(passes) for passes in (0.2, 1, 3, 4, 20)] == [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3]
+    assert [Options(full=share).full_share(passes) for share in (0.0, 0.5) for passes in (1, 4)] == [0.0, 0.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("method", ["otaro", "bps", "fixed:E5M4", "fp"])

@@ -110,5 +110,11 @@ def _show(result: dict[str, Any]) -> None:
         if judged["kept"] == "last":
             kept = f"the last weights are kept, as their held-out loss is {last} and that of the mean {mean}"
         console.out.print(f"weights of the last {judged['averaged']} steps were averaged: {kept}", highlight=False)
+    if judged := result.get("packing"):
+        chosen, plain = f"{judged['calibrated']:.4f}", f"{judged['plain']:.4f}"
+        kept = f"codes chosen on the data are kept, as their held-out loss is {chosen} and that of plain rounding {plain}"
+        if judged["kept"] == "plain":
+            kept = f"plain rounding is kept, as its held-out loss is {plain} and that of codes chosen on the data {chosen}"
+        console.out.print(f"packed twice: {kept}", highlight=False)
     console.out.print(f"{result['steps']} steps in {result['seconds']:.0f} s", highlight=False)
     console.out.print(f"tuned checkpoint: {out}/model\nnested model:     {out}/nested", highlight=False)

@@ -1,4 +1,7 @@
-"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to where it can go on."""
+"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to where it can go on.
+
+What it is measured on is tune_heldout.py, how it is packed tune_pack.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from math import exp
+from math import exp, log
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -26,12 +29,13 @@ from otaro.errors import OtaroError, brief
 from otaro.tune import processes
 
 if TYPE_CHECKING:
+    import torch
+
+    from otaro.cli.tune_heldout import HeldOut
     from otaro.file.hub import Hub
-    from otaro.sefp.precision import Precision
     from otaro.tune.config import Around, Options, Training
     from otaro.tune.data import TokenDataset
 
-BATCH_TOKENS = 4_096  # in a batch of an evaluation
 LESS_MEMORY = (
     "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
     "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
@@ -92,9 +96,8 @@ class TuningRun:
         return result
 
     def _go(self) -> dict[str, Any]:
-        from otaro.runtime.pack import pack
+        from otaro.cli.tune_pack import pack_plainly
         from otaro.tune.checkpoints import forget_steps_after, last_good_checkpoint
-        from otaro.tune.trainer import UNJUDGED
 
         if (ended := processes.from_first(self._ended)) is not None:
             more = "--epochs" if self.training.steps is None else "--steps"
@@ -102,9 +105,7 @@ class TuningRun:
             return ended
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
-            if self.options.average and held_out is None:
-                console.remark(UNJUDGED)
-                self.options = replace(self.options, average=0.0)
+            windows = self._as_can_be_judged(training, held_out, _positions(model))
             arguments = self._arguments()  # refuses before a folder is made, and so does
             self._tell_memory(model)
         with self._begun():
@@ -115,27 +116,69 @@ class TuningRun:
             if processes.is_first():
                 forget_steps_after(self.folder.log, int(found.name.rpartition("-")[2]) if found else 0)
             trainer = self._trainer(model, tokenizer, training, arguments)
-            trainer.judge = partial(self._judge, trainer, held_out) if held_out is not None else None
+            unseen = self._held_out(held_out, trainer) if held_out is not None else None
+            trainer.judge = partial(self._judge, trainer, unseen) if unseen is not None else None
             measured = self._measured_before(found)
-            seconds = self._train(trainer, found, lambda: self._measure(trainer, held_out, measured, "before"))
-        self._measure(trainer, held_out, measured, "after")
+            seconds = self._train(trainer, found, partial(self._begin, trainer, unseen, measured))
+        self._measure(trainer, unseen, measured, "after")
         with console.err.status("saving ..."):
             tuned = self._tuned(trainer)
             if processes.is_first():
                 _save(tuned, tokenizer, self.options, self.out / "model")
         if processes.is_first():
-            kind, size = self.options.reconstruction, self.options.group_size
-            with console.progress_bar("packing (million weights)", 1_000_000) as progress:
-                settings: dict[str, Any] = {"group_size": size, "reconstruction": kind, "progress": progress}
-                pack(self.out / "model", self.out / "nested", overwrite=True, **settings)
+            pack_plainly(self.out, self.options)
+        packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
         done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
         done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
-        result = {"out": str(self.out), "seconds": seconds, **done, **perplexities}
+        result = {"out": str(self.out), "seconds": seconds, **done, "packing": packing, **perplexities}
         if processes.is_first():
             self.folder.finish(result)
         processes.wait()
         return result
+
+    def _as_can_be_judged(
+        self, training: TokenDataset, held_out: TokenDataset | None, positions: int | None
+    ) -> torch.Tensor | None:
+        """Windows to calibrate on; without what this run cannot do, or could not judge, which is said."""
+        from otaro.calibrate.run import SAMPLES
+        from otaro.calibrate.text import LENGTH, windows_of_examples
+        from otaro.tune.trainer import UNJUDGED
+
+        if self.options.average and held_out is None:
+            console.remark(UNJUDGED)
+            self.options = replace(self.options, average=0.0)
+        if not self.options.calibrate:
+            return None
+        try:
+            if held_out is None:
+                raise OtaroError("nothing is held out to judge it by")
+            if self.options.reconstruction != "midpoint":
+                raise OtaroError(f"it chooses codes that stand for midpoints, not for {self.options.reconstruction}")
+            if self.training.fsdp:
+                raise OtaroError("a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text")
+            examples = (ids for ids, _ in training.examples)
+            return windows_of_examples(examples, SAMPLES, min(LENGTH, positions or LENGTH))
+        except OtaroError as why:
+            console.remark(f"--calibrate: left out, each weight will be rounded by itself: {why}")
+            return None
+
+    def _calibrate(
+        self, tuned: Any, windows: torch.Tensor | None, unseen: HeldOut | None, measured: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """What was decided between two ways to pack; perplexities after the run are then those of the one kept."""
+        from otaro.cli.tune_pack import calibrate
+
+        if windows is None or unseen is None:
+            return None
+        plain = {name: log(perplexity) for name, perplexity in measured["after"].items()}
+        if (judged := calibrate(self.out, tuned, self.options, windows, self.data, unseen, plain)) is None:
+            return None
+        decision, losses = judged
+        if decision["kept"] == "calibrated":
+            measured["after"] |= {name: exp(loss) for name, loss in losses.items()}
+            self._keep(measured)
+        return decision
 
     def _ended(self) -> dict[str, Any] | None:
         """What the run gave, if it has ended and is asked for as it was: of the same model and data, by name."""
@@ -335,60 +378,43 @@ class TuningRun:
         stored: dict[str, Any] = json_module.loads(self.folder.perplexity.read_text())
         return {key: stored[key] for key in ("tokens", "before") if key in stored}
 
-    def _measure(self, trainer: Any, held_out: TokenDataset | None, measured: dict[str, Any], when: str) -> None:
+    def _held_out(self, dataset: TokenDataset, trainer: Any) -> HeldOut:
+        import torch
+
+        from otaro.cli.tune_heldout import HeldOut
+
+        dtype = torch.bfloat16 if self.training.bf16 else None
+        return HeldOut(dataset, self.around.eval_tokens, trainer.data_collator, dtype)
+
+    def _begin(self, trainer: Any, unseen: HeldOut | None, measured: dict[str, Any]) -> None:
+        """When model and optimizer are in place."""
+        if self.options.full is None:
+            passes = trainer.state.num_train_epochs
+            seen = "once" if passes == 1 else f"up to {passes} times"
+            share = f"{trainer.full_share:.0%} of every step's loss is in full precision"
+            console.remark(f"{share}, as the data are seen {seen} (--full)")
+        self._measure(trainer, unseen, measured, "before")
+
+    def _measure(self, trainer: Any, unseen: HeldOut | None, measured: dict[str, Any], when: str) -> None:
         """Perplexity at every precision, put into `measured` and perplexity.json."""
-        from otaro.file.atomic import write_text
         from otaro.sefp.precision import PRECISIONS
 
-        if held_out is None or when in measured:
+        if unseen is None or when in measured:
             return
-        wanted: list[Precision | None] = [None, *PRECISIONS]
-        losses = self._losses(trainer, held_out, wanted, f"perplexity {when} (precisions)")
-        perplexities = {str(precision or "fp"): exp(loss) for precision, loss in zip(wanted, losses, strict=True)}
-        tokens = sum(len(example["input_ids"]) for example in self._examples_to_measure(held_out))
-        measured |= {"tokens": tokens, when: perplexities}
+        names = ["fp", *map(str, PRECISIONS)]
+        losses = unseen.losses(trainer, [None, *PRECISIONS], f"perplexity {when} (precisions)")
+        measured |= {"tokens": unseen.tokens, when: dict(zip(names, map(exp, losses), strict=True))}
+        self._keep(measured)
+
+    def _keep(self, measured: dict[str, Any]) -> None:
+        from otaro.file.atomic import write_text
+
         if processes.is_first():
             write_text(self.folder.perplexity, json_module.dumps(measured) + "\n")
 
-    def _judge(self, trainer: Any, held_out: TokenDataset) -> float:
+    def _judge(self, trainer: Any, unseen: HeldOut) -> float:
         """What decides whether averaged weights are kept."""
-        return fmean(self._losses(trainer, held_out, self.options.tuned_for, "judging the average (precisions)"))
-
-    def _losses(self, trainer: Any, held_out: TokenDataset, precisions: Sequence[Precision | None], title: str) -> list[float]:
-        """Mean loss per token at each precision, the same in all processes; each takes a part of the data."""
-        import torch
-
-        from otaro.tune.trainer import losses_by_precision, reshard
-
-        examples = self._examples_to_measure(held_out)
-        longest = max(len(example["input_ids"]) for example in examples)
-        size = max(1, BATCH_TOKENS // longest)
-        batches = [trainer.data_collator(examples[i : i + size]) for i in range(0, len(examples), size)]
-        ours = batches[processes.rank() :: processes.size()]
-        if len(ours) * processes.size() < len(batches):  # FSDP wants as many passes of all: one that counts nothing
-            ours.append({**batches[0], "labels": batches[0]["labels"].new_full(batches[0]["labels"].shape, -100)})
-        counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
-        dtype = torch.bfloat16 if self.training.bf16 else None
-        means = []
-        with console.progress_bar(title) as progress:
-            for number, precision in enumerate(precisions):
-                progress(str(precision or "full precision"), number, len(precisions))
-                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, dtype)[0]
-                parts = processes.together((loss * counted, counted))
-                means.append(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
-        reshard(trainer.model)
-        return means
-
-    def _examples_to_measure(self, held_out: TokenDataset) -> list[dict[str, list[int]]]:
-        """The first examples, as many as --eval-tokens allows, one at least."""
-        examples: list[dict[str, list[int]]] = []
-        tokens = 0
-        for example in (held_out[i] for i in range(len(held_out))):
-            tokens += len(example["input_ids"])
-            if examples and tokens > self.around.eval_tokens:
-                break
-            examples.append(example)
-        return examples
+        return fmean(unseen.losses(trainer, self.options.tuned_for, "judging the average (precisions)"))
 
     def kept(self) -> str:
         """What a run that ended early leaves behind, and how to go on."""

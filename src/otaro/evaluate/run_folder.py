@@ -173,8 +173,8 @@ def recipe_of(tuning: dict[str, Any]) -> str:
 
 def has_full_pass(tuning: dict[str, Any]) -> bool:
     """Whether every step has a pass in full precision beside the one at the precision drawn."""
-    share = tuning["options"].get("full")
-    return records.is_exact(share) and share > 0
+    share = tuning["options"].get("full", 0.0)
+    return share is None or (records.is_exact(share) and share > 0)  # None: by how often the data are seen
 
 
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:

@@ -140,6 +140,15 @@ class Source:
             tensor = self.stored(piece.source)
             yield (tensor if piece.rows is None else tensor[piece.rows]).reshape(piece.shape)
 
+    @torch.no_grad()
+    def load_into(self, model: torch.nn.Module) -> None:
+        """Give a model of the same configuration, loaded by transformers, the weights of this one."""
+        there = model.state_dict()
+        for name in self.names:
+            shape = self.shape(name)
+            whole = torch.cat([some.flatten() for some in self.values(Piece(name, name, shape))]).view(shape)
+            there[name].copy_(whole.T if name in self.transposed else whole)
+
     def pieces(self) -> list[Piece]:
         """All tensors under the names that checkpoints on the Hub have: there experts lie one by one."""
         return [piece for name in self.names for piece in self._pieces(name)]

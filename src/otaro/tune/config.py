@@ -53,11 +53,23 @@ class Options:
     )
     precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "Those to tune for.")
     weights: tuple[float, ...] | None = flag(None, METHOD, "How often `uniform` draws each precision, finest first.")
-    full: float = flag(0.0, METHOD, "Share of the loss that a pass in full precision takes in every step.")
+    full: float | None = flag(
+        0.0,
+        METHOD,
+        "Share of the loss that a pass in full precision takes in every step. By default of --recipe best two thirds, "
+        "or a third where the run sees its data more than three times.",
+    )
     distill: float = flag(0.0, METHOD, "Share of the loss at a precision that pulls toward the same weights unquantized.")
     # The finer ones are too close to their teacher to learn from it.
     distill_at: tuple[Precision, ...] = flag(
         (Precision("E5M5"), Precision("E5M4"), Precision("E5M3")), METHOD, "The precisions to distil at."
+    )
+    calibrate: bool = flag(
+        False,
+        METHOD,
+        "Choose the codes of the tuned weights on the data they were tuned on, as `otaro pack --calibrate` does, and keep "
+        "them if they are better on held-out data.",
+        "--calibrate/--no-calibrate",
     )
     average: float = flag(
         0.0,
@@ -101,10 +113,10 @@ class Options:
             raise ConfigError(f"--delay {self.delay}: must be at least 1")
         if not 0 <= self.distill <= 1:
             raise ConfigError(f"--distill {self.distill}: must be between 0 and 1")
-        if not 0 <= self.full < 1:
+        if self.full is not None and not 0 <= self.full < 1:
             raise ConfigError(f"--full {self.full}: must be 0 or more, and less than 1; --method fp is all of it")
-        if self.full and self.method == "fp":
-            raise ConfigError(f"--full {self.full:g}: --method fp has all of its loss in full precision")
+        if self.full != 0 and self.method == "fp":
+            raise ConfigError(f"--full {self.full}: --method fp has all of its loss in full precision")
         if not 0 <= self.l2_sp < math.inf:
             raise ConfigError(f"--l2-sp {self.l2_sp}: must be a number, and not negative; 0 for none")
         if not 0 <= self.average <= 1:
@@ -124,6 +136,12 @@ class Options:
                 raise ConfigError("--weights must be numbers, not negative, nor all zero")
         if self.group_size < 1 or self.group_size % 32:
             raise ConfigError(f"--group-size {self.group_size}: must be a positive multiple of 32")
+
+    def full_share(self, passes: float) -> float:
+        """`full`, or what suits a run that sees each of its examples so many times."""
+        if self.full is not None:
+            return self.full
+        return FULL_OF_NEW_DATA if passes <= FEW_PASSES else FULL_OF_REPEATED_DATA
 
     def check_rate(self, lr: float) -> None:
         """Refuse a way back that would undo every step."""
@@ -267,10 +285,13 @@ def _known(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Recipe = Literal["best", "paper"]
-# Chosen among sixty candidates by held-out text in five regimes (docs/log.md). The pass in full precision keeps the
-# fine precisions where tuning as usual has them, so that only the lower three need be drawn. What holds a run back
-# helps where a text is fitted too closely, and costs where there is much to learn: so no L2-SP, and a judged average.
-BEST = Options(weights=(0.0, 0.0, 0.0, 1.0, 1.25, 2.6), full=1 / 3, distill=0.5, average=0.5)
+# Chosen by held-out text in six regimes (docs/log.md). The pass in full precision keeps the fine precisions where tuning as
+# usual has them, so that only the lower three need be drawn. Where data are new, what is learnt in full precision is what
+# counts, and codes chosen on the data make up for most of what the low precisions then lack. Where data come again and
+# again, the noise of low precisions keeps a run from fitting them too closely. Average and codes are judged: each helps
+# in some regimes and costs in others.
+BEST = Options(weights=(0.0, 0.0, 0.0, 1.0, 1.25, 2.6), full=None, distill=0.5, calibrate=True, average=0.5)
+FULL_OF_NEW_DATA, FULL_OF_REPEATED_DATA, FEW_PASSES = 2 / 3, 1 / 3, 3
 
 
 def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
@@ -278,10 +299,11 @@ def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
 
     `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5. Its
     listing ends with the last batch and applies nothing that still waits then.
-    `best` is ours, chosen by measurement. A third of every step's loss is cross-entropy in full precision; a third
-    each are cross-entropy, and divergence from that pass, at one of the lower three precisions, drawn at random with
-    a tilt toward the lowest. AdamW at the rate of tuning as usual; in the end the mean weights of the last half of the
-    steps, if they are better on held-out data.
+    `best` is ours, chosen by measurement. Two thirds of every step's loss (a third, where the run sees its data more than
+    three times) are cross-entropy in full precision; half of the rest each are cross-entropy, and divergence from that
+    pass, at one of the lower three precisions, drawn at random with a tilt toward the lowest. AdamW at the rate of
+    tuning as usual; in the end the mean weights of the last half of the steps, and codes chosen on the data that were
+    tuned on, each if they are better on held-out data.
 
     Another method than the recipe's own takes the place of its: of `best` nothing else then remains, since all of it was
     chosen for that one method, and a baseline is to be what its name says.

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from otaro.errors import OtaroError, OtaroWarning
 from otaro.sefp.precision import Precision
@@ -180,7 +181,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             }
             self._started = time.perf_counter()
         self._record["tokens"] += int(inputs["input_ids"].numel()) if "input_ids" in inputs else 0
-        precision, full = self._record["precision"], self.otaro.full
+        precision, full = self._record["precision"], self.full_share
         told: torch.Tensor | float = 0.0
         if full and precision is not None:
             with self._passing(None, full, teaches=bool(self._distilled(precision))), _together(model):
@@ -194,6 +195,14 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         if self.accelerator.sync_gradients:
             self._finish_step(model)
         return told + loss
+
+    @property
+    def full_share(self) -> float:
+        """Of the loss of a step, that the pass in full precision takes; known once the run has begun.
+
+        Data without a length are a stream, and taken to be new.
+        """
+        return self.otaro.full_share(self.state.num_train_epochs if has_length(self.train_dataset) else 1)
 
     @contextmanager
     def _passing(self, precision: Precision | None, share: float, teaches: bool = False) -> Iterator[None]:
