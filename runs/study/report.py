@@ -21,7 +21,9 @@ from runs.study.quantizers import OTHERS
 from runs.study.results import Result, Results, finished, is_done, is_fixed, model_at, models_of
 
 MAIN = ("none", "fp", "fixed", "uniform", "bps", "otaro", "best")
-RECIPE = ("none", "fp", "fixed", "uniform", "best", plan.HALF)
+SHARES = {"1/3": "best" + plan.JUDGED, "1/2": plan.HALF + plan.JUDGED, "2/3": plan.TWO_THIRDS + plan.JUDGED}
+"""Recipes by what they learn in full precision."""
+RECIPE = ("none", "fp", "fp" + plan.CALIBRATED, "fixed", "uniform", *SHARES.values())
 PAPERS = ("none", "fp", "fixed", "fixed, LAA", "uniform", "bps", "otaro")
 MISSING = "*not run yet*"
 ALL_MISSING = f"\n{MISSING}\n"
@@ -73,7 +75,10 @@ def method_table(results: Results, bench: str, names: Sequence[str]) -> str:
     """Methods by precision."""
     asked, rows = asked_of(bench), []
     for name in names:
-        wanted = {p for p in NAMES if p in asked.get(model_at(name, p), ())} if is_fixed(name) else asked.get(name, set())
+        if is_fixed(name):
+            wanted = {p for p in NAMES if p in asked.get(model_at(name, p), ())}
+        else:
+            wanted = {column for own in models_of(name) for column in asked.get(own, ())}
         rows.append([_called(name), *cells(results, bench, name, COLUMNS, wanted)])
     return table(["", *COLUMNS], rows)
 
@@ -94,18 +99,35 @@ LIMITS = {"E5M8": 0.7, "E5M7": 0.7, "E5M6": 0.7, "E5M5": 1.5, "E5M4": 4.0}
 """By how many percent one model may be behind tuning as usual in full precision."""
 
 
+HEADS = {"perplexity": "test text", "heldout": "held-out text"}
+RIVAL = 0.5
+"""By how many percent it may be behind plain sampling and behind dedicated models."""
+
+
 def bars(results: Results, benches: Sequence[Bench], measure: str) -> str:
     """In each regime: behind tuning as usual, and at E5M3 behind int4 QAT under the same regularisers; seeds paired."""
     rows = []
     for bench in benches:
-        for name in ("best", plan.HALF, "uniform"):
+        ours = plan.recipe_of(bench)
+        called = {name: f"{share} in full precision{', `best`' * (name == ours)}" for share, name in SHARES.items()}
+        for name, words in {**called, "uniform": "`uniform`"}.items():
             shown = []
             for column in NAMES:
                 other = "int4 QAT, held as best" if column == "E5M3" else "fp"
                 gaps = paired(results, bench, name, other, column, measure, "E5M3" if column == "E5M3" else FULL)
                 shown.append(_percent(gaps, LIMITS.get(column, 0.0)))
-            rows.append([f"{bench.name}: `{name}`", *(cell or MISSING for cell in shown)])
-    return table([{"perplexity": "test text", "heldout": "held-out text"}[measure], *NAMES], rows)
+            rows.append([f"{bench.name}: {words}", *(cell or MISSING for cell in shown)])
+    return table([HEADS[measure], *NAMES], rows)
+
+
+def rivals(results: Results, benches: Sequence[Bench], measure: str) -> str:
+    """In each regime, behind plain sampling and behind a model dedicated to each precision; seeds paired."""
+    rows = []
+    for bench in benches:
+        for other in ("uniform", "fixed"):
+            gaps = [paired(results, bench, plan.recipe_of(bench), other, column, measure) for column in NAMES]
+            rows.append([f"{bench.name}: against {_called(other)}", *(_percent(gap, RIVAL) for gap in gaps)])
+    return table([HEADS[measure], *NAMES], rows)
 
 
 def as_written(results: Results, bench: Bench) -> str:
@@ -389,6 +411,8 @@ def sections(results: Results, *, small: bool) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "bars, held-out": partial(bars, results, regimes, "heldout"),
         "bars, test": partial(bars, results, regimes, "perplexity"),
+        "rivals, held-out": partial(rivals, results, regimes, "heldout"),
+        "rivals, test": partial(rivals, results, regimes, "perplexity"),
     }
     found |= {f"regime, {bench.name}": partial(regime, results, bench) for bench in regimes}
     found |= {f"paper, {bench.name}": partial(as_written, results, bench) for bench in papers}

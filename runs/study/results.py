@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs.study.plan import BENCHES, FORMAT, FULL, NAMES, SEEDS, Job, Row
+from runs.study.plan import BENCHES, CALIBRATED, FORMAT, FULL, JUDGED, NAMES, SEEDS, Job, Row
 
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 
@@ -95,7 +95,14 @@ class Results:
         )
 
     def rows(self, bench: str, name: str) -> dict[int, Result]:
-        """By seed; where several rates were tried, the row with the one that held-out text found best."""
+        """By seed; where several rates were tried, the row with the one that held-out text found best.
+
+        A name with `JUDGED` is how its runs end: where one was also packed on its text, the better packing.
+        """
+        if name.endswith(JUDGED):
+            own = name.removesuffix(JUDGED)
+            packed = self.rows(bench, own + CALIBRATED)
+            return self.rows(bench, own) | {seed: _better_packing(line) for seed, line in packed.items()}
         found: dict[int, Result] = {}
         for line in self.lines:
             if line["bench"] == bench and line["name"] == name and "error" not in line and not _former(line):
@@ -156,8 +163,16 @@ def _former(line: Result) -> bool:
     return bool(rates and swept and format_of(line) == FORMAT and line["lr"] not in rates)
 
 
+def _better_packing(line: Result) -> Result:
+    """A row that was packed in both ways, with the numbers of the one that held-out text prefers."""
+    plain = line | line["plain"]
+    return min(plain, line, key=lambda one: heldout_score("", one))
+
+
 def models_of(name: str) -> list[str]:
-    """`fixed` stands for the dedicated models of all precisions."""
+    """`fixed` stands for the dedicated models of all precisions, what is judged for what it is chosen from."""
+    if name.endswith(JUDGED):
+        return [name.removesuffix(JUDGED) + end for end in ("", CALIBRATED)]
     return [model_at(name, p) for p in NAMES] if is_fixed(name) else [name]
 
 

@@ -371,7 +371,7 @@ def test_a_cell_says_what_is_not_run_yet(tmp_path):
     line = {"key": "best", "bench": bench.name, "name": "best", "seed": 0, "lr": 5e-5, "heldout": {}}
     append(where.results, {**line, "perplexity": dict.fromkeys(plan.NAMES, 12.0)})
     shown = report.regime(Results(where.results), bench)
-    assert f"| `best` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |" in shown
+    assert f"| `best, judged` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |" in shown
     assert f"| `fp` | {report.MISSING} |  |  |  |  |  |  |" in shown
     assert f"| `fixed:`, 6 models |  | {report.MISSING} |  |  |  |  |  |" in shown
 
@@ -399,7 +399,27 @@ def test_bars_compare_with_tuning_as_usual_and_at_e5m3_with_int4_qat(tmp_path):
         append(where.results, {**line, "heldout": values, "perplexity": {}})
     shown = report.bars(Results(where.results), [plan.BENCHES["stories15M"]], "heldout")
     missing = report.MISSING
-    assert f"| stories15M: `best` | +0.50% | {missing} | {missing} | **+2.00%** | +3.00% | -5.00% |" in shown
+    best = "stories15M: 1/3 in full precision, `best`"
+    assert f"| {best} | +0.50% | {missing} | {missing} | **+2.00%** | +3.00% | -5.00% |" in shown
+
+
+def test_a_run_ends_with_the_packing_that_held_out_text_prefers(tmp_path):
+    where, bench = places(tmp_path), plan.BENCHES["demo"]
+    name = plan.recipe_of(bench)
+    assert name == "best, full 2/3, judged"
+    line = {"bench": "demo", "name": "best, full 2/3", "seed": 2, "lr": 4e-4}
+    append(where.results, {"key": "plain", **line, "heldout": dict.fromkeys(plan.NAMES, 9.0), "perplexity": {"E5M3": 9.0}})
+    for seed, chosen in enumerate((9.0, 11.0)):
+        line = {"bench": "demo", "name": "best, full 2/3, calibrated", "seed": seed, "lr": 4e-4}
+        plain = {"heldout": dict.fromkeys(plan.NAMES, 10.0), "perplexity": {"E5M3": 20.0}}
+        own = {"heldout": dict.fromkeys(plan.NAMES, chosen), "perplexity": {"E5M3": 30.0}}
+        append(where.results, {"key": str(seed), **line, **own, "plain": plain})
+    results = Results(where.results)
+    assert results.cell("demo", name, "E5M3") == [30.0, 20.0, 9.0]  # the last one was packed in one way alone
+    append(where.results, {"key": "u", "bench": "demo", "name": "uniform", "seed": 0, "lr": 4e-4, "perplexity": {"E5M3": 25.0}})
+    shown = report.rivals(Results(where.results), [bench], "perplexity")
+    assert "| demo: against `uniform` |  |  |  |  |  | **+20.00%** |" in shown
+    assert "best, full 2/3, judged" in report.regime(Results(where.results), bench)
 
 
 def places(tmp_path):
@@ -474,7 +494,7 @@ def test_means_spread_and_gaps_are_told(tmp_path):
     results = Results(where.results)
     shown = report.regime(results, plan.BENCHES["SmolLM2-135M"])
     no = report.MISSING
-    assert f"| `best` | {no} | {no} | {no} | {no} | {no} | 10.500 ± 0.707 | {no} |" in shown
+    assert f"| `best, judged` | {no} | {no} | {no} | {no} | {no} | 10.500 ± 0.707 | {no} |" in shown
     assert f"| `fixed:`, 6 models |  | {no} | {no} | {no} | {no} | 11.000 ± 1.414 | {no} |" in shown
     assert "commit abc; m" in shown
     assert "seeds 0, 1." in shown
