@@ -18,7 +18,7 @@ import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
 from otaro.cli.tune import _show
-from otaro.cli.tune_run import _explained
+from otaro.cli.tune_ends import explained
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer
@@ -419,7 +419,7 @@ def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try_and_what_
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
 def test_so_does_one_without_memory_on_the_host(error):
     run = SimpleNamespace(kept=lambda: "this is kept")
-    with pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"), _explained(run):
+    with pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"), explained(run):
         raise error
 
 

@@ -320,6 +320,32 @@ def test_the_recipe_best_keeps_full_weights_in_bf16_too(train):
     assert log[-1]["kept"] in ("average", "last")
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Examples without a number."""
+
+    def __iter__(self):
+        return iter(examples())
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "share"),
+    [
+        (examples(8), {"max_steps": 12}, 2 / 3),  # three times
+        (examples(8), {"max_steps": 13}, 1 / 3),
+        (examples(8), {"max_steps": -1, "num_train_epochs": 3}, 2 / 3),
+        (examples(8), {"max_steps": -1, "num_train_epochs": 3.5}, 1 / 3),
+        (Stream(), {"max_steps": 3}, 2 / 3),  # taken to be new
+    ],
+    ids=["steps", "more steps", "epochs", "more epochs", "stream"],
+)
+def test_how_often_data_are_seen_says_how_much_is_learnt_in_full_precision(train, fresh, data, changes, share):
+    chosen = Options(method="fixed:E5M3", full=None)
+    trainer, _ = train(chosen, model=fresh(torch.float64), data=data, **changes)
+    assert trainer.full_share == share
+    told, _ = train(replace(chosen, full=share), model=fresh(torch.float64), data=data, **changes)
+    assert_close(weights_of(trainer.model), weights_of(told.model), 0)
+
+
 def test_an_average_is_judged_by_the_mean_over_the_precisions_tuned_for(train):
     held = examples(6)
     batch = {key: torch.stack([example[key] for example in held]) for key in held[0]}

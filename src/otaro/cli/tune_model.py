@@ -1,16 +1,21 @@
-"""The model that a run tunes: all of its weights in float32, or adapters over frozen ones in the type they are stored in."""
+"""The model that a run tunes: all of its weights in float32, or adapters over frozen ones in the type they are stored in.
+
+And the checkpoint that it ends with.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otaro.errors import OtaroError, install
+from otaro.tune import processes
 
 if TYPE_CHECKING:
     import torch
 
-    from otaro.tune.config import Training
+    from otaro.tune.config import Options, Training
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}  # as Trainer calls them
 
@@ -70,3 +75,28 @@ def _check_optimizer(training: Training) -> None:
 
         if find_spec("bitsandbytes") is None:
             raise OtaroError(f"--optimizer adamw8bit needs the package bitsandbytes; install it with: {install('adam8bit')}")
+
+
+def gathered(model: Any) -> dict[str, Any]:
+    """All weights of a sharded model in whole, in the first process; by all processes together."""
+    whole = {}
+    for name, part in model.state_dict().items():
+        tensor = part.full_tensor() if hasattr(part, "full_tensor") else part
+        if processes.is_first():
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
+    from otaro.file.atomic import new_directory
+    from otaro.file.coding import Coding, write_coding
+
+    with new_directory(target, overwrite=True) as directory:
+        write_coding(directory, Coding(options.group_size, options.reconstruction))
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        config = json.loads((directory / "config.json").read_text())
+        types = {tensor.dtype for tensor in model.parameters()}
+        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

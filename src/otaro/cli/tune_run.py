@@ -1,6 +1,7 @@
 """One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to where it can go on.
 
-What it is measured on is tune_heldout.py, how it is packed tune_pack.py.
+What it tunes and leaves is tune_model.py, what it is measured on tune_heldout.py, how it is packed tune_pack.py, how it ends
+early tune_ends.py, the folder it is kept in tune_folder.py.
 """
 
 from __future__ import annotations
@@ -8,9 +9,6 @@ from __future__ import annotations
 import json as json_module
 import os
 import platform
-import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from otaro.cli import console
-from otaro.errors import OtaroError, brief
+from otaro.cli.tune_ends import explained, interruptible, worded
+from otaro.errors import OtaroError
 from otaro.tune import processes
 
 if TYPE_CHECKING:
@@ -35,11 +32,6 @@ if TYPE_CHECKING:
     from otaro.file.hub import Hub
     from otaro.tune.config import Around, Options, Training
     from otaro.tune.data import TokenDataset
-
-LESS_MEMORY = (
-    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
-    "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
-)
 
 
 class TuningRun:
@@ -86,7 +78,7 @@ class TuningRun:
 
         processes.join()
         console.quiet_transformers()
-        with _interruptible(self), _explained(self), ExitStack() as held:
+        with interruptible(self), explained(self), ExitStack() as held:
             if processes.is_first():
                 held.enter_context(alone(self.out))
                 if not self.resume:
@@ -96,6 +88,7 @@ class TuningRun:
         return result
 
     def _go(self) -> dict[str, Any]:
+        from otaro.cli.tune_model import save
         from otaro.cli.tune_pack import pack_plainly
         from otaro.tune.checkpoints import forget_steps_after, last_good_checkpoint
 
@@ -124,7 +117,7 @@ class TuningRun:
         with console.err.status("saving ..."):
             tuned = self._tuned(trainer)
             if processes.is_first():
-                _save(tuned, tokenizer, self.options, self.out / "model")
+                save(tuned, tokenizer, self.options, self.out / "model")
         if processes.is_first():
             pack_plainly(self.out, self.options)
         packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
@@ -296,7 +289,7 @@ class TuningRun:
             raise OtaroError(f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`")
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
             raise OtaroError("DeepSpeed is not supported; to share weights out over processes use --fsdp")
-        with _worded():
+        with worded():
             return TrainingArguments(
                 output_dir=str(self.folder.checkpoints),
                 per_device_train_batch_size=t.batch_size,
@@ -328,7 +321,7 @@ class TuningRun:
         from otaro.tune.data import collate, padding_id
         from otaro.tune.trainer import OtaroTrainer, reaches_all
 
-        with _worded():
+        with worded():
             trainer = OtaroTrainer(
                 model=model,
                 args=arguments,
@@ -358,11 +351,12 @@ class TuningRun:
 
     def _tuned(self, trainer: Any) -> Any:
         """The tuned model as it is to be saved, adapters merged; in the first process."""
+        from otaro.cli.tune_model import gathered
         from otaro.tune.fake_quant import merge_lora, restore
 
         model = trainer.model
         if trainer.is_fsdp_enabled:
-            weights = _gathered(model)  # by all of them
+            weights = gathered(model)  # by all of them
             if not processes.is_first():
                 return None
             model, _ = self._load_model()  # one that is not sharded
@@ -426,74 +420,6 @@ class TuningRun:
         return f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps (--save-every)"
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a run as Ctrl-C does."""
-
-
-@contextmanager
-def _interruptible(run: TuningRun) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM say what is kept; of several processes the first does."""
-    if not processes.is_first():
-        yield  # the launcher ends them
-        return
-
-    def terminate(*_: Any) -> None:
-        raise _Terminated
-
-    catching = threading.current_thread() is threading.main_thread()  # no other may
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if catching else {}
-    try:
-        if catching:
-            signal.signal(signal.SIGTERM, terminate)
-        yield
-    except KeyboardInterrupt as end:
-        for number in usual:
-            signal.signal(number, signal.SIG_IGN)  # a second one must not cut the word short
-        console.err.print(f"[bold]interrupted:[/] {console.escape(run.kept())}", highlight=False)
-        raise typer.Exit(128 + (signal.SIGTERM if isinstance(end, _Terminated) else signal.SIGINT)) from None
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _explained(run: TuningRun) -> Iterator[None]:
-    """End in one sentence where memory ran out, or another process of the run was killed."""
-    import torch
-
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        said = str(error)
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
-            raise OtaroError(f"out of memory; {LESS_MEMORY}; {run.kept()}") from error
-        if processes.size() > 1 and re.search("Connection (closed|reset) by peer|NCCL|gloo", said):
-            why = f"the processes of this run lost each other ({brief(error)}); one was ended perhaps, for lack of memory"
-            raise OtaroError(f"{why}; {run.kept()}") from error
-        raise
-
-
-@contextmanager
-def _worded() -> Iterator[None]:
-    """Other libraries' refusals of a setting, in one line."""
-    try:
-        yield
-    except (ValueError, ImportError, NotImplementedError) as error:
-        if isinstance(error, OtaroError):
-            raise
-        raise OtaroError(f"this run cannot be set up: {brief(error)}") from error
-
-
-def _gathered(model: Any) -> dict[str, Any]:
-    """All weights of a sharded model in whole, in the first process; by all processes together."""
-    whole = {}
-    for name, part in model.state_dict().items():
-        tensor = part.full_tensor() if hasattr(part, "full_tensor") else part
-        if processes.is_first():
-            whole[name] = tensor.cpu()
-    return whole
-
-
 def _positions(model: Any) -> int | None:
     """How many tokens a model was made for, if it says so."""
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -525,18 +451,3 @@ def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
             stack.close()
 
     return Watcher()
-
-
-def _save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
-    from otaro.file.atomic import new_directory
-    from otaro.file.coding import Coding, write_coding
-
-    with new_directory(target, overwrite=True) as directory:
-        write_coding(directory, Coding(options.group_size, options.reconstruction))
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        config = json_module.loads((directory / "config.json").read_text())
-        types = {tensor.dtype for tensor in model.parameters()}
-        config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
-        (directory / "config.json").write_text(json_module.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -394,7 +394,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
 
     def _sequence_length(self) -> int:
         """Of the first example, where the data has one to look at; else a usual one."""
-        first = self.train_dataset[0] if hasattr(self.train_dataset, "__getitem__") else None
+        first = self.train_dataset[0] if has_length(self.train_dataset) else None
         return len(first["input_ids"]) if isinstance(first, Mapping) and "input_ids" in first else 1024
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
