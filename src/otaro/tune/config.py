@@ -68,7 +68,7 @@ class Options:
         False,
         METHOD,
         "Choose the codes of the tuned weights on the data they were tuned on, as `otaro pack --calibrate` does, and keep "
-        "them if they are better on held-out data.",
+        "them if they are better on held-out data. On in --recipe best.",
         "--calibrate/--no-calibrate",
     )
     average: float = flag(
