@@ -70,7 +70,6 @@ def main() -> None:
 
 
 def one_shape(rows: int, length: int, found: list[peers.Peer], rounds: int) -> dict[str, Any]:
-    """Seconds by tokens and contender."""
     size = matrix_bytes(rows, length, None)
     halves = copies(size, lambda: gpu.halves(rows, length))
     packed = copies(matrix_bytes(rows, length, OURS[0]), lambda: random_packed(rows, length))

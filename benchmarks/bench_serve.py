@@ -164,7 +164,6 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
 
 @contextmanager
 def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Process]]:
-    """The server, once it listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -170,7 +170,6 @@ def print_bars(bars: list[Bar]) -> None:
 
 
 def wrong(results: Any, path: str = "") -> Iterator[str]:
-    """Where a check failed."""
     if isinstance(results, dict):
         if results.get("wrong"):
             yield path

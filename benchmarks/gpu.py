@@ -73,7 +73,6 @@ def copies(size: int, make: Callable[[], Weights]) -> list[Weights]:
 
 
 def halves(rows: int, length: int) -> torch.Tensor:
-    """A matrix in float16."""
     return torch.empty(rows, length, dtype=torch.float16, device=DEVICE).normal_(std=STD)
 
 

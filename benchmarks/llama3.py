@@ -68,7 +68,6 @@ def matrix_bytes(rows: int, length: int, precision: Precision | None) -> int:
 
 
 def weight_bytes(precision: Precision | None) -> int:
-    """Of all matrices: the products', and the embedding's."""
     return product_bytes(precision) + matrix_bytes(VOCABULARY, HIDDEN, precision)
 
 
@@ -78,7 +77,6 @@ def product_bytes(precision: Precision | None) -> int:
 
 
 def cache_bytes(tokens: int, precision: Precision | None) -> int:
-    """Of the keys and values of so many tokens."""
     values = 2 * LAYERS * tokens * KEYS
     return 2 * values if precision is None else values * (1 + precision.mantissa_bits) // 8 + values // GROUP
 

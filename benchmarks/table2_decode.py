@@ -195,7 +195,6 @@ def held() -> int:
 
 
 def filled(decoder: GpuDecoder, kv: Precision | None) -> GpuCache:
-    """A cache that holds the context."""
     cache = decoder.new_cache(kv, capacity=CAPACITY)
     fill(cache, CONTEXT)
     return cache
@@ -267,7 +266,6 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """A line for each contender."""
     half = rows[HALF]["seconds"]
     say(
         f"{'':22}{'ms':>8}{'tokens/s':>10}{'x own f16':>11}{'of bound':>10}"
@@ -332,7 +330,6 @@ def switch(asked: Settings) -> dict[str, Any]:
 
 
 def steady(model: PackedModel, decoder: GpuDecoder, cache: GpuCache, precision: Precision, waiting: bool) -> Contender:
-    """One precision all the time."""
     one = contender(decoder, cache, partial(model.switch, precision))
     return Contender(lambda: decoder.chosen(decoder.advance()), one.rewind) if waiting else one
 
@@ -385,6 +382,5 @@ def prompts(asked: Settings) -> dict[str, Any]:
 
 
 def read(decoder: GpuDecoder, ids: list[int], prepare: Callable[[], object] = lambda: None) -> None:
-    """From the beginning."""
     prepare()
     decoder.forward(ids, decoder.new_cache(capacity=len(ids)))

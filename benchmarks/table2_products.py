@@ -237,7 +237,6 @@ def multiply_many(
 
 
 def print_speedups(title: str, by_column: dict[str, dict[str, float]]) -> None:
-    """Microseconds, and times float16."""
     say(f"\n{title}")
     say(f"{'':22}" + "".join(f"{column:>18}" for column in by_column))
     for name in next(iter(by_column.values())):
@@ -376,7 +375,6 @@ def quantized_set(model: str, weights: list[torch.Tensor], out: torch.dtype, ask
 
 
 def host_seconds(run: Callable[[], Any], rounds: int = 20) -> float:
-    """What the host takes to ask for it."""
     run()
     torch.cuda.synchronize()
     started = time.perf_counter()

@@ -59,7 +59,6 @@ def integers(weight: torch.Tensor, bits: int, group_size: int = 64) -> torch.Ten
 
 
 def signed_blocks(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Q4_0 and Q5_0."""
     values, half = in_groups(weight, 32), 2 ** (bits - 1)
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     scale = largest / -half

@@ -16,7 +16,6 @@ Result = dict[str, Any]
 
 
 def read(results: Path) -> list[Result]:
-    """All lines there are."""
     lines = results.read_text().splitlines() if results.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
 
@@ -162,5 +161,4 @@ def model_at(name: str, precision: str) -> str:
 
 
 def is_fixed(name: str) -> bool:
-    """Whether it stands for several."""
     return name.startswith("fixed") and ":" not in name
