@@ -4,9 +4,9 @@
     python benchmarks/bench_peers.py --anybcq DIR --arch 90           # build alone, for compute capability 9.0; needs no GPU
 
 Any-Precision's kernel is the one in AnyBCQ's repository. Marlin, which is not nested, joins where vLLM is installed. Weights
-are random; copies of each matrix take 200 MB at least, so that they come from memory; launches are captured into graphs,
-contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has them. AnyBCQ's
-kernel adds to its output, so that setting that to zero counts.
+are random; copies of each matrix take 200 MB at least, so that they come from memory; launches are captured into
+graphs, contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has
+them. AnyBCQ's kernel adds to its output, so that setting that to zero counts.
 """
 
 from __future__ import annotations

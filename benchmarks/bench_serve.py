@@ -13,8 +13,9 @@ Requests come again, so that a server which keeps prompts need not read them. `-
 its own, for one client and for many alike: then all of it is read, every time. 48 of these requests are asked again alone.
 
 `--against llama.cpp` gives the same prompts and numbers of tokens to llama.cpp's server (`pip install
-'llama-cpp-python[server]'`, `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights;
-if it cannot be started, it is left out, and why is said. Exits with 1 if an answer of ours failed or differed.
+'llama-cpp-python[server]'`, `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same
+weights; if it cannot be started, it is left out, and why is said. Exits with 1 if an answer of ours failed or
+differed.
 """
 
 from __future__ import annotations

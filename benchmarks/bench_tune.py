@@ -70,7 +70,7 @@ class Clock(TrainerCallback):  # type: ignore[misc] # transformers is not typed
 def turn(
     a: argparse.Namespace, config: Any, start: Any, name: str, options: Options | None, compiled: bool
 ) -> tuple[list[float], float]:
-    """Steps on random tokens, without options by transformers' own trainer: seconds of each that counts, peak bytes."""
+    """Seconds of each step that counts, and peak bytes; without options by transformers' own trainer."""
     memory.ROOM = 0.0 if "made again" in name else 1.0  # of the device that may be filled
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(start, assign=False)
@@ -78,8 +78,8 @@ def turn(
     tokens = torch.randint(3, config.vocab_size, (a.batch_size * a.steps, a.sequence_length))
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
-            scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5, report_to=[],
-            use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5,
+            report_to=[], use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no", disable_tqdm=True,
             logging_nan_inf_filter=False, optim="adamw_torch_fused",
         )  # fmt: skip
         common = {"model": model, "args": arguments, "train_dataset": [{"input_ids": row, "labels": row} for row in tokens]}
@@ -98,7 +98,8 @@ def turn(
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return [later - earlier for earlier, later in itertools.pairwise(clock.times)][a.ignored - 1 :], float(peak)
+    seconds = [later - earlier for earlier, later in itertools.pairwise(clock.times)]
+    return seconds[a.ignored - 1 :], float(peak)
 
 
 def main() -> None:

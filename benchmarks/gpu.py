@@ -1,8 +1,9 @@
 """What the GPU benchmarks share: launches captured into graphs, timed in turn; the speed of a plain copy; which GPU it was.
 
-A graph repeats its launches without the host, so that what is timed is the GPU's own work. Contenders run in turn, round
-after round, between two events each, and the median of a contender's rounds counts: whatever clocks and neighbours do
-meets all of them alike. Weights are copied until they take so many bytes that none is in the cache when it comes again.
+A graph repeats its launches without the host, so that what is timed is the GPU's own work. Contenders run in
+turn, round after round, between two events each, and the median of a contender's rounds counts: whatever clocks
+and neighbours do meets all of them alike. Weights are copied until they take so many bytes that none is in the
+cache when it comes again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import common
 import torch
 
 LONG_ENOUGH = 2e-3
-"""Seconds that a graph should take: what lies between an event and the first kernel of a graph is less than a percent."""
+"""Seconds that a graph should take: what lies between an event and its first kernel is less than a percent."""
 COPIED = 2 << 30  # bytes
 DEVICE = "cuda"
 STD = 0.02  # of weights in float16
@@ -53,7 +54,7 @@ class Captured:
 
 
 def capture(launch: Callable[[int], Any], launches: int) -> Captured:
-    """Run `launch(0)`, `launch(1)`, ... into a graph, after one outside it, which compiles what is missing."""
+    """Run `launch(0)`, `launch(1)`, ... into a graph, after one outside it that compiles."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,7 +80,7 @@ def halves(rows: int, length: int) -> torch.Tensor:
 def rotating(
     weights: Sequence[Weights], seconds: float, call: Callable[..., Any], *arguments: Any, most: int = 1000
 ) -> Captured:
-    """Calls of about so many seconds with each copy of the weights in turn, all equally often, and other arguments."""
+    """Calls of about so many seconds with each copy of the weights in turn, all equally often."""
     rounds = max(1, round(min(most, LONG_ENOUGH / seconds) / len(weights)))
     return capture(lambda number: call(weights[number % len(weights)], *arguments), rounds * len(weights))
 

@@ -1,4 +1,4 @@
-"""LLaMA-3-8B: the shapes of its weights, what they and the cache take in memory, and random ones for our own decoder."""
+"""LLaMA-3-8B: shapes of its weights, what they and the cache take in memory, random ones for our decoder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from otaro.sefp.precision import COARSEST, FINEST, GROUP_SIZE, Precision
 
 GIB = float(1 << 30)
 ROPE_BASE = 500000.0
-SHAPE: Any = LlamaConfig(
-    **LLAMA_8B, max_position_embeddings=8192, rope_theta=ROPE_BASE, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2
-)
+_MORE = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE: Any = LlamaConfig(**LLAMA_8B, rope_theta=ROPE_BASE, **_MORE)
 HIDDEN, LAYERS, VOCABULARY = (LLAMA_8B[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
 KEYS: int = SHAPE.num_key_value_heads * SHAPE.head_dim
 NORM_BYTES = 2 * HIDDEN * (2 * LAYERS + 1)  # in float16; they are never packed
@@ -82,11 +81,11 @@ def cache_bytes(tokens: int, precision: Precision | None) -> int:
 
 
 def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None) -> int:
-    """What a token after so many must read: every product's weights, a row of the embedding, norms, the cache."""
+    """What a token after so many must read: products' weights, a row of the embedding, norms, the cache."""
     return product_bytes(precision) + matrix_bytes(1, HIDDEN, precision) + NORM_BYTES + cache_bytes(tokens, cache)
 
 
-# Random weights -------------------------------------------------------------------------------------------------------
+# Random weights ---------------------------------------------------------------------------------------------
 
 
 def random_packed(rows: int, length: int, planes: int = ALL_PLANES) -> Packed:
@@ -120,7 +119,7 @@ class PackedModel:
         self._packed: list[Packed] = []
         self._planes = planes
         self.weights = _weights(self._matrix, fused=False)
-        # What a nested model has in their place, so that a switch costs what it costs there: all planes are there.
+        # What a nested model has in their place, so that a switch costs what it costs there.
         nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
         weight: Any = SimpleNamespace(nested=nested, reach=lambda mantissa_bits: None)
         count = 2 + 7 * SHAPE.num_hidden_layers
@@ -149,7 +148,8 @@ def half_weights() -> Description:
 
 def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Description:
     """A model of such matrices. Fused, queries, keys and values are one matrix, and so are gate and up."""
-    hidden, intermediate, head, device = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.head_dim, gpu.DEVICE
+    hidden, intermediate, head = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.head_dim
+    device = gpu.DEVICE
     queries, keys = SHAPE.num_attention_heads * head, SHAPE.num_key_value_heads * head
 
     def ones() -> torch.Tensor:

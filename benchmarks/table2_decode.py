@@ -19,7 +19,7 @@ import gpu
 import llama3
 import torch
 from gpu import say
-from llama3 import ALL_PLANES, GIB, NORM_BYTES, PackedModel, cache_bytes, fill, half_weights, step_bytes, weight_bytes
+from llama3 import ALL_PLANES, GIB, NORM_BYTES, PackedModel, cache_bytes, fill, half_weights
 from table2_products import MULTIPLIED, Settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, StaticCache
@@ -86,7 +86,8 @@ def through_transformers(asked: Settings) -> dict[str, Any]:
     say(f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.3f} ms; by the bytes no faster than {1 / bound:.0f} tokens/s")
     return {
         "seconds": seconds, "rounds": times, "tokens_per_s": 1 / seconds, "compile_seconds": compiled,
-        "accounted": accounted(None, None), "weights_allocated": weights - before, "allocated": held() - before,
+        "accounted": accounted(None, None), "weights_allocated": weights - before,
+        "allocated": held() - before,
     }  # fmt: skip
 
 
@@ -120,16 +121,16 @@ def transformers_contender() -> tuple[Contender, int]:
 
 def roofline(precision: Precision | None, cache: Precision | None, copy_rate: float) -> float:
     """Seconds that a token takes at least: what it must read, at the speed of a plain copy."""
-    return step_bytes(CONTEXT, precision, cache) / copy_rate
+    return llama3.step_bytes(CONTEXT, precision, cache) / copy_rate
 
 
 def accounted(precision: Precision | None, cache: Precision | None) -> dict[str, float]:
     """Memory by exact accounting, in GiB."""
-    weights, keys = weight_bytes(precision) / GIB, cache_bytes(CONTEXT, cache) / GIB
+    weights, keys = llama3.weight_bytes(precision) / GIB, cache_bytes(CONTEXT, cache) / GIB
     return {"weights_gib": weights, "cache_gib": keys, "norms_gib": NORM_BYTES / GIB, "total_gib": weights + keys}
 
 
-# Our own decoder ----------------------------------------------------------------------------------------------------------
+# Our own decoder --------------------------------------------------------------------------------------------
 
 
 def row_name(precision: Precision, cache: str) -> str:
@@ -147,8 +148,9 @@ def decode(asked: Settings) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for name, cache in caches.items():
         for precision in PRECISIONS:
-            contenders[row_name(precision, name)] = contender(decoder, cache, partial(model.switch, precision))
-            rows[row_name(precision, name)] = about(precision, cache, weights_held[precision])
+            title = row_name(precision, name)
+            contenders[title] = contender(decoder, cache, partial(model.switch, precision))
+            rows[title] = about(precision, cache, weights_held[precision])
     rounds_of(contenders, 1, steps=2)  # everything is compiled, captured and allocated then
     working = held() - before - sum(cache.nbytes for cache in caches.values())
     before = held()
@@ -349,7 +351,7 @@ def in_turn(
     return Contender(step, contender(decoder, cache, lambda: None).rewind)
 
 
-# Prompts --------------------------------------------------------------------------------------------------------------
+# Prompts ----------------------------------------------------------------------------------------------------
 
 
 def prompts(asked: Settings) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Settings(NamedTuple):
 
 
 def packed_copies(product: Product) -> list[list[Packed]]:
-    return copies(moved(product, PRECISIONS[-1]), lambda: [random_packed(rows, product.length) for rows in product.rows])
+    size = moved(product, PRECISIONS[-1])
+    return copies(size, lambda: [random_packed(rows, product.length) for rows in product.rows])
 
 
 def half_copies(product: Product) -> list[torch.Tensor]:
@@ -66,7 +67,7 @@ def moved(product: Product, precision: Precision | None) -> int:
     return weights + 2 * product.length + product.length // 8 + 4 * rows
 
 
-# One token ------------------------------------------------------------------------------------------------------------
+# One token --------------------------------------------------------------------------------------------------
 
 
 def gemv(asked: Settings) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def of_one_token(product: Product, asked: Settings) -> dict[str, Any]:
     tell_wrong(product.name, checks)
     outs = [torch.empty(1, rows, device=gpu.DEVICE) for rows in product.rows]
     x = torch.randn(1, product.length, device=gpu.DEVICE, dtype=torch.float16)
-    contenders = {"float16": rotating(half_copies(product), half_seconds(moved(product, None)), multiply_half, x)}
+    about = half_seconds(moved(product, None))
+    contenders = {"float16": rotating(half_copies(product), about, multiply_half, x)}
     for precision in PRECISIONS:
         matrices, about = lowered(rotated, precision), moved(product, precision) / 3e12 + 2e-6
         digits = cuda.to_digits(x, GROUP_SIZE)
@@ -138,7 +140,7 @@ def print_sums(total: dict[str, float]) -> None:
         say(line)
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Checks -----------------------------------------------------------------------------------------------------
 
 
 def check(matrices: list[Packed], precision: Precision, tokens: int = 1) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def tell_wrong(what: str, checks: dict[str, dict[str, Any]]) -> None:
             say(f"WRONG: {what} at {name}: {outcome}")
 
 
-# Several tokens -------------------------------------------------------------------------------------------------------
+# Several tokens ---------------------------------------------------------------------------------------------
 
 
 def layer(asked: Settings) -> dict[str, Any]:
@@ -214,7 +216,8 @@ def of_many_tokens(product: Product, asked: Settings) -> dict[str, Any]:
             seen = lowered(rotated, precision)
             arranged = product.name != "o" and hopper_halves.serves(seen[0])  # attention is the library's
             given = hopper_halves.arranged(x, hopper_halves.columns_of(tokens)) if arranged else x
-            graphs[str(precision)] = rotating(seen, about / 2, multiply_many, digits, given, outs, scratch, arranged)
+            how = multiply_many, digits, given, outs, scratch, arranged
+            graphs[str(precision)] = rotating(seen, about / 2, *how)
             checks[str(precision)] = check(rotated[0], precision, tokens)
         tell_wrong(f"{product.name}, {tokens} tokens", checks)
         results[str(tokens)] = {"seconds": alternate(graphs, asked.rounds), "checks": checks}
@@ -244,7 +247,7 @@ def print_speedups(title: str, by_column: dict[str, dict[str, float]]) -> None:
         say(f"{name:22}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-# One matrix, every way ------------------------------------------------------------------------------------------------
+# One matrix, every way --------------------------------------------------------------------------------------
 
 
 def batch(asked: Settings) -> dict[str, Any]:
@@ -323,7 +326,7 @@ def print_batch(results: dict[str, dict[str, Any]]) -> None:
         say(f"{precision + ' fastest':18}" + "".join(f"{road:>9}" for road in fastest))
 
 
-# Quantizing -----------------------------------------------------------------------------------------------------------
+# Quantizing -------------------------------------------------------------------------------------------------
 
 
 def quantize(asked: Settings) -> dict[str, Any]:

@@ -27,13 +27,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_borders(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> dict[Precision, torch.Tensor]:
-    """Of each weight whether it lies on a border of a precision; zeros do not: they are counted for themselves."""
+    """Of each weight whether it lies on a border of a precision; zeros are counted for themselves."""
     scales = otaro.encode(weight, group_size=group_size).scales.repeat_interleave(group_size, -1)[..., : weight.shape[-1]]
     steps, values = scales.double() * 2.0**-FINEST, weight.double()
     nearest = (values / steps.where(steps != 0, 1.0)).round()
     on = (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
     cells = nearest.to(torch.int16) - MIDPOINT_SHIFT
-    return {precision: on & (cells % (1 << (FINEST - precision.mantissa_bits)) == 0) for precision in PRECISIONS}
+    sizes = {precision: 1 << (FINEST - precision.mantissa_bits) for precision in PRECISIONS}
+    return {precision: on & (cells % size == 0) for precision, size in sizes.items()}
 
 
 def counted(folder: Path) -> dict[str, Any]:

@@ -139,7 +139,8 @@ def join(parts: Path, models: Path, data: Path) -> list[str]:
     complete = []
     for model in BIG:
         listed, weights = models / model / "tensors.json", models / model / WEIGHTS
-        names = [f"models/{model}/{WEIGHTS}/{one}" for one in json.loads(listed.read_text())] if listed.is_file() else []
+        tensors_of = json.loads(listed.read_text()) if listed.is_file() else []
+        names = [f"models/{model}/{WEIGHTS}/{one}" for one in tensors_of]
         if not names or not found.keys() >= set(names):
             continue
         if not weights.is_file():

@@ -128,15 +128,16 @@ class Results:
         own = {one for name in names for one in models_of(name)}
         lines = [line for line in self.lines if line["bench"] == bench and line["name"] in own]
         lines = [line for line in lines if seeds is None or line["seed"] in seeds]
-        command = f"runs/study.sh {'--small' if bench.startswith('small') else '--data DIR'} --only '{bench}:*'"
+        where = "--small" if bench.startswith("small") else "--data DIR"
+        command = f"runs/study.sh {where} --only '{bench}:*'"
         if not lines:
             return f"\n`{command}`\n"
 
         def all_of(field: str) -> str:
             return ", ".join(sorted({str(line.get(field)) for line in lines}))
 
-        made = f"commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}; seeds {all_of('seed')}"
-        return f"\n`{command}`; {made}.\n"
+        made = f"commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}"
+        return f"\n`{command}`; {made}; seeds {all_of('seed')}.\n"
 
 
 def format_of(line: Result) -> int:

@@ -81,7 +81,7 @@ class Places:
     def file(self, name: str) -> Path:
         """A file of the data folder."""
         if self.data is None:
-            raise SystemExit("error: all but --small need --data DIR: the folder that holds wikitext-2, alpaca, zeroshot")
+            raise SystemExit("error: all but --small need --data DIR, with wikitext-2, alpaca, zeroshot")
         return self.data / name
 
     def questions(self, model: str) -> Path:
@@ -237,7 +237,8 @@ class Worker:
     @torch.no_grad()
     def _rounded(self, model: Any) -> Iterator[str]:
         """The names of other formats, each while the weights are rounded to it."""
-        weights = list({module.weight: None for module in model.modules() if isinstance(module, TuneLinear | TuneEmbedding)})
+        tuned = (module for module in model.modules() if isinstance(module, TuneLinear | TuneEmbedding))
+        weights = list(dict.fromkeys(module.weight for module in tuned))  # a tied one once
         before = [weight.detach().clone() for weight in weights]
         for name, (_, rounding) in OTHERS.items():
             for weight, exact in zip(weights, before, strict=True):

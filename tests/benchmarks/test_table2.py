@@ -49,9 +49,11 @@ def pretended(monkeypatch):
         return {name: 1e-6 * (16 if "float16" in name else int(name[3])) for name in contenders}
 
     toy = [llama3.Product(one.name, (70,) * len(one.rows), 192, one.count) for one in llama3.PRODUCTS]
-    for name, value in {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "capture": capture, "alternate": alternate}.items():
+    smaller = {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "capture": capture, "alternate": alternate}
+    for name, value in smaller.items():
         monkeypatch.setattr(products, name, value)
-    for name, value in {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None}.items():
+    here = {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None}
+    for name, value in here.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(cuda, "to_digits", lambda x, group_size, out=None: x.float())
     monkeypatch.setattr(cuda, "products", run_products)
@@ -152,7 +154,8 @@ def test_quantizing(pretended, monkeypatch, capsys):
 def test_products_of_others_are_timed_beside_ours(pretended, monkeypatch):
     monkeypatch.setattr(bench_peers, "alternate", lambda contenders, rounds: dict.fromkeys(contenders, 1.0))
     theirs = []
-    peer = Peer("theirs", (1, 8), lambda *shape: [torch.zeros(shape)], lambda *given: theirs.append(given), None)
+    calls = {"weights": lambda *shape: [torch.zeros(shape)], "multiply": lambda *given: theirs.append(given)}
+    peer = Peer("theirs", (1, 8), **calls, check=None)
     found = bench_peers.one_shape(70, 192, [peer], 1)
     assert not list(bench.wrong(found))
     assert set(found["seconds"]["8"]) == {"float16", "E5M3", "E5M4", "E5M8", "theirs"}

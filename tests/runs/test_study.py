@@ -370,7 +370,7 @@ def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(mo
 
 
 def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
-    results_of(tmp_path, ("uniform", 0, {"E5M3": 5.0}), settings={"rate_of": ""})  # rows of that time did not state it
+    results_of(tmp_path, ("uniform", 0, {"E5M3": 5.0}), settings={"rate_of": ""})  # rows of then have no format
     results = results_of(tmp_path, ("uniform", 0, {"E5M3": 4.0}), settings={"rate_of": "", "format": 2})
     assert results.values("SmolLM2-135M", "uniform", "E5M3") == [4.0]
     assert results.former().values("SmolLM2-135M", "uniform", "E5M3") == [5.0]
@@ -392,8 +392,9 @@ def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(
     bench = plan.BENCHES["small, paper"]
     made = [("fp", 0, 1e-5, 9.0), ("fp", 0, 0.01, 5.0), ("fp", 1, 1e-5, 8.0), ("uniform", 0, 1e-5, 7.0)]
     for name, seed, rate, value in made:
-        more = {"key": f"{name} {seed} {rate}", "lr": rate, "settings": {"rate_of": name, "format": 2, "lr": rate}}
-        results = results_of(tmp_path, (name, seed, {"full": value}), bench=bench.name, **more)
+        settings = {"rate_of": name, "format": 2, "lr": rate}
+        more = {"key": f"{name} {seed} {rate}", "lr": rate, "settings": settings, "bench": bench.name}
+        results = results_of(tmp_path, (name, seed, {"full": value}), **more)
     stated, chosen = report.as_written(results, bench).split("At the best of 1e-05, 0.01")
     assert "| `fp` | 8.500 ± 0.707 |" in stated
     assert "| `uniform` | 7.000 |" in stated
@@ -403,7 +404,8 @@ def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(
 
 def test_bars_compare_with_tuning_as_usual_and_at_e5m3_with_int4_qat(tmp_path):
     best = {"E5M8": 10.05, "E5M5": 10.2, "E5M4": 10.3, "E5M3": 11.4}
-    rows = ("fp", 0, {"full": 10.0, "E5M8": 20.0}), ("int4 QAT, held as best", 0, {"E5M3": 12.0}), ("best", 0, best)
+    rows = [("fp", 0, {"full": 10.0, "E5M8": 20.0}), ("best", 0, best)]
+    rows.append(("int4 QAT, held as best", 0, {"E5M3": 12.0}))
     results = results_of(tmp_path, *rows, bench="stories15M", perplexity={})
     shown = report.bars(results, [plan.BENCHES["stories15M"]], "heldout")
     missing = report.MISSING
@@ -478,7 +480,7 @@ def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path)
     for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
         told = {"bench": "stories15M", "heldout": {}, "settings": {"rate_of": name, "format": 2}}
         results_of(tmp_path, (name, seed, {"E5M3": value}), **told)
-        former = {"lr": 0.5, "heldout": dict.fromkeys(plan.NAMES, 1.0), "key": f"{name} {seed} at a rate no longer tried"}
+        former = {"lr": 0.5, "heldout": dict.fromkeys(plan.NAMES, 1.0), "key": f"{name} {seed}, former rate"}
         results = results_of(tmp_path, (name, seed, {"E5M3": 1.0}), **told | former)
     shown = report.strategies(results, [plan.BENCHES["stories15M"]])
     assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
@@ -488,8 +490,9 @@ def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path)
 
 def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path):
     ours, dedicated = "best, equal compute", "fixed:E5M3"
-    made = [(ours, 0, 9.0), (ours, 1, 12.0), (dedicated, 0, 10.0), (dedicated, 1, 10.0), ("best", 0, 8.0), ("best", 1, 7.0)]
-    rows = [(name, seed, {"E5M3": value}) for name, seed, value in [*made, (f"{dedicated}, a sixth", 0, 12.0)]]
+    made = [(ours, 0, 9.0), (ours, 1, 12.0), (dedicated, 0, 10.0), (dedicated, 1, 10.0)]
+    made += [("best", 0, 8.0), ("best", 1, 7.0), (f"{dedicated}, a sixth", 0, 12.0)]
+    rows = [(name, seed, {"E5M3": value}) for name, seed, value in made]
     shown = report.equal_compute(results_of(tmp_path, *rows), plan.BENCHES["SmolLM2-135M"])
     assert "| `best, equal compute` against `fixed:`, 6 models |  |  |  |  |  | **+5.00 ± 21.21%** |" in shown
     assert "| `fixed:`, 6 models, a sixth against `best` |  |  |  |  |  | **+50.00%** |" in shown
@@ -497,7 +500,8 @@ def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path
 
 def test_what_calibrated_weights_are_worth_as_a_start_is_told_at_the_seeds_that_both_have(tmp_path):
     made = [("none", 0, 20.0), ("none, calibrated", 0, 15.0), ("best", 0, 10.0), ("best", 1, 12.0)]
-    rows = [(name, seed, {"E5M3": value}) for name, seed, value in [*made, ("best, calibrated start", 1, 11.4)]]
+    made.append(("best, calibrated start", 1, 11.4))
+    rows = [(name, seed, {"E5M3": value}) for name, seed, value in made]
     shown = report.calibrated(results_of(tmp_path, *rows, bench="stories15M"), plan.BENCHES["stories15M"])
     assert "| before, calibrated, test |  |  |  |  |  | -25.00% |" in shown
     assert "| `best, calibrated start`, held-out |  |  |  |  |  | -5.00% |" in shown
