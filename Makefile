@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h tests/kernels/*.cpp benchmarks/*.cpp)
+CXX_FILES := $(wildcard src/otaro/kernels/csrc/*.cpp src/otaro/kernels/csrc/*.h src/otaro/kernels/shared/*.h src/otaro/kernels/cuda_src/*.cu* native/*.cpp native/*.h src/otaro/web/wasm/*.cpp tests/kernels/*.h tests/kernels/*.cpp)
 
 .PHONY: help setup demo native native-aarch64 test slow check stubs sanitize portability arm-test vllm-test web-test web-demo format clean
 

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from otaro.calibrate import run, text
+from otaro.evaluate.machine import device_name
 
 SHAPES = {"llama-3-8b": LLAMA_8B, "tiny": TINY}
 LAYERS = LLAMA_8B["num_hidden_layers"]
@@ -54,7 +55,6 @@ def write_random(directory: Path, layers: int, shape: dict[str, int], device: st
 
 
 def main() -> None:
-    """Print the table and a line of JSON."""
     parser = argparse.ArgumentParser(description="Seconds that a calibration of LLaMA-3-8B's shapes takes.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=3, help="layers to time, two at least")
@@ -97,8 +97,8 @@ def main() -> None:
         print(f"{name:24} {seconds:8.1f} s")
     print(f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {total / 60:.1f} minutes (writing by layers, at most)")
     peak = torch.cuda.max_memory_allocated() if arguments.device.startswith("cuda") else None
-    device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else arguments.device
-    finish({"device": device, "samples": arguments.samples, "seconds": parts, "total_s": total, "peak_bytes": peak})
+    about = {"device": device_name(arguments.device), "samples": arguments.samples}
+    finish({**about, "seconds": parts, "total_s": total, "peak_bytes": peak})
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@
     python benchmarks/bench_peers.py --anybcq DIR --arch 90           # build alone, for compute capability 9.0; needs no GPU
 
 Any-Precision's kernel is the one in AnyBCQ's repository. Marlin, which is not nested, joins where vLLM is installed. Weights
-are random; copies of each matrix take 150 MB at least, so that they come from memory; launches are captured into graphs,
-contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has them. AnyBCQ's
-kernel adds to its output, so that setting that to zero counts.
+are random; copies of each matrix take 200 MB at least, so that they come from memory; launches are captured into
+graphs, contenders take turns, and medians count. Activations are float16, ours integers already, as a decoder has
+them. AnyBCQ's kernel adds to its output, so that setting that to zero counts.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from typing import Any
 import gpu
 import peers
 import torch
-from common import ROOT, finish, machine
-from gpu import Captured, alternate, capture, enough, medians
+from common import ROOT, arguments, finish
+from gpu import alternate, copies, rotating, say
 from llama3 import at, matrix_bytes, random_packed
-from table2_batches import multiply as multiply_ours
-from table2_products import check, rotate_half, say
+from table2_products import check, half_seconds, multiply_half, multiply_many, print_speedups
 
 from otaro.kernels import cuda
 from otaro.sefp.precision import GROUP_SIZE, Precision
@@ -32,11 +29,10 @@ from otaro.sefp.precision import GROUP_SIZE, Precision
 SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 8, 16)
 OURS = [Precision(name) for name in ("E5M3", "E5M4", "E5M8")]
-ROTATED = 150_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--anybcq", type=Path, metavar="DIR", help="a checkout of AnyBCQ, with Any-Precision's kernel in it")
     parser.add_argument("--matgptq", type=Path, metavar="DIR", help="a checkout of MatGPTQ")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "peers", metavar="DIR", help="where libraries are kept")
@@ -55,7 +51,6 @@ def main() -> None:
     if asked.arch:
         return
     about = gpu.machine()
-    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     try:
         found.append(peers.marlin())
     except (ImportError, AttributeError) as reason:
@@ -65,7 +60,8 @@ def main() -> None:
         say(f"{name}: a small product is off by {error:.1e}{'' if error < peers.TOLERANCE else ', WRONG'}")
     results = {f"{rows}x{length}": one_shape(rows, length, found, asked.rounds) for rows, length in SHAPES}
     for tokens in TOKENS:
-        print_table(results, tokens)
+        title = f"{tokens} token{'s' if tokens > 1 else ''}, us (times cuBLAS in float16)"
+        print_speedups(title, {shape: result["seconds"][str(tokens)] for shape, result in results.items()})
     wrong = [name for name, error in errors.items() if error >= peers.TOLERANCE]
     wrong += [f"{shape} {name}" for shape, result in results.items() for name, one in result["checks"].items() if one["wrong"]]
     finish({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results}, asked.json)
@@ -74,50 +70,28 @@ def main() -> None:
 
 
 def one_shape(rows: int, length: int, found: list[peers.Peer], rounds: int) -> dict[str, Any]:
-    """Seconds by tokens and contender."""
     size = matrix_bytes(rows, length, None)
-    halves = rotated(size, lambda: torch.empty(rows, length, dtype=torch.float16, device=gpu.DEVICE).normal_(std=0.02))
-    packed = rotated(matrix_bytes(rows, length, OURS[0]), lambda: random_packed(rows, length, gpu.DEVICE))
+    halves = copies(size, lambda: gpu.halves(rows, length))
+    packed = copies(matrix_bytes(rows, length, OURS[0]), lambda: random_packed(rows, length))
     weights = {}
     for peer in found:
         first = peer.weights(rows, length)
         bytes_of_one = sum(part.nbytes for part in first)
-        weights[peer.name] = [first, *rotated(bytes_of_one, partial(peer.weights, rows, length))[1:]]
+        weights[peer.name] = [first, *copies(bytes_of_one, partial(peer.weights, rows, length))[1:]]
     seconds, scratch = {}, cuda.Scratch(torch.device(gpu.DEVICE))
     for tokens in TOKENS:
         x, out = torch.randn(tokens, length, device=gpu.DEVICE).half(), torch.empty(tokens, rows, device=gpu.DEVICE)
-        digits, about = cuda.to_digits(x, GROUP_SIZE), size / 4e12 + 2e-6
-        graphs: dict[str, Captured] = {"float16": capture(partial(rotate_half, x, halves), enough(about, len(halves)))}
+        digits, about = cuda.to_digits(x, GROUP_SIZE), half_seconds(size)
+        graphs = {"float16": rotating(halves, about, multiply_half, x)}
         for precision in OURS:
             seen = [[at(one, precision)] for one in packed]
-            launch = partial(multiply_ours, seen, digits, x, [out], scratch)
-            graphs[str(precision)] = capture(launch, enough(about / 2, len(seen)))
+            graphs[str(precision)] = rotating(seen, about / 2, multiply_many, digits, x, [out], scratch)
         for peer in found:
             if tokens in peer.tokens:
-                launch = partial(in_turn, peer, weights[peer.name], x, torch.empty_like(out, dtype=torch.float16))
-                graphs[peer.name] = capture(launch, enough(about / 2, len(weights[peer.name])))
-        seconds[str(tokens)] = medians(alternate(graphs, rounds))
+                theirs = torch.empty_like(out, dtype=torch.float16)
+                graphs[peer.name] = rotating(weights[peer.name], about / 2, peer.multiply, x, theirs)
+        seconds[str(tokens)] = alternate(graphs, rounds)
     return {"seconds": seconds, "checks": {str(one): check(packed[:1], one) for one in OURS}}
-
-
-def rotated(size: int, make: Callable[[], Any]) -> list[Any]:
-    """Copies of something of so many bytes, enough of them that none is in the GPU's cache when it is read again."""
-    return [make() for _ in range(ROTATED // size + 1)]
-
-
-def in_turn(peer: peers.Peer, weights: list[list[torch.Tensor]], x: torch.Tensor, out: torch.Tensor, number: int) -> None:
-    """One copy of a matrix."""
-    peer.multiply(weights[number % len(weights)], x, out)
-
-
-def print_table(results: dict[str, Any], tokens: int) -> None:
-    """Microseconds, and times float16."""
-    of_shape = {shape: result["seconds"][str(tokens)] for shape, result in results.items()}
-    say(f"\n{tokens} token{'s' if tokens > 1 else ''}, us (times cuBLAS in float16)")
-    say(f"{'':22}" + "".join(f"{shape:>18}" for shape in of_shape))
-    for name in next(iter(of_shape.values())):
-        cells = (f"{one[name] * 1e6:8.2f} {one['float16'] / one[name]:6.2f}x" for one in of_shape.values())
-        say(f"{name:22}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 if __name__ == "__main__":

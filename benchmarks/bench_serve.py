@@ -1,6 +1,6 @@
 """A server under load: many clients at once, every request at its own precision.
 
-    python benchmarks/bench_serve.py DIR [--clients 16] [--seconds 120] [--against llama.cpp,transformers]
+    python benchmarks/bench_serve.py DIR [--clients 16] [--seconds 120] [--against llama.cpp]
 
 Starts `otaro serve DIR` and asks it, by one client and by many at once in turns, for streamed answers to a fixed set of
 requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
@@ -12,18 +12,19 @@ send plain requests and read little of the answers.
 Requests come again, so that a server which keeps prompts need not read them. `--fresh` begins each prompt with a number of
 its own, for one client and for many alike: then all of it is read, every time. 48 of these requests are asked again alone.
 
-Contenders get the same prompts and numbers of tokens: llama.cpp's server (`pip install 'llama-cpp-python[server]'`,
-`--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same weights, `transformers serve`
-(`pip install 'transformers[serving]'`; `--transformers` where it is elsewhere) on the checkpoint of `--checkpoint`, which
-may end an answer sooner. One that cannot be started is left out, and why is said. Exits with 1 if an answer of ours failed
-or differed.
+`--against llama.cpp` gives the same prompts and numbers of tokens to llama.cpp's server (`pip install
+'llama-cpp-python[server]'`, `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same
+weights; if it cannot be started, it is left out, and why is said. Exits with 1 if an answer of ours failed or
+differed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
+import operator
 import os
 import socket
 import statistics
@@ -83,14 +84,11 @@ class Load:
 
     results: list[Result]
     seconds: float
-    memory: list[int] = field(default_factory=list)
+    memory: list[int]
     """Resident bytes of the server, as time went on."""
 
-    @staticmethod
-    def of(rounds: list[Load]) -> Load:
-        """All of them."""
-        results = [result for one in rounds for result in one.results]
-        return Load(results, sum(one.seconds for one in rounds), [size for one in rounds for size in one.memory])
+    def __add__(self, other: Load) -> Load:
+        return Load(self.results + other.results, self.seconds + other.seconds, self.memory + other.memory)
 
     @property
     def rate(self) -> float:
@@ -122,11 +120,8 @@ def main() -> None:
     parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
     parser.add_argument("--fresh", action="store_true", help="no prompt comes twice")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--precisions", default=",".join(map(str, PRECISIONS)))
-    parser.add_argument("--against", default="", help="llama.cpp, transformers, or both with a comma")
+    parser.add_argument("--against", choices=["llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable)
-    parser.add_argument("--transformers", default=str(Path(sys.executable).with_name("transformers")), help="the command")
-    parser.add_argument("--checkpoint", type=Path, help="the model before it was packed, for transformers")
     args = parser.parse_args()
     cases = make_cases(args.cases, args.tokens, [int(length) for length in args.words.split(",")])
     summaries = []
@@ -137,7 +132,7 @@ def main() -> None:
                     summaries.append(asyncio.run(measured(contender, cases, port, process, args)))
             except DidNotStart as error:
                 if not summaries:
-                    raise SystemExit(str(error)) from error
+                    sys.exit(str(error))
                 print(f"\n{contender.name}: left out. {error}")
     ours = summaries[0]
     finish({"benchmark": "serve", "model": args.directory.name, "clients": args.clients, "servers": summaries})
@@ -157,31 +152,19 @@ def make_cases(count: int, tokens: int, lengths: list[int]) -> list[dict[str, An
 
 
 def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
-    """Ours, and those that were asked for and can be had."""
     otaro = [sys.executable, "-m", "otaro", "serve", str(args.directory), "--max-sequences", str(args.clients)]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, args.precisions.split(","))
-    for name in filter(None, args.against.split(",")):
-        if name == "llama.cpp":
-            server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
-            export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
-            server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
-            no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
-            yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
-        elif name == "transformers":
-            if args.checkpoint is None or not Path(args.transformers).is_file():
-                missing = "--checkpoint" if args.checkpoint is None else f"a command at {args.transformers}"
-                print(f"transformers serve: left out, it needs {missing}")
-                continue
-            serve = [args.transformers, "serve", str(args.checkpoint), "--device", "cpu", "--port"]
-            yield Contender("transformers serve", serve, {"model": str(args.checkpoint)}, [""])
-        else:
-            raise SystemExit(f"--against {name}: there are llama.cpp and transformers")
+    yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, [*map(str, PRECISIONS)])
+    if args.against:
+        export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
+        server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
+        server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
+        no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
+        yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
 
 
 @contextmanager
 def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Process]]:
-    """The server, once it listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -223,7 +206,7 @@ async def measured(
         each, start = args.seconds / args.rounds, 5 * number
         one = await load(port, body, 1, each / 4, len(cases), process, start)
         rounds.append((one, await load(port, body, args.clients, each, len(cases), process, start)))
-    one, many = (Load.of([pair[i] for pair in rounds]) for i in range(2))
+    one, many = (functools.reduce(operator.add, same) for same in zip(*rounds, strict=True))
     gains = [pair[1].rate / pair[0].rate for pair in rounds]
     errors = [result.error for result in one.results + many.results if result.error]
     said = [result for result in many.results if not result.error]
@@ -232,9 +215,9 @@ async def measured(
         different = sum([(await ask(port, one.case, one.asked)).text != one.text for one in said])
     else:
         different = sum(one.text != alone.get(one.case) for one in said)
-    told = f"{args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds, {len(many.results)} answers"
-    print(f"\n{contender.name}: {told}")
+    clients = f"{args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds"
     told = ", ".join(f"{gain:.2f}" for gain in gains)
+    print(f"\n{contender.name}: {clients}, {len(many.results)} answers")
     print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
     print(f"  prompts in the cache {many.cached:.0%} of the tokens, one client {one.cached:.0%}")
     print(f"  errors               {len(errors)} {errors[:1] or ''}")

@@ -21,29 +21,28 @@ replayed in turn, and medians count. Results are checked against the reference b
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu
-import table2_batches
 import table2_decode
 import table2_products
 import torch
-from common import finish, machine
-from table2_products import Settings, say
+from common import arguments, finish
+from gpu import say
+from table2_products import Settings
 
 from otaro.sefp.precision import PRECISIONS, Precision
 
 SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "gemv": table2_products.gemv,
-    "layer": table2_batches.layer,
+    "layer": table2_products.layer,
     "batch": table2_products.batch,
-    "prompts": table2_batches.prompts,
+    "prompts": table2_decode.prompts,
     "transformers": table2_decode.through_transformers,
     "decode": table2_decode.decode,
     "switch": table2_decode.switch,
@@ -52,6 +51,10 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 E5M4 = Precision("E5M4")
 SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}
 """How many times as fast as cuBLAS in float16 the products of one token must be, all together."""
+TIMES_HALF = {"E5M4": {4: 2.3, 8: 2.2, 16: 2.0, 32: 1.6, 64: 1.2}, "E5M8": {8: 1.3, 16: 1.1}}
+"""The same of a layer's products of so many tokens."""
+PROMPTS = {500: 1.4, 4000: 1.15}
+"""How many times as long as through our own decoder in float16 a prompt of so many tokens may take."""
 OF_COPY = 0.7
 """The share of a copy's speed that quantizing for a tuning step must reach."""
 AGAINST_TRANSFORMERS, AGAINST_OWN_HALF = 2.45, 2.0
@@ -75,7 +78,7 @@ class Bar(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="parts to run, with commas between them")
     parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 5)")
     parser.add_argument("--quick", action="store_true")
@@ -90,7 +93,6 @@ def main() -> None:
     torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
     rounds = asked.rounds or (5 if asked.quick else 15)
     about = gpu.machine()
-    say(", ".join(f"{key}: {value}" for key, value in {**machine(), **about}.items()))
     settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick)
     gpu.release()
     say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
@@ -121,9 +123,18 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
         steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
         yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
     if total := results.get("layer", {}).get("summed_seconds"):
-        yield from starmap(Bar, table2_batches.judged_layer(total))
+        for precision, by_tokens in TIMES_HALF.items():
+            for tokens, factor in by_tokens.items():
+                one, what = total[str(tokens)], f"a layer's products of {tokens} tokens at {precision}, times float16"
+                yield Bar(what, one["float16"] / one[precision], factor)
+        slower = max(one["E5M3"] / one["E5M4"] for one in total.values())
+        yield Bar("time of E5M3 beside E5M4 with several tokens", slower, 1.0, at_least=False)
     if seconds := results.get("prompts", {}).get("seconds"):
-        yield from starmap(Bar, table2_batches.judged_prompts(seconds))
+        for tokens, factor in PROMPTS.items():
+            one = seconds[str(tokens)]
+            for precision in map(str, table2_products.MULTIPLIED):
+                what = f"reading {tokens} tokens at {precision}, time beside float16 of our own"
+                yield Bar(what, one[precision] / one["float16"], factor, at_least=False)
     yield from judged_decode(results)
     for title, result in results.get("quantize", {}).items():
         if isinstance(result, dict) and result["best"]:
@@ -151,7 +162,6 @@ def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
 
 
 def print_bars(bars: list[Bar]) -> None:
-    """A line for each."""
     if bars:
         say("\nasked for")
     for bar in bars:
@@ -160,7 +170,6 @@ def print_bars(bars: list[Bar]) -> None:
 
 
 def wrong(results: Any, path: str = "") -> Iterator[str]:
-    """Where a check failed."""
     if isinstance(results, dict):
         if results.get("wrong"):
             yield path

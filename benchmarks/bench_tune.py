@@ -12,20 +12,33 @@ allocator's rounding.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import statistics
 import sys
+import tempfile
+import time
 from functools import partial
 from typing import Any
 
 import torch
 from common import SMOLLM2, finish
-from training import Clock, release, train
-from transformers import AutoModelForCausalLM, LlamaConfig, logging
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    logging,
+)
 
+from otaro.builtin import MODEL_DIR
 from otaro.evaluate.machine import in_turns
 from otaro.sefp.precision import PRECISIONS
 from otaro.tune import memory
 from otaro.tune.config import BEST, Options
+from otaro.tune.trainer import OtaroTrainer
 
 METHODS: dict[str, Options | None] = {
     "trainer": None,
@@ -39,17 +52,54 @@ METHODS: dict[str, Options | None] = {
 }
 
 
-def turn(a: argparse.Namespace, weights: Any, name: str, options: Options | None, compiled: bool) -> tuple[list[float], float]:
-    """One contender's turn: seconds of the counted steps, and the peak of memory in bytes."""
+class Clock(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    """The end of each step, the GPU's work included; peaks of memory count from step `ignored` on."""
+
+    def __init__(self, device: str, ignored: int) -> None:
+        self.device, self.ignored, self.times = device, ignored, list[float]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the time."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            if state.global_step == self.ignored:
+                torch.cuda.reset_peak_memory_stats()
+        self.times.append(time.perf_counter())
+
+
+def turn(
+    a: argparse.Namespace, config: Any, start: Any, name: str, options: Options | None, compiled: bool
+) -> tuple[list[float], float]:
+    """Seconds of each step that counts, and peak bytes; without options by transformers' own trainer."""
     memory.ROOM = 0.0 if "made again" in name else 1.0  # of the device that may be filled
-    model = AutoModelForCausalLM.from_config(weights["config"], dtype=torch.float32)
-    model.load_state_dict(weights["state"], assign=False)
-    clock, batch = Clock(a.device, a.ignored), (a.batch_size, a.sequence_length)
-    train(model, options, batch, a.steps, clock, compiled=compiled, bf16=a.device == "cuda")
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] if a.device == "cuda" else 0
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(start, assign=False)
+    clock, cuda = Clock(a.device, a.ignored), a.device == "cuda"
+    tokens = torch.randint(3, config.vocab_size, (a.batch_size * a.steps, a.sequence_length))
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5,
+            report_to=[], use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            logging_nan_inf_filter=False, optim="adamw_torch_fused",
+        )  # fmt: skip
+        common = {"model": model, "args": arguments, "train_dataset": [{"input_ids": row, "labels": row} for row in tokens]}
+        trainer = Trainer(**common) if options is None else OtaroTrainer(**common, otaro=options)
+        trainer.judge = lambda: 0.0  # so that weights are averaged, though nothing is held out
+        if compiled:
+            OtaroTrainer.compile_steps(trainer)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(clock)
+        trainer.train()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] if cuda else 0
+    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
+    trainer.anchor = trainer.average = None
+    trainer.accelerator.free_memory()
     del model
-    release(a.device)
-    return clock.seconds()[a.ignored - 1 :], float(peak)
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    seconds = [later - earlier for earlier, later in itertools.pairwise(clock.times)]
+    return seconds[a.ignored - 1 :], float(peak)
 
 
 def main() -> None:
@@ -66,20 +116,15 @@ def main() -> None:
     a = parser.parse_args()
     logging.set_verbosity_error()
 
-    if a.shape == "smollm2":
-        config = LlamaConfig(**SMOLLM2, max_position_embeddings=8192)
-    else:
-        from otaro.builtin import MODEL_DIR
-
-        config = LlamaConfig.from_pretrained(MODEL_DIR)
+    shapes = {"smollm2": LlamaConfig(**SMOLLM2, max_position_embeddings=8192)}
+    config = shapes.get(a.shape) or LlamaConfig.from_pretrained(MODEL_DIR)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
-    weights = {"config": config, "state": model.state_dict()}
     modes = [("", False), (", compiled", True)]
     modes = modes if a.compile == "both" else [modes[a.compile == "yes"]]
     turns = {
-        method + suffix: partial(turn, a, weights, method, METHODS[method], compiled)
+        method + suffix: partial(turn, a, config, model.state_dict(), method, METHODS[method], compiled)
         for suffix, compiled in modes
         for method in a.methods
     }

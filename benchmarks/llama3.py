@@ -1,30 +1,40 @@
-"""LLaMA-3-8B in numbers: the shapes of its weights, what they and the cache take in memory, and random ones of that form.
-
->>> round(weight_bytes(Precision("E5M4")) / GIB, 3), round(cache_bytes(2000, Precision("E5M4")) / GIB, 3)
-(4.791, 0.08)
->>> round((weight_bytes(None) + cache_bytes(2000, None)) / GIB, 2)
-15.2
-"""
+"""LLaMA-3-8B: shapes of its weights, what they and the cache take in memory, random ones for our decoder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
 
+import gpu
 import torch
+from common import LLAMA_8B
+from transformers import LlamaConfig
 
 from otaro.file.planes import BASE_BYTES, PLANE_BYTES, blocks
 from otaro.kernels.kv_cache import GROUP
 from otaro.kernels.packed import Packed
-from otaro.sefp.precision import COARSEST, GROUP_SIZE, Precision
+from otaro.runtime.caches import GpuCache
+from otaro.runtime.description import Description, Layer, Matrix, Rope
+from otaro.runtime.modules import SefpModule
+from otaro.runtime.precision import Attachment, set_precision
+from otaro.sefp.precision import COARSEST, FINEST, GROUP_SIZE, Precision
 
 GIB = float(1 << 30)
-LAYERS = 32
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
+ROPE_BASE = 500000.0
+_MORE = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE: Any = LlamaConfig(**LLAMA_8B, rope_theta=ROPE_BASE, **_MORE)
+HIDDEN, LAYERS, VOCABULARY = (LLAMA_8B[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+KEYS: int = SHAPE.num_key_value_heads * SHAPE.head_dim
 NORM_BYTES = 2 * HIDDEN * (2 * LAYERS + 1)  # in float16; they are never packed
+ALL_PLANES = FINEST - COARSEST  # besides the base nibbles
 SCALE_EXPONENT, SCALES = -11, (12 << 3, 15 << 3)
 """Of random weights: bytes from the first to the one before the second, 2^-6 to almost 2^-3, with either sign. So products
 stay in the range of half precision."""
+KEY_EXPONENTS = (-2, 1)
+"""Of random keys and values in a packed cache, likewise: about as large as normal ones."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +48,12 @@ class Product:
     count: int
     """In the model."""
 
-    @property
-    def weights(self) -> int:
-        """Of all its matrices."""
-        return sum(self.rows) * self.length
-
 
 PRODUCTS = (
-    Product("q k v", (HEADS * HEAD_SIZE, KEY_HEADS * HEAD_SIZE, KEY_HEADS * HEAD_SIZE), HIDDEN, LAYERS),
-    Product("o", (HIDDEN,), HEADS * HEAD_SIZE, LAYERS),
-    Product("gate up", (INTERMEDIATE, INTERMEDIATE), HIDDEN, LAYERS),
-    Product("down", (HIDDEN,), INTERMEDIATE, LAYERS),
+    Product("q k v", (HIDDEN, KEYS, KEYS), HIDDEN, LAYERS),
+    Product("o", (HIDDEN,), HIDDEN, LAYERS),
+    Product("gate up", (SHAPE.intermediate_size,) * 2, HIDDEN, LAYERS),
+    Product("down", (HIDDEN,), SHAPE.intermediate_size, LAYERS),
     Product("head", (VOCABULARY,), HIDDEN, 1),
 )
 
@@ -62,7 +67,6 @@ def matrix_bytes(rows: int, length: int, precision: Precision | None) -> int:
 
 
 def weight_bytes(precision: Precision | None) -> int:
-    """Of all matrices: the products', and the embedding's."""
     return product_bytes(precision) + matrix_bytes(VOCABULARY, HIDDEN, precision)
 
 
@@ -72,32 +76,23 @@ def product_bytes(precision: Precision | None) -> int:
 
 
 def cache_bytes(tokens: int, precision: Precision | None) -> int:
-    """Of the keys and values of so many tokens."""
-    values = 2 * LAYERS * tokens * KEY_HEADS * HEAD_SIZE
+    values = 2 * LAYERS * tokens * KEYS
     return 2 * values if precision is None else values * (1 + precision.mantissa_bits) // 8 + values // GROUP
 
 
 def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None) -> int:
-    """What decoding one token after so many must read: every product's weights, a row of the embedding, norms, the cache."""
+    """What a token after so many must read: products' weights, a row of the embedding, norms, the cache."""
     return product_bytes(precision) + matrix_bytes(1, HIDDEN, precision) + NORM_BYTES + cache_bytes(tokens, cache)
 
 
-def random_bytes(rows: int, count: int, device: str) -> torch.Tensor:
-    """Of base nibbles, or of a plane."""
-    return torch.randint(0, 256, (rows, count), dtype=torch.uint8, device=device)
+# Random weights ---------------------------------------------------------------------------------------------
 
 
-def add_plane(packed: Packed) -> None:
-    """One bit more for every weight of a random matrix, in place."""
-    assert isinstance(packed.planes, list)
-    rows, device = len(packed.base), str(packed.base.device)
-    packed.planes.append(random_bytes(rows, PLANE_BYTES * blocks(packed.length), device))
-
-
-def random_packed(rows: int, length: int, device: str, planes: int = 5) -> Packed:
+def random_packed(rows: int, length: int, planes: int = ALL_PLANES) -> Packed:
     """A matrix of random codes with some planes, and random scales."""
-    base = random_bytes(rows, BASE_BYTES * blocks(length), device)
-    scales = torch.randint(*SCALES, (rows, -(-length // GROUP_SIZE)), dtype=torch.uint8, device=device)
+    groups, device = -(-length // GROUP_SIZE), gpu.DEVICE
+    base = torch.randint(0, 256, (rows, BASE_BYTES * blocks(length)), dtype=torch.uint8, device=device)
+    scales = torch.randint(*SCALES, (rows, groups), dtype=torch.uint8, device=device)
     scales |= torch.randint_like(scales, 2) << 7
     packed = Packed(base, scales, [], length, GROUP_SIZE, False, SCALE_EXPONENT)
     for _ in range(planes):
@@ -105,6 +100,97 @@ def random_packed(rows: int, length: int, device: str, planes: int = 5) -> Packe
     return packed
 
 
+def add_plane(packed: Packed) -> None:
+    """One bit more for every weight of a random matrix, in place."""
+    assert isinstance(packed.planes, list)
+    shape = (len(packed.base), PLANE_BYTES * blocks(packed.length))
+    packed.planes.append(torch.randint(0, 256, shape, dtype=torch.uint8, device=packed.base.device))
+
+
 def at(packed: Packed, precision: Precision) -> Packed:
     """The same matrix at a lower precision."""
     return packed._replace(planes=packed.planes[: precision.mantissa_bits - COARSEST])
+
+
+class PackedModel:
+    """The model with packed weights: their base nibbles, which are E5M3, and some planes; `add_plane` adds a bit."""
+
+    def __init__(self, planes: int = 0) -> None:
+        self._packed: list[Packed] = []
+        self._planes = planes
+        self.weights = _weights(self._matrix, fused=False)
+        # What a nested model has in their place, so that a switch costs what it costs there.
+        nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
+        weight: Any = SimpleNamespace(nested=nested, reach=lambda mantissa_bits: None)
+        count = 2 + 7 * SHAPE.num_hidden_layers
+        modules = {f"module{number}": SefpModule(weight, torch.float16) for number in range(count)}
+        self.weights.modules = list(modules.values())
+        self._model = SimpleNamespace(sefp=Attachment(nested, modules))
+
+    def add_plane(self) -> None:
+        """One bit more for every weight."""
+        for packed in self._packed:
+            add_plane(packed)
+
+    def switch(self, precision: Precision) -> None:
+        """As a nested model does."""
+        set_precision(self._model, precision)
+
+    def _matrix(self, rows: int, length: int) -> Matrix:
+        self._packed.append(random_packed(rows, length, self._planes))
+        return Matrix(self._packed[-1])
+
+
+def half_weights() -> Description:
+    """The same model in float16."""
+    return _weights(lambda rows, length: Matrix(gpu.halves(rows, length)), fused=True)
+
+
+def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Description:
+    """A model of such matrices. Fused, queries, keys and values are one matrix, and so are gate and up."""
+    hidden, intermediate, head = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.head_dim
+    device = gpu.DEVICE
+    queries, keys = SHAPE.num_attention_heads * head, SHAPE.num_key_value_heads * head
+
+    def ones() -> torch.Tensor:
+        return torch.ones(hidden, device=device)
+
+    layers = [
+        Layer(
+            attention_norm=ones(),
+            mlp_norm=ones(),
+            query=matrix(queries + 2 * keys if fused else queries, hidden),
+            key=None if fused else matrix(keys, hidden),
+            value=None if fused else matrix(keys, hidden),
+            output=matrix(hidden, queries),
+            gate=matrix(2 * intermediate if fused else intermediate, hidden),
+            up=None if fused else matrix(intermediate, hidden),
+            down=matrix(hidden, intermediate),
+        )
+        for _ in range(SHAPE.num_hidden_layers)
+    ]
+    return Description(
+        heads=SHAPE.num_attention_heads,
+        kv_heads=SHAPE.num_key_value_heads,
+        head_dim=head,
+        eps=SHAPE.rms_norm_eps,
+        scale=head**-0.5,
+        embedding=matrix(SHAPE.vocab_size, hidden),
+        layers=layers,
+        norm=ones(),
+        lm_head=matrix(SHAPE.vocab_size, hidden),
+        ropes=[Rope(ROPE_BASE ** -(torch.arange(0, head, 2, device=device) / head))],
+        device=torch.device(device),
+    )
+
+
+def fill(cache: GpuCache, tokens: int) -> None:
+    """Make a cache hold random keys and values of so many tokens."""
+    kv_cache = cache.kv_cache
+    if kv_cache.exponents is None:
+        kv_cache.base.normal_()
+    else:
+        for codes in (kv_cache.base, *kv_cache.planes):
+            codes.random_(0, 256)
+        kv_cache.exponents.random_(*KEY_EXPONENTS)
+    cache.lengths[:] = [tokens] * len(cache.lengths)

@@ -11,16 +11,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import gpu
+import llama3
 import torch
-from common import LLAMA_8B
-from llama3 import GIB, NORM_BYTES, VOCABULARY, cache_bytes, step_bytes, weight_bytes
-from table2_model import ALL_PLANES, EPS, ROPE_BASE, PackedModel, fill, half_weights
-from table2_products import Settings, say
+from gpu import say
+from llama3 import ALL_PLANES, GIB, NORM_BYTES, PackedModel, cache_bytes, fill, half_weights
+from table2_products import MULTIPLIED, Settings
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, StaticCache
 
 from otaro.errors import OtaroError
 from otaro.kernels import nvrtc
@@ -38,6 +40,7 @@ HALF = "float16"
 FIRST = 1  # the token that every round begins with
 PAIRS = (("E5M8", "E5M4"), ("E5M4", "E5M3"), ("E5M8", "E5M3"))
 CALLS = 1000  # of set_precision
+PROMPTS = (500, 4000)  # tokens
 
 
 class Contender(NamedTuple):
@@ -47,14 +50,6 @@ class Contender(NamedTuple):
     """One token after those before; it may return before the GPU is done."""
     rewind: Callable[[], Any]
     """Forget all tokens after the context."""
-
-
-def config() -> Any:
-    """LLaMA-3-8B in the words of transformers."""
-    from transformers import LlamaConfig
-
-    more = {"max_position_embeddings": 8192, "rope_theta": ROPE_BASE, "rms_norm_eps": EPS, "bos_token_id": 1, "eos_token_id": 2}
-    return LlamaConfig(**LLAMA_8B, **more)
 
 
 def rounds_of(contenders: Mapping[str, Contender], rounds: int, steps: int | None = None) -> dict[str, list[float]]:
@@ -77,8 +72,8 @@ def rounds_of(contenders: Mapping[str, Contender], rounds: int, steps: int | Non
 def through_transformers(asked: Settings) -> dict[str, Any]:
     """Float16 as transformers' users run it fast: static cache, the forward of one token compiled with CUDA graphs."""
     say("\nfloat16 through transformers, compiled (mode reduce-overhead) with a static cache; compiling takes a minute")
-    before = allocated()
-    contender, held = transformers_contender()
+    before = held()
+    contender, weights = transformers_contender()
     started = time.perf_counter()
     for _ in range(3):  # compiles, then records the graph
         contender.step()
@@ -91,20 +86,19 @@ def through_transformers(asked: Settings) -> dict[str, Any]:
     say(f"{1 / seconds:.1f} tokens/s, {seconds * 1e3:.3f} ms; by the bytes no faster than {1 / bound:.0f} tokens/s")
     return {
         "seconds": seconds, "rounds": times, "tokens_per_s": 1 / seconds, "compile_seconds": compiled,
-        "accounted": accounted(None, None), "weights_allocated": held - before, "allocated": allocated() - before,
+        "accounted": accounted(None, None), "weights_allocated": weights - before,
+        "allocated": held() - before,
     }  # fmt: skip
 
 
 @torch.no_grad()
 def transformers_contender() -> tuple[Contender, int]:
     """The compiled model after a prompt; and the bytes allocated when it held its weights alone."""
-    from transformers import AutoModelForCausalLM, StaticCache
-
     with torch.device(gpu.DEVICE):
-        model = AutoModelForCausalLM.from_config(config(), dtype=torch.float16).eval()
-    held = allocated()
+        model = AutoModelForCausalLM.from_config(llama3.SHAPE, dtype=torch.float16).eval()
+    weights = held()
     cache = StaticCache(config=model.config, max_cache_len=CAPACITY)
-    prompt = torch.randint(VOCABULARY, (1, CONTEXT), device=gpu.DEVICE)
+    prompt = torch.randint(llama3.SHAPE.vocab_size, (1, CONTEXT), device=gpu.DEVICE)
     logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
 
@@ -122,30 +116,24 @@ def transformers_contender() -> tuple[Contender, int]:
         for layer in cache.layers:
             layer.cumulative_length.fill_(CONTEXT)
 
-    return Contender(step, rewind), held
+    return Contender(step, rewind), weights
 
 
 def roofline(precision: Precision | None, cache: Precision | None, copy_rate: float) -> float:
     """Seconds that a token takes at least: what it must read, at the speed of a plain copy."""
-    return step_bytes(CONTEXT, precision, cache) / copy_rate
+    return llama3.step_bytes(CONTEXT, precision, cache) / copy_rate
 
 
 def accounted(precision: Precision | None, cache: Precision | None) -> dict[str, float]:
     """Memory by exact accounting, in GiB."""
-    weights, keys = weight_bytes(precision) / GIB, cache_bytes(CONTEXT, cache) / GIB
+    weights, keys = llama3.weight_bytes(precision) / GIB, cache_bytes(CONTEXT, cache) / GIB
     return {"weights_gib": weights, "cache_gib": keys, "norms_gib": NORM_BYTES / GIB, "total_gib": weights + keys}
 
 
-def allocated() -> int:
-    """Bytes of tensors on the GPU."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"]) if torch.cuda.is_available() else 0
-
-
-# Our own decoder ----------------------------------------------------------------------------------------------------------
+# Our own decoder --------------------------------------------------------------------------------------------
 
 
 def row_name(precision: Precision, cache: str) -> str:
-    """Of a contender."""
     return f"{precision}, {cache} cache"
 
 
@@ -160,8 +148,9 @@ def decode(asked: Settings) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for name, cache in caches.items():
         for precision in PRECISIONS:
-            contenders[row_name(precision, name)] = contender(decoder, cache, setter(model, precision))
-            rows[row_name(precision, name)] = about(precision, cache, weights_held[precision])
+            title = row_name(precision, name)
+            contenders[title] = contender(decoder, cache, partial(model.switch, precision))
+            rows[title] = about(precision, cache, weights_held[precision])
     rounds_of(contenders, 1, steps=2)  # everything is compiled, captured and allocated then
     working = held() - before - sum(cache.nbytes for cache in caches.values())
     before = held()
@@ -208,14 +197,9 @@ def held() -> int:
 
 
 def filled(decoder: GpuDecoder, kv: Precision | None) -> GpuCache:
-    """A cache that holds the context."""
     cache = decoder.new_cache(kv, capacity=CAPACITY)
     fill(cache, CONTEXT)
     return cache
-
-
-def setter(model: PackedModel, precision: Precision) -> Callable[[], None]:
-    return lambda: model.switch(precision)
 
 
 def contender(decoder: GpuDecoder, cache: GpuCache, prepare: Callable[[], None]) -> Contender:
@@ -284,7 +268,6 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """A line for each contender."""
     half = rows[HALF]["seconds"]
     say(
         f"{'':22}{'ms':>8}{'tokens/s':>10}{'x own f16':>11}{'of bound':>10}"
@@ -349,8 +332,7 @@ def switch(asked: Settings) -> dict[str, Any]:
 
 
 def steady(model: PackedModel, decoder: GpuDecoder, cache: GpuCache, precision: Precision, waiting: bool) -> Contender:
-    """One precision all the time."""
-    one = contender(decoder, cache, setter(model, precision))
+    one = contender(decoder, cache, partial(model.switch, precision))
     return Contender(lambda: decoder.chosen(decoder.advance()), one.rewind) if waiting else one
 
 
@@ -367,3 +349,40 @@ def in_turn(
             decoder.chosen(number)
 
     return Contender(step, contender(decoder, cache, lambda: None).rewind)
+
+
+# Prompts ----------------------------------------------------------------------------------------------------
+
+
+def prompts(asked: Settings) -> dict[str, Any]:
+    """Prompts through our decoder: in float16 and at E5M8, E5M4, E5M3."""
+    model = PackedModel(ALL_PLANES)
+    packed, half = GpuDecoder(model.weights), GpuDecoder(half_weights())
+    results: dict[str, dict[str, float]] = {}
+    for tokens in PROMPTS:
+        ids = torch.randint(packed.vocabulary, (tokens,)).tolist()
+        readers: dict[str, Callable[[], object]] = {HALF: partial(read, half, ids)}
+        for precision in MULTIPLIED:
+            readers[str(precision)] = partial(read, packed, ids, partial(model.switch, precision))
+        seconds: dict[str, list[float]] = {name: [] for name in readers}
+        for number in range(asked.rounds + 1):
+            for name, reader in readers.items():
+                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda.synchronize()
+                before.record()
+                reader()
+                after.record()
+                torch.cuda.synchronize()
+                if number:  # the first round compiles and allocates
+                    seconds[name].append(before.elapsed_time(after) * 1e-3)
+        results[str(tokens)] = {name: statistics.median(times) for name, times in seconds.items()}
+    say("\nreading a prompt, tokens a second (time beside float16 of our own)")
+    for name in readers:
+        cells = (f"{int(t) / one[name]:9.0f} {one[name] / one[HALF]:5.2f}" for t, one in results.items())
+        say(f"{name:10}" + "".join(f"{cell:>18}" for cell in cells))
+    return {"seconds": results}
+
+
+def read(decoder: GpuDecoder, ids: list[int], prepare: Callable[[], object] = lambda: None) -> None:
+    prepare()
+    decoder.forward(ids, decoder.new_cache(capacity=len(ids)))

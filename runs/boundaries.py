@@ -26,21 +26,15 @@ from otaro.sefp.precision import FINEST, GROUP_SIZE, PRECISIONS, Precision
 ROOT = Path(__file__).parents[1]
 
 
-def border_below(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
-    """The border of E5M8 nearest to each weight, counted from zero, and whether the weight lies on it.
-
-    Zeros are left out: they are counted for themselves.
-    """
+def on_borders(weight: torch.Tensor, group_size: int = GROUP_SIZE) -> dict[Precision, torch.Tensor]:
+    """Of each weight whether it lies on a border of a precision; zeros are counted for themselves."""
     scales = otaro.encode(weight, group_size=group_size).scales.repeat_interleave(group_size, -1)[..., : weight.shape[-1]]
     steps, values = scales.double() * 2.0**-FINEST, weight.double()
     nearest = (values / steps.where(steps != 0, 1.0)).round()
-    return nearest.to(torch.int16), (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
-
-
-def on_border(weight: torch.Tensor, precision: Precision, group_size: int = GROUP_SIZE) -> torch.Tensor:
-    """Of each weight whether it lies on a border of a precision; those of coarser ones are some of those of finer ones."""
-    number, on = border_below(weight, group_size)
-    return on & ((number - MIDPOINT_SHIFT) % (1 << (FINEST - precision.mantissa_bits)) == 0)
+    on = (nearest * steps == values) & (values != 0)  # exact: few bits times few bits
+    cells = nearest.to(torch.int16) - MIDPOINT_SHIFT
+    sizes = {precision: 1 << (FINEST - precision.mantissa_bits) for precision in PRECISIONS}
+    return {precision: on & (cells % size == 0) for precision, size in sizes.items()}
 
 
 def counted(folder: Path) -> dict[str, Any]:
@@ -52,10 +46,8 @@ def counted(folder: Path) -> dict[str, Any]:
             if weight.ndim < 2:
                 continue
             zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
-            number, on = border_below(weight)
-            numbers = number[on] - MIDPOINT_SHIFT
-            for precision in PRECISIONS:
-                found[precision] += int((numbers % (1 << (FINEST - precision.mantissa_bits)) == 0).sum())
+            for precision, on in on_borders(weight).items():
+                found[precision] += int(on.sum())
     shares = {str(precision): count / total for precision, count in found.items()}
     return {"on_border": shares, "zeros": zeros / total, "weights": total}
 

@@ -22,13 +22,11 @@ WORSE = {"E5M8": 0.003, "E5M7": 0.003, "E5M6": 0.003}
 
 
 def otaro(*words: str | Path) -> str:
-    """What a command prints."""
     done = subprocess.run([sys.executable, "-m", "otaro", *map(str, words)], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 
 def perplexities(model: Path, precisions: tuple[str, ...], arguments: argparse.Namespace, out: Path) -> dict[str, float]:
-    """By precision, on the text to measure on."""
     options = ["--precision", ",".join(precisions), "--device", arguments.device, "--out", out, "--json"]
     options += ["--window", arguments.window] if arguments.window else []
     entries = json.loads(otaro("eval", model, "--text", arguments.test, *options))["entries"]
@@ -36,7 +34,6 @@ def perplexities(model: Path, precisions: tuple[str, ...], arguments: argparse.N
 
 
 def main() -> None:
-    """Print the table, the bars, and a line of JSON."""
     parser = argparse.ArgumentParser(description="Perplexity of plain and calibrated packing.")
     parser.add_argument("model", type=Path, help="a checkpoint")
     parser.add_argument("--calibrate", type=Path, required=True, help="the text to calibrate on")

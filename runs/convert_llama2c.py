@@ -20,7 +20,6 @@ UNKNOWN, BEGIN, END, BYTES = 0, 1, 2, 3  # ids; then 256 tokens for the bytes th
 
 
 def read_model(path: Path) -> LlamaForCausalLM:
-    """The model in float32."""
     content = path.read_bytes()
     width, hidden, layers, heads, kv_heads, vocabulary, positions = struct.unpack_from(HEADER, content)
     tied, vocabulary = vocabulary > 0, abs(vocabulary)
@@ -109,7 +108,6 @@ def read_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
 
 
 def convert(model_file: Path, tokenizer_file: Path, out: Path) -> None:
-    """Write config, weights and tokenizer to `out`."""
     model = read_model(model_file)
     model.save_pretrained(out)
     tokenizer = PreTrainedTokenizerFast(

@@ -58,7 +58,6 @@ def bits_panel(results: Results, bench: Bench) -> Any:
 
 
 def bits_rows(results: Results, bench: Bench) -> list[Row]:
-    """Its points."""
     rows: list[Row] = []
 
     def add(series: str, name: str, columns: Sequence[str], bits: Callable[[str], float], measure: str = "perplexity") -> None:

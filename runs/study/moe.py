@@ -21,7 +21,6 @@ WEIGHTS = "weights.safetensors"
 
 
 def build(small: bool) -> Any:
-    """The model with random weights."""
     width, layers, experts = (64, 2, 4) if small else (256, 4, 8)
     config = MixtralConfig(
         vocab_size=1536, hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
@@ -34,7 +33,6 @@ def build(small: bool) -> Any:
 
 
 def load(folder: Path, small: bool) -> Any:
-    """The trained model."""
     model = build(small)
     model.load_state_dict(load_file(folder / WEIGHTS), strict=False)  # a tied head is not in the file
     model.tie_weights()

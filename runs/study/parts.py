@@ -51,12 +51,10 @@ def as_blocks(weight: torch.Tensor) -> tuple[int, bytes] | None:
 
 
 def codes_of(blocks: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The nearest codes."""
     return ((blocks.float() - low.float()) / scale.float().where(scale != 0, 1.0)).round()
 
 
 def from_codes(codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weights as float16."""
     return (scale.float() * codes + low.float()).half()
 
 
@@ -69,7 +67,6 @@ def packed(weight: torch.Tensor) -> tuple[bytes, bool]:
 
 
 def unpacked(content: bytes) -> torch.Tensor:
-    """What `packed` took."""
     line, _, rest = content.partition(b"\n")
     how = json.loads(line)
     raw = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
@@ -124,35 +121,37 @@ def cut(out: Path, models: Path, data: Path, limit: int) -> list[Path]:
 
 def join(parts: Path, models: Path, data: Path) -> list[str]:
     """Put into place whatever is complete; the names of the models that are."""
-    found: dict[str, tuple[Path, str]] = {}
+    found: dict[str, Path] = {}
     for path in sorted(parts.glob("*/part.zip")):
         with zipfile.ZipFile(path) as file:
-            found |= {name: (path, name) for name in file.namelist()}
+            found |= dict.fromkeys(file.namelist(), path)
 
     def content(name: str) -> bytes:
-        with zipfile.ZipFile(found[name][0]) as file:
+        with zipfile.ZipFile(found[name]) as file:
             return file.read(name)
 
-    complete = []
     for name in found:
         if f"/{WEIGHTS}/" not in name:
-            where = data / name.removeprefix("data/") if name.startswith("data/") else models / name.removeprefix("models/")
+            kind, _, rest = name.partition("/")
+            where = {"data": data, "models": models}[kind] / rest
             where.parent.mkdir(parents=True, exist_ok=True)
             where.write_bytes(content(name))
+    complete = []
     for model in BIG:
-        listed = f"models/{model}/tensors.json"
-        names: list[str] = json.loads(content(listed)) if listed in found else []
-        if names and all(f"models/{model}/{WEIGHTS}/{name}" in found for name in names):
-            if not (models / model / WEIGHTS).is_file():
-                tensors = {name: unpacked(content(f"models/{model}/{WEIGHTS}/{name}")) for name in names}
-                save_file(tensors, models / model / f".{WEIGHTS}", {"format": "pt"})
-                (models / model / f".{WEIGHTS}").replace(models / model / WEIGHTS)
-            complete.append(model)
+        listed, weights = models / model / "tensors.json", models / model / WEIGHTS
+        tensors_of = json.loads(listed.read_text()) if listed.is_file() else []
+        names = [f"models/{model}/{WEIGHTS}/{one}" for one in tensors_of]
+        if not names or not found.keys() >= set(names):
+            continue
+        if not weights.is_file():
+            tensors = {name.rpartition("/")[2]: unpacked(content(name)) for name in names}
+            save_file(tensors, weights.with_name(f".{WEIGHTS}"), {"format": "pt"})
+            weights.with_name(f".{WEIGHTS}").replace(weights)
+        complete.append(model)
     return complete
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m runs.study.parts", description="Cut models and data into parts, or join.")
     parser.add_argument("do", choices=("cut", "join"))
     parser.add_argument("parts", type=Path, help="the folder of the parts")

@@ -174,7 +174,6 @@ QAT = Method("int4 QAT", Options(method="fixed:E5M3"), ("E5M3",), {"quantizer": 
 
 
 def best(**changes: Any) -> Options:
-    """The recipe with changes."""
     return replace(BEST, **changes)
 
 
@@ -369,7 +368,6 @@ def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
 
 
 def format_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    """The ablations of the format."""
     for _, row in ablations():
         if row.name in OF_THE_FORMAT:
             yield replace(row, bench=bench.name, seed=seed)
@@ -433,7 +431,6 @@ def blocks() -> dict[str, list[Job]]:
 
 
 def full() -> list[Job]:
-    """The study."""
     return [job for jobs in blocks().values() for job in jobs]
 
 

@@ -48,7 +48,6 @@ def in_groups(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def joined(groups: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The way back."""
     return groups.flatten(-2)[..., : like.shape[-1]]
 
 
@@ -60,7 +59,6 @@ def integers(weight: torch.Tensor, bits: int, group_size: int = 64) -> torch.Ten
 
 
 def signed_blocks(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Q4_0 and Q5_0."""
     values, half = in_groups(weight, 32), 2 ** (bits - 1)
     largest = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     scale = largest / -half
@@ -228,10 +226,8 @@ NESTED: dict[str, tuple[Literal["E4M3", "E5M2", "pow2"], float]] = {  # scales, 
 
 def precisely_for(quantizer: str, group_size: int, reconstruction: str) -> Precisely:
     """What modules of a row are prepared with."""
-    if quantizer == "sefp":
-        return Precisely(group_size, "truncate" if reconstruction == "truncate" else "midpoint")
-    if quantizer == "truncate":
-        return Precisely(group_size, "truncate")
+    if quantizer in ("sefp", "truncate"):
+        return Precisely(group_size, "truncate" if "truncate" in (quantizer, reconstruction) else "midpoint")
     if quantizer in OTHERS:
         rounding = OTHERS[quantizer][1]
         return Rounding(lambda weight, precision: rounding(weight))

@@ -238,7 +238,6 @@ def calibrated(results: Results, bench: Bench) -> str:
 
 
 def equal_compute(results: Results, bench: Bench) -> str:
-    """Part 1 at equal compute."""
     names = ("best, equal compute", "fixed", "best", "fixed, a sixth")
     rows = [[_called(name), *(number(results.cell(bench.name, name, c)) for c in NAMES)] for name in names]
     for name, other in (names[:2], names[:1:-1]):
@@ -280,7 +279,6 @@ def _share(found: list[float | None] | None) -> str:
 
 
 def ablations(results: Results, bench: Bench) -> str:
-    """Part 3."""
     groups: dict[str, list[str]] = {}
     for group, row in plan.ablations():
         groups.setdefault(group, []).append(row.name)

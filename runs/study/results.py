@@ -16,7 +16,6 @@ Result = dict[str, Any]
 
 
 def read(results: Path) -> list[Result]:
-    """All lines there are."""
     lines = results.read_text().splitlines() if results.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
 
@@ -90,9 +89,8 @@ class Results:
 
     def observation(self, model: str, reconstruction: str) -> Result | None:
         """What `otaro analyze` found."""
-        return next(
-            (line for line in self.lines if line["bench"] == "observe" and line["name"] == f"{model}, {reconstruction}"), None
-        )
+        found = {line["name"]: line for line in self.lines if line["bench"] == "observe"}
+        return found.get(f"{model}, {reconstruction}")
 
     def rows(self, bench: str, name: str) -> dict[int, Result]:
         """By seed; where several rates were tried, the row with the one that held-out text found best.
@@ -124,11 +122,9 @@ class Results:
         found = [set(rows) for name in names if (rows := self.rows(bench, name))]
         return set.intersection(*found) if found else set()
 
-    def cell(self, bench: str, name: str, column: str, seeds: Collection[int] | None = None) -> list[float]:
+    def cell(self, bench: str, name: str, column: str) -> list[float]:
         """Likewise; `fixed` is each precision's own model."""
-        if is_fixed(name) and column == FULL:
-            return []
-        return self.values(bench, model_at(name, column), column, seeds=seeds)
+        return [] if is_fixed(name) and column == FULL else self.values(bench, model_at(name, column), column)
 
     def seeds_with(self, bench: str, measure: str) -> set[int]:
         """The seeds at which it was measured beside perplexities."""
@@ -139,17 +135,16 @@ class Results:
         own = {one for name in names for one in models_of(name)}
         lines = [line for line in self.lines if line["bench"] == bench and line["name"] in own]
         lines = [line for line in lines if seeds is None or line["seed"] in seeds]
-        chosen = f"--only '{bench}:*'"
-        command = f"runs/study.sh --small {chosen}" if bench.startswith("small") else f"runs/study.sh --data DIR {chosen}"
+        where = "--small" if bench.startswith("small") else "--data DIR"
+        command = f"runs/study.sh {where} --only '{bench}:*'"
         if not lines:
             return f"\n`{command}`\n"
 
         def all_of(field: str) -> str:
             return ", ".join(sorted({str(line.get(field)) for line in lines}))
 
-        return (
-            f"\n`{command}`; commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}; seeds {all_of('seed')}.\n"
-        )
+        made = f"commit {all_of('commit')}; {all_of('machine')}, torch {all_of('torch')}"
+        return f"\n`{command}`; {made}; seeds {all_of('seed')}.\n"
 
 
 def format_of(line: Result) -> int:
@@ -182,5 +177,4 @@ def model_at(name: str, precision: str) -> str:
 
 
 def is_fixed(name: str) -> bool:
-    """Whether it stands for several."""
     return name.startswith("fixed") and ":" not in name

@@ -81,9 +81,7 @@ class Places:
     def file(self, name: str) -> Path:
         """A file of the data folder."""
         if self.data is None:
-            raise SystemExit(
-                "error: --data DIR is needed for all but --small: the folder that holds wikitext-2, alpaca, zeroshot"
-            )
+            raise SystemExit("error: all but --small need --data DIR, with wikitext-2, alpaca, zeroshot")
         return self.data / name
 
     def questions(self, model: str) -> Path:
@@ -232,23 +230,21 @@ class Worker:
             torch._dynamo.config.automatic_dynamic_shapes = False  # a bench has one shape, and benches are few
             trainer.compile_steps()
             held.compiled_divergence = trainer._divergence
-        else:
-            trainer._divergence = held.compiled_divergence
+        trainer._divergence = held.compiled_divergence
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _rounded(self, model: Any) -> Iterator[str]:
         """The names of other formats, each while the weights are rounded to it."""
-        weights = {
-            id(module.weight): module.weight for module in model.modules() if isinstance(module, TuneLinear | TuneEmbedding)
-        }
-        before = [weight.detach().clone() for weight in weights.values()]
+        tuned = (module for module in model.modules() if isinstance(module, TuneLinear | TuneEmbedding))
+        weights = list(dict.fromkeys(module.weight for module in tuned))  # a tied one once
+        before = [weight.detach().clone() for weight in weights]
         for name, (_, rounding) in OTHERS.items():
-            for weight, exact in zip(weights.values(), before, strict=True):
+            for weight, exact in zip(weights, before, strict=True):
                 weight.copy_(rounding(exact))
             yield name
-        torch._foreach_copy_(list(weights.values()), before)
+        torch._foreach_copy_(weights, before)
 
     def _calibrated(self, row: Row, held: Held, material: Material, precisely: Precisely, plain: Result) -> Result:
         """Perplexities of the tuned model as `pack_calibrated` packs it; those of plain packing beside them."""
@@ -394,9 +390,9 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
                 return
             time.sleep(0.5)
             continue
-        bench = job.bench if isinstance(job, Row) else "observe"
+        bench = _bench(job)
         if time.time() + took.get(bench, WORKERS * cost(job)) > deadline:
-            left = [other for other in left if (other.bench if isinstance(other, Row) else "observe") != bench]
+            left = [other for other in left if _bench(other) != bench]
             claims.place(job.key).unlink()
             continue
         started = time.time()
@@ -411,6 +407,10 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         print(f"{label} {job.key}: {told} ({took[bench]:.0f} s)", flush=True)
         if failures == MOST_FAILURES:
             raise SystemExit(f"{label} {failures} jobs failed one after the other; giving up")
+
+
+def _bench(job: Job) -> str:
+    return job.bench if isinstance(job, Row) else "observe"
 
 
 def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) -> bool:

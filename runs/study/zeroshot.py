@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ Questions = dict[str, list[Question]]
 
 def export(names: Sequence[str], data_dir: Path, tokenizer: Any, limit: int, model: Any) -> Questions:
     """The questions of tasks of the harness; `model` is any model, for the harness wants one before it tokenises."""
-    from importlib import import_module
-
     from otaro.evaluate.harness import Tasks, _quiet
 
     tasks = Tasks(names, data_dir)
@@ -58,17 +57,16 @@ def _question(task: Any, instances: list[Any], runner: Any, by_norm: bool) -> Qu
     instances = sorted(instances, key=lambda instance: instance.idx)
     count, document = len(instances), instances[0].doc
     # Which answer counts as right, and lengths, by what the task itself makes of likelihoods that favour each in turn.
-    right = [
-        task.process_results(document, [(0.0 if i == j else -1e9, False) for j in range(count)])["acc"] for i in range(count)
-    ]
+    likelihoods = [[(0.0 if i == j else -1e9, False) for j in range(count)] for i in range(count)]
+    right = [task.process_results(document, favouring)["acc"] for favouring in likelihoods]
     lengths = [float(len(choice)) for choice in task.doc_to_choice(document)] if by_norm else [1.0] * count
-    pairs = [tuple(map(list, runner._encode_pair(*instance.args))) for instance in instances]
-    return Question([(context, answer) for context, answer in pairs], right.index(1.0), lengths)
+    pairs: Any = [runner._encode_pair(*instance.args) for instance in instances]
+    return Question(pairs, right.index(1.0), lengths)
 
 
-def endings(text: str, tokenizer: Any, count: int, seed: int = 0) -> Questions:
+def endings(text: str, tokenizer: Any, count: int) -> Questions:
     """Questions made of a text: which of four passages goes on after a context? For when there is no data."""
-    ids, draw = tokenizer(text, verbose=False)["input_ids"], random.Random(seed)
+    ids, draw = tokenizer(text, verbose=False)["input_ids"], random.Random(0)
     questions = []
     for _ in range(count):
         starts = [draw.randrange(len(ids) - 48) for _ in range(4)]
@@ -80,18 +78,13 @@ def endings(text: str, tokenizer: Any, count: int, seed: int = 0) -> Questions:
 
 
 def save(questions: Questions, path: Path) -> None:
-    """As compressed JSON."""
     content = {name: [[q.choices, q.gold, q.lengths] for q in some] for name, some in questions.items()}
     path.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
 
 
 def load(path: Path) -> Questions:
-    """What `save` wrote."""
     content = json.loads(gzip.decompress(path.read_bytes()))
-    return {
-        name: [Question([(context, answer) for context, answer in choices], gold, lengths) for choices, gold, lengths in some]
-        for name, some in content.items()
-    }
+    return {name: [Question(*question) for question in some] for name, some in content.items()}
 
 
 @torch.inference_mode()
@@ -107,22 +100,18 @@ def log_likelihoods(model: Any, questions: Sequence[Question], positions: int) -
         members = order[at : at + max(1, budget // width)]
         at += len(members)
         ids = torch.zeros(len(members), width, dtype=torch.long)
-        rows: list[int] = []
-        columns: list[int] = []
-        targets: list[int] = []
+        asked: list[tuple[int, int, int]] = []  # row, column, token
         for row, i in enumerate(members):
             ids[row, : len(inputs[i])] = torch.tensor(inputs[i])
-            answer = requests[i][3]
-            rows += [row] * len(answer)
-            columns += range(len(inputs[i]) - len(answer), len(inputs[i]))
-            targets += answer
+            first = len(inputs[i]) - len(requests[i][3])
+            asked += ((row, column, token) for column, token in enumerate(requests[i][3], first))
         # What is padded comes after everything that counts, so a causal model never looks at it. And the head, the largest
         # part of a small model, is needed at the answers alone.
         hidden = model.model(ids.to(model.device), use_cache=False).last_hidden_state
-        where = torch.tensor([rows, columns, targets], device=model.device)
-        logits = model.lm_head(hidden[where[0], where[1]]).float()
+        rows, columns, tokens = torch.tensor(asked, device=model.device).T
+        logits = model.lm_head(hidden[rows, columns]).float()
         scores = torch.zeros(len(members), dtype=torch.float64, device=model.device)
-        scores.index_add_(0, where[0], (logits.gather(1, where[2, :, None])[:, 0] - logits.logsumexp(1)).double())
+        scores.index_add_(0, rows, (logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(1)).double())
         for i, score in zip(members, scores.tolist(), strict=True):
             found[requests[i][0]][requests[i][1]] = score
     return found
@@ -141,10 +130,9 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -
 
 def evaluate(model: Any, questions: Questions, positions: int) -> dict[str, list[float | None]]:
     """Accuracy and standard error of every task."""
-    everything = [question for some in questions.values() for question in some]
-    scores, at, found = log_likelihoods(model, everything, positions), 0, {}
+    every = [question for some in questions.values() for question in some]  # at once: fuller batches
+    scores, found = iter(log_likelihoods(model, every, positions)), {}
     for name, some in questions.items():
-        share, error = accuracy(some, scores[at : at + len(some)])
+        share, error = accuracy(some, [next(scores) for _ in some])
         found[name] = [round(share, 5), None if error is None else round(error, 5)]
-        at += len(some)
     return found

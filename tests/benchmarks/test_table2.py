@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import bench_peers
+import bench_table2 as bench
+import gpu
+import llama3
 import pytest
+import table2_decode
+import table2_products as products
 import torch
+from peers import Peer
+from table2_products import Settings
+from transformers import LlamaConfig
 
 import otaro.tune
 from otaro.kernels import cuda, reference
@@ -17,27 +25,12 @@ from otaro.sefp.codec import scale_values
 from otaro.sefp.precision import PRECISIONS, Precision
 from otaro.tune.fake_quant import quantize
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.usefixtures("swift_products")
 
 
-@pytest.fixture(scope="module")
-def modules():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import bench_table2
-        import gpu
-        import llama3
-        import table2_products
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return bench_table2, gpu, llama3, table2_products
-
-
 @pytest.fixture
-def pretended(modules, monkeypatch):
+def pretended(monkeypatch):
     """Shapes of a toy, kernels of the reference, and times that grow with the bytes of a precision."""
-    _, gpu, llama3, products = modules
 
     def run_products(digits, tokens, matrices, outs, biases=(), first=0, scratch=None):
         results = [reference.linear(digits[first : first + tokens], one) for one in matrices]
@@ -48,32 +41,30 @@ def pretended(modules, monkeypatch):
         for one, out in zip(matrices, outs, strict=True):
             out.copy_(reference.matmul(x.float(), one))
 
-    def capture(launch, launches, kept=None):
+    def capture(launch, launches):
         for number in range(min(launches, 3)):
             launch(number)
-        return gpu.Captured(None, launches, kept)
 
     def alternate(contenders, rounds):
-        return {name: [1e-6 * (16 if "float16" in name else int(name[3]))] * rounds for name in contenders}
+        return {name: 1e-6 * (16 if "float16" in name else int(name[3])) for name in contenders}
 
     toy = [llama3.Product(one.name, (70,) * len(one.rows), 192, one.count) for one in llama3.PRODUCTS]
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(products, "PRODUCTS", toy)
-    monkeypatch.setattr(products, "ROTATED", 20_000)
-    monkeypatch.setattr(products, "BATCH_SHAPE", (70, 192))
-    monkeypatch.setattr(products, "capture", capture)
-    monkeypatch.setattr(products, "alternate", alternate)
-    monkeypatch.setattr(gpu, "release", lambda: None)
+    smaller = {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "capture": capture, "alternate": alternate}
+    for name, value in smaller.items():
+        monkeypatch.setattr(products, name, value)
+    here = {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None}
+    for name, value in here.items():
+        monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(cuda, "to_digits", lambda x, group_size, out=None: x.float())
     monkeypatch.setattr(cuda, "products", run_products)
     monkeypatch.setattr(cuda, "multiply_halves", run_halves)
     for name in ("linear", "matmul", "decode"):
         monkeypatch.setattr(cuda, name, getattr(reference, name))
-    return products
+    monkeypatch.setattr(cuda, "Scratch", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
-def test_accounting_is_the_papers(modules):
-    _, _, llama3, _ = modules
+def test_accounting_is_the_papers():
     e5m4 = Precision("E5M4")
     assert llama3.weight_bytes(e5m4) / llama3.GIB == pytest.approx(4.791, abs=5e-4)
     assert llama3.cache_bytes(2000, e5m4) / llama3.GIB == pytest.approx(0.080, abs=5e-4)
@@ -81,9 +72,8 @@ def test_accounting_is_the_papers(modules):
     assert (llama3.weight_bytes(None) + llama3.cache_bytes(2000, None)) / llama3.GIB == pytest.approx(15.20, abs=5e-3)
 
 
-def test_random_matrices_hold_what_they_say(modules):
-    _, _, llama3, _ = modules
-    packed = llama3.random_packed(50, 200, "cpu")
+def test_random_matrices_hold_what_they_say(pretended):
+    packed = llama3.random_packed(50, 200)
     sizes = scale_values(packed.scales, packed.scale_exponent)
     assert 2.0**-6 <= sizes.abs().min() < sizes.abs().max() < 2.0**-3
     assert sizes.min() < 0 < sizes.max()
@@ -92,9 +82,8 @@ def test_random_matrices_hold_what_they_say(modules):
     assert stored == llama3.matrix_bytes(50, 200, PRECISIONS[0])
 
 
-def test_products_are_checked_timed_and_judged(modules, pretended, capsys):
-    bench, *_ = modules
-    results = {"gemv": pretended.gemv(pretended.Settings(3, 4e12))}
+def test_products_are_checked_timed_and_judged(pretended, capsys):
+    results = {"gemv": products.gemv(Settings(3, 4e12))}
     assert not list(bench.wrong(results))
     total = results["gemv"]["summed_seconds"]
     assert total["float16"] / total["E5M4"] == pytest.approx(4)
@@ -103,8 +92,7 @@ def test_products_are_checked_timed_and_judged(modules, pretended, capsys):
     assert "E5M3" in capsys.readouterr().out
 
 
-def test_a_wrong_product_is_told(modules, pretended, monkeypatch):
-    bench, *_ = modules
+def test_a_wrong_product_is_told(pretended, monkeypatch):
     right = cuda.products
 
     def off_by_a_bit(digits, tokens, matrices, outs, **options):
@@ -112,25 +100,19 @@ def test_a_wrong_product_is_told(modules, pretended, monkeypatch):
         outs[0] *= 1 + 2**-20
 
     monkeypatch.setattr(cuda, "products", off_by_a_bit)
-    results = {"gemv": pretended.gemv(pretended.Settings(1, 4e12))}
+    results = {"gemv": products.gemv(Settings(1, 4e12))}
     assert "gemv/products/head/checks/E5M4" in set(bench.wrong(results))
 
 
-def test_batches(modules, pretended, capsys):
-    bench, *_ = modules
-    results = pretended.batch(pretended.Settings(1, 4e12))
+def test_batches(pretended, capsys):
+    results = products.batch(Settings(1, 4e12))
     assert list(results["tokens"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert not list(bench.wrong(results))
     assert "E5M4 fastest" in capsys.readouterr().out
 
 
-def test_a_layer_of_several_tokens(modules, pretended, monkeypatch, capsys):
-    bench, *_ = modules
-    batches = bench.table2_batches
-    for name in ("capture", "alternate", "PRODUCTS"):
-        monkeypatch.setattr(batches, name, getattr(pretended, name))
-    monkeypatch.setattr(cuda, "Scratch", lambda device: None)
-    results = {"layer": batches.layer(pretended.Settings(1, 4e12))}
+def test_a_layer_of_several_tokens(pretended, capsys):
+    results = {"layer": products.layer(Settings(1, 4e12))}
     assert not list(bench.wrong(results))
     assert list(results["layer"]["products"]) == ["q k v", "o", "gate up", "down"]
     assert results["layer"]["summed_seconds"]["64"]["E5M8"] == pytest.approx(4 * 8e-6)
@@ -141,15 +123,14 @@ def test_a_layer_of_several_tokens(modules, pretended, monkeypatch, capsys):
     assert "a layer, us by tokens" in capsys.readouterr().out
 
 
-def test_prompts_are_judged_beside_float16(modules):
-    bench, *_ = modules
+def test_prompts_are_judged_beside_float16():
     level = dict.fromkeys(("float16", "E5M8", "E5M4", "E5M3"), 1.0)
     seconds = {"500": level | {"E5M8": 1.3, "E5M4": 1.5}, "4000": level}
     missed = [bar.what for bar in bench.judged({"prompts": {"seconds": seconds}}) if not bar.holds]
     assert missed == ["reading 500 tokens at E5M4, time beside float16 of our own"]
 
 
-def test_quantizing(modules, pretended, monkeypatch, capsys):
+def test_quantizing(pretended, monkeypatch, capsys):
     class Launch(NamedTuple):
         tile: int
         warps: int
@@ -160,11 +141,9 @@ def test_quantizing(modules, pretended, monkeypatch, capsys):
     fused = SimpleNamespace(BEST=Launch(4096, 8), Launch=Launch, quantize_all=quantize_all)  # the kernel itself needs Triton
     monkeypatch.setitem(sys.modules, "otaro.tune.fused", fused)
     monkeypatch.setattr(otaro.tune, "fused", fused, raising=False)
-    monkeypatch.setattr(pretended, "weight_sets", lambda quick: [("a toy", [(65, 64), (3, 128)])])
-    monkeypatch.setattr(pretended, "alternate", lambda contenders, rounds: {name: [1e-9] for name in contenders})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    bench, *_ = modules
-    results = {"quantize": pretended.quantize(pretended.Settings(1, 4e12))}
+    monkeypatch.setattr(products, "weight_sets", lambda quick: [("a toy", [(65, 64), (3, 128)])])
+    monkeypatch.setattr(products, "alternate", lambda contenders, rounds: dict.fromkeys(contenders, 1e-9))
+    results = {"quantize": products.quantize(Settings(1, 4e12))}
     assert not list(bench.wrong(results))
     bars = list(bench.judged(results))
     assert len(bars) == 2
@@ -172,49 +151,46 @@ def test_quantizing(modules, pretended, monkeypatch, capsys):
     assert "tile 4096, 8 warps" in capsys.readouterr().out
 
 
-def test_transformers_decodes_after_its_context(modules, pretended, monkeypatch):
-    from transformers import LlamaConfig
+def test_products_of_others_are_timed_beside_ours(pretended, monkeypatch):
+    monkeypatch.setattr(bench_peers, "alternate", lambda contenders, rounds: dict.fromkeys(contenders, 1.0))
+    theirs = []
+    calls = {"weights": lambda *shape: [torch.zeros(shape)], "multiply": lambda *given: theirs.append(given)}
+    peer = Peer("theirs", (1, 8), **calls, check=None)
+    found = bench_peers.one_shape(70, 192, [peer], 1)
+    assert not list(bench.wrong(found))
+    assert set(found["seconds"]["8"]) == {"float16", "E5M3", "E5M4", "E5M8", "theirs"}
+    assert "theirs" not in found["seconds"]["16"]
+    assert {x.shape for _, x, _ in theirs} == {(1, 192), (8, 192)}
 
-    bench, *_ = modules
-    decode = bench.table2_decode
-    toy = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
-    )
-    monkeypatch.setattr(decode, "config", lambda: toy)
-    monkeypatch.setattr(decode, "VOCABULARY", 50)
+
+@pytest.fixture
+def toy(pretended, monkeypatch):
+    """A model of two small layers, and rounds of four tokens behind twelve."""
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 50}
+    shape = LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    monkeypatch.setattr(llama3, "SHAPE", shape)
+    for name, value in {"CONTEXT": 12, "CAPACITY": 16, "STEPS": 4}.items():
+        monkeypatch.setattr(table2_decode, name, value)
+    return table2_decode
+
+
+def test_transformers_decodes_after_its_context(toy, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name, value in {"CONTEXT": 20, "CAPACITY": 32, "STEPS": 12}.items():
-        monkeypatch.setattr(decode, name, value)
-    contender, _ = decode.transformers_contender()
+    contender, _ = toy.transformers_contender()
     layers = contender.rewind.__closure__[0].cell_contents.layers
     contender.step()
-    assert int(layers[1].cumulative_length) == 21
-    times = decode.rounds_of({"one": contender}, 2, steps=5)
-    assert int(layers[1].cumulative_length) == 25
+    assert int(layers[1].cumulative_length) == 13
+    times = toy.rounds_of({"one": contender}, 2, steps=3)
+    assert int(layers[1].cumulative_length) == 15
     assert len(times["one"]) == 2
-    result = decode.through_transformers(decode.Settings(1, 4e12))
+    result = toy.through_transformers(Settings(1, 4e12))
     json.dumps(result)
     assert result["tokens_per_s"] > 0
 
 
-@pytest.fixture
-def toy(modules, pretended, monkeypatch):
-    """A decoder of two small layers, and rounds of four tokens behind twelve."""
-    bench, *_ = modules
-    shape = bench.table2_decode.PackedModel.__init__.__globals__["Shape"]
-    model = sys.modules["table2_model"]
-    monkeypatch.setattr(model, "SHAPE", shape(2, 64, 128, 50, 4, 2, 32))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name, value in {"CONTEXT": 12, "CAPACITY": 16, "STEPS": 4}.items():
-        monkeypatch.setattr(bench.table2_decode, name, value)
-    return bench.table2_decode
-
-
-def test_our_decoder_runs_every_precision_and_both_caches(modules, toy, capsys):
-    bench, *_ = modules
+def test_our_decoder_runs_every_precision_and_both_caches(toy, capsys):
     results = {
-        "decode": toy.decode(toy.Settings(2, 4e12)),
+        "decode": toy.decode(Settings(2, 4e12)),
         "transformers": {"tokens_per_s": 1.0, "accounted": {"total_gib": 15.2}},
     }
     rows = results["decode"]["rows"]
@@ -236,23 +212,20 @@ def test_our_decoder_runs_every_precision_and_both_caches(modules, toy, capsys):
     json.dumps(results)
 
 
-def test_what_was_not_measured_is_not_judged(modules, toy, capsys):
-    bench, *_ = modules
+def test_what_was_not_measured_is_not_judged(toy, capsys):
     failed = {"decode": {"failed": "no memory"}, "transformers": {"failed": "no compiler"}, "switch": {"failed": "no"}}
     assert list(bench.judged(failed)) == []
     toy.print_summary(failed)
     assert capsys.readouterr().out == ""
 
 
-def test_logits_that_are_no_numbers_are_told(modules, toy, monkeypatch):
-    bench, *_ = modules
-    monkeypatch.setattr(sys.modules["table2_model"], "STD", float("inf"))
-    results = {"decode": toy.decode(toy.Settings(1, 4e12))}
+def test_logits_that_are_no_numbers_are_told(toy, monkeypatch):
+    monkeypatch.setattr(gpu, "STD", float("inf"))
+    results = {"decode": toy.decode(Settings(1, 4e12))}
     assert list(bench.wrong(results)) == ["decode/rows/float16"]
 
 
-def test_switches_are_what_turns_cost_more_than_either(modules, toy, monkeypatch, capsys):
-    bench, *_ = modules
+def test_switches_are_what_turns_cost_more_than_either(toy, monkeypatch, capsys):
     monkeypatch.setattr(toy, "CALLS", 12)
     asked = []
 
@@ -264,7 +237,7 @@ def test_switches_are_what_turns_cost_more_than_either(modules, toy, monkeypatch
         return dict(zip(contenders, ([2e-3, 2e-3], [1e-3, 1e-3], [1.6e-3, 1.54e-3]), strict=True))
 
     monkeypatch.setattr(toy, "rounds_of", rounds_of)
-    results = {"switch": toy.switch(toy.Settings(2, 4e12))}
+    results = {"switch": toy.switch(Settings(2, 4e12))}
     assert len(asked) == 3 * 2 * 3
     for pair in results["switch"]["pairs"].values():
         assert pair["seconds"] == pytest.approx(70e-6)
@@ -275,7 +248,7 @@ def test_switches_are_what_turns_cost_more_than_either(modules, toy, monkeypatch
     assert "set_precision by itself" in capsys.readouterr().out
 
 
-def test_a_switch_is_in_the_next_token(modules, toy):
+def test_a_switch_is_in_the_next_token(toy):
     model = toy.PackedModel()
     for _ in range(toy.ALL_PLANES):
         model.add_plane()
@@ -289,7 +262,7 @@ def test_a_switch_is_in_the_next_token(modules, toy):
     assert seen == [{8}, {7}, {8}]
 
 
-def test_planes_come_one_by_one(modules, toy):
+def test_planes_come_one_by_one(toy):
     model, held = toy.growing_model()
     assert list(held) == list(reversed(toy.PRECISIONS))
     assert len(model._packed[0].planes) == toy.ALL_PLANES

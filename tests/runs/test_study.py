@@ -39,6 +39,39 @@ from runs.study.work import Places
 ROOT = Path(__file__).parents[2]
 
 
+def places(tmp_path):
+    return Places(tmp_path, None, tmp_path / "study.jsonl", "abc", "cpu")
+
+
+def results_of(tmp_path, *rows, bench="SmolLM2-135M", **more):
+    """Of rows that were made: name, seed, and perplexities on both texts."""
+    where = places(tmp_path)
+    for name, seed, values in rows:
+        line = {"key": f"{name} {seed}", "bench": bench, "name": name, "seed": seed, "lr": 1.5e-4, **more}
+        append(where.results, {"heldout": values, "perplexity": values, **line})
+    return Results(where.results)
+
+
+def add(where, row, **line):
+    """As a row's line, with its settings."""
+    append(where.results, {"key": row.key, "settings": row.settings(), **line})
+
+
+def done(where):
+    return finished(read(where.results))
+
+
+def claims_in(tmp_path):
+    (tmp_path / "claims").mkdir()
+    return work.Claims(tmp_path / "claims")
+
+
+def shortened(monkeypatch, name, **changes):
+    """A bench, for a test alone."""
+    monkeypatch.setitem(plan.BENCHES, name, replace(plan.BENCHES[name], **changes))
+    return plan.BENCHES[name]
+
+
 @pytest.fixture
 def weights():
     values = torch.randn(6, 192, generator=torch.Generator().manual_seed(3))
@@ -166,10 +199,8 @@ def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on(
 
 def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed, whose metrics these are compared with")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(MODEL_DIR),
-    )
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     names = ["arc_easy", "boolq"]
     tasks = Tasks(names, task_files)
     theirs = {name: tasks.measure(name, model, tokenizer) for name in names}
@@ -239,15 +270,8 @@ def test_the_paper_is_run_as_it_is_written():
         assert (row.optimizer, row.schedule, row.clip, row.options.leftover) == ("sgd", "constant", 0.0, "drop")
     for bench in plan.PAPER:
         stated = {(row.name, row.seed) for row in rows if row.bench == bench and row.lr == 1e-5}
-        for name in (
-            "fp",
-            "uniform",
-            "bps",
-            "otaro",
-            *(f"fixed:{p}" for p in plan.NAMES),
-            "fixed:E5M4, LAA",
-            "fixed:E5M3, LAA",
-        ):
+        alone = [*plan.NAMES, "E5M4, LAA", "E5M3, LAA"]
+        for name in ("fp", "uniform", "bps", "otaro", *(f"fixed:{p}" for p in alone)):
             assert {(name, seed) for seed in plan.SEEDS} <= stated
         assert {row.lr for row in rows if row.bench == bench and row.name == "otaro"} == {1e-5, 1e-3, 0.01, 0.03, None}
     alone = next(row.options for row in rows if row.name == "fixed:E5M3, LAA")
@@ -278,8 +302,8 @@ def test_plain_sgd_without_clipping_or_schedule_reaches_torch(monkeypatch, tmp_p
             return optimizer
 
     monkeypatch.setattr(work, "OtaroTrainer", Watched)
-    monkeypatch.setitem(plan.BENCHES, "small, paper", replace(plan.BENCHES["small, paper"], steps=3, test_tokens=128))
-    row = next(row for row in plan.paper_rows(plan.BENCHES["small, paper"], 0) if row.name == "fixed:E5M8")
+    bench = shortened(monkeypatch, "small, paper", steps=3, test_tokens=128)
+    row = next(row for row in plan.paper_rows(bench, 0) if row.name == "fixed:E5M8")
     work.Worker(places(tmp_path)).run(row, 10.0)  # a rate that makes gradients explode
     assert [(kind, set(rates)) for kind, rates, *_ in steps] == [(torch.optim.SGD, {10.0})] * len(steps)
     assert max(norm for _, _, *norms in steps for norm in norms) > 1.0  # what clipping would have shortened
@@ -289,33 +313,28 @@ def test_a_rate_that_is_chosen_and_was_made_already_is_not_made_again(monkeypatc
     where, bench = places(tmp_path), plan.BENCHES["small, paper"]
     method = next(method for method in plan.paper_methods() if method.name == "fp")
     for row, loss in zip(plan.swept(bench, method, 0), (3.0, 4.0), strict=True):
-        append(where.results, {"key": row.key, "settings": row.settings(), "heldout": {"full": loss}})
+        add(where, row, heldout={"full": loss})
     (stated,) = (row for row in plan.paper_rows(bench, 1) if row.name == "fp")
-    made = {"key": stated.key, "settings": stated.settings(), "heldout": {}, "perplexity": {"full": 5.0}, "lr": stated.lr}
-    append(where.results, made)
+    add(where, stated, heldout={}, perplexity={"full": 5.0}, lr=stated.lr)
     worker = work.Worker(where)
     monkeypatch.setattr(worker, "run", lambda *_: pytest.fail("it was made"))
     (chosen,) = plan.swept(bench, method, 1)
-    work._do(worker, chosen, finished(read(where.results)), where)
-    done = finished(read(where.results))
-    assert is_done(chosen, done)
-    assert done[chosen.key]["perplexity"] == {"full": 5.0}
+    work._do(worker, chosen, done(where), where)
+    assert is_done(chosen, done(where))
+    assert done(where)[chosen.key]["perplexity"] == {"full": 5.0}
 
 
 def test_no_row_is_begun_that_would_end_after_the_deadline(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        work, "_do", lambda worker, job, *_: append(worker.places.results, {"key": job.key, "settings": job.settings()})
-    )
+    monkeypatch.setattr(work, "_do", lambda worker, job, *_: add(worker.places, job))
     rows = [plan.Row("stories15M, paper", "fp", Options(method="fp"), lr=1e-5), plan.Row("small", "none", None)]
-    claims = work.Claims(tmp_path / "claims")
-    claims.folder.mkdir()
+    claims = claims_in(tmp_path)
     work.work(rows, places(tmp_path), claims, time.time() + 30, "[0]")
     assert [line["key"] for line in read(tmp_path / "study.jsonl")] == [rows[1].key]
     assert not claims.place(rows[0].key).exists()
 
 
 def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_path):
-    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], steps=4, test_tokens=256))
+    shortened(monkeypatch, "small", steps=4, test_tokens=256)
     worker, row = work.Worker(places(tmp_path)), plan.Row("small", "best", plan.BEST, lr=1e-3, measured=("E5M8",))
     lines = [worker.run(replace(row, judged=judged), 1e-3)["average"] for judged in (True, False)]
     assert [line["averaged"] for line in lines] == [2, 2]
@@ -332,9 +351,8 @@ def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(mo
         return pack_calibrated(model, out, content, samples=2, device=device)
 
     monkeypatch.setattr(work, "pack_calibrated", pack)
-    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], test_tokens=256))
-    where, claims = places(tmp_path), work.Claims(tmp_path / "claims")
-    claims.folder.mkdir()
+    shortened(monkeypatch, "small", test_tokens=256)
+    where, claims = places(tmp_path), claims_in(tmp_path)
     plain = plan.Row("small", "none", None, measured=("full", "E5M8"))
     calibrated = replace(plain, name="none, calibrated", start="calibrated")
     assert work._ready(calibrated, {}, where, claims)  # whoever asks first makes them
@@ -352,12 +370,8 @@ def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(mo
 
 
 def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
-    where = places(tmp_path)
-    for version, value in ((1, 5.0), (2, 4.0)):
-        settings = {"rate_of": ""} | ({"format": 2} if version == 2 else {})  # which rows of that time did not state
-        line = {"key": "one key", "bench": "SmolLM2-135M", "name": "uniform", "seed": 0, "settings": settings}
-        append(where.results, {**line, "lr": 5e-5, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
-    results = Results(where.results)
+    results_of(tmp_path, ("uniform", 0, {"E5M3": 5.0}), settings={"rate_of": ""})  # rows of then have no format
+    results = results_of(tmp_path, ("uniform", 0, {"E5M3": 4.0}), settings={"rate_of": "", "format": 2})
     assert results.values("SmolLM2-135M", "uniform", "E5M3") == [4.0]
     assert results.former().values("SmolLM2-135M", "uniform", "E5M3") == [5.0]
     shown = report.powers_of_two(results, plan.BENCHES["SmolLM2-135M"])
@@ -366,24 +380,22 @@ def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
 
 
 def test_a_cell_says_what_is_not_run_yet(tmp_path):
-    where, bench = places(tmp_path), plan.BENCHES["SmolLM2-135M"]
-    assert report.regime(Results(where.results), bench).count(report.MISSING) == 2  # for each of its two tables
-    line = {"key": "best", "bench": bench.name, "name": "best", "seed": 0, "lr": 5e-5, "heldout": {}}
-    append(where.results, {**line, "perplexity": dict.fromkeys(plan.NAMES, 12.0)})
-    shown = report.regime(Results(where.results), bench)
+    bench = plan.BENCHES["SmolLM2-135M"]
+    assert report.regime(results_of(tmp_path), bench).count(report.MISSING) == 2  # for each of its two tables
+    shown = report.regime(results_of(tmp_path, ("best", 0, dict.fromkeys(plan.NAMES, 12.0))), bench)
     assert f"| `best, judged` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |" in shown
     assert f"| `fp` | {report.MISSING} |  |  |  |  |  |  |" in shown
     assert f"| `fixed:`, 6 models |  | {report.MISSING} |  |  |  |  |  |" in shown
 
 
 def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(tmp_path):
-    where, bench = places(tmp_path), plan.BENCHES["small, paper"]
+    bench = plan.BENCHES["small, paper"]
     made = [("fp", 0, 1e-5, 9.0), ("fp", 0, 0.01, 5.0), ("fp", 1, 1e-5, 8.0), ("uniform", 0, 1e-5, 7.0)]
     for name, seed, rate, value in made:
-        line = {"key": f"{name} {seed} {rate}", "bench": bench.name, "name": name, "seed": seed, "lr": rate}
         settings = {"rate_of": name, "format": 2, "lr": rate}
-        append(where.results, {**line, "settings": settings, "perplexity": {"full": value}, "heldout": {"full": value}})
-    stated, chosen = report.as_written(Results(where.results), bench).split("At the best of 1e-05, 0.01")
+        more = {"key": f"{name} {seed} {rate}", "lr": rate, "settings": settings, "bench": bench.name}
+        results = results_of(tmp_path, (name, seed, {"full": value}), **more)
+    stated, chosen = report.as_written(results, bench).split("At the best of 1e-05, 0.01")
     assert "| `fp` | 8.500 ± 0.707 |" in stated
     assert "| `uniform` | 7.000 |" in stated
     assert "| `fp` | 5.000 |" in chosen  # of seed 1 no rate was chosen yet
@@ -391,13 +403,11 @@ def test_the_papers_recipe_is_told_as_written_and_at_the_rate_of_a_whole_search(
 
 
 def test_bars_compare_with_tuning_as_usual_and_at_e5m3_with_int4_qat(tmp_path):
-    where = places(tmp_path)
-    rows = {"fp": {"full": 10.0, "E5M8": 20.0}, "int4 QAT, held as best": {"E5M3": 12.0}}
-    rows["best"] = {"E5M8": 10.05, "E5M5": 10.2, "E5M4": 10.3, "E5M3": 11.4}
-    for name, values in rows.items():
-        line = {"key": name, "bench": "stories15M", "name": name, "seed": 0, "lr": 1.5e-4}
-        append(where.results, {**line, "heldout": values, "perplexity": {}})
-    shown = report.bars(Results(where.results), [plan.BENCHES["stories15M"]], "heldout")
+    best = {"E5M8": 10.05, "E5M5": 10.2, "E5M4": 10.3, "E5M3": 11.4}
+    rows = [("fp", 0, {"full": 10.0, "E5M8": 20.0}), ("best", 0, best)]
+    rows.append(("int4 QAT, held as best", 0, {"E5M3": 12.0}))
+    results = results_of(tmp_path, *rows, bench="stories15M", perplexity={})
+    shown = report.bars(results, [plan.BENCHES["stories15M"]], "heldout")
     missing = report.MISSING
     best = "stories15M: 1/3 in full precision, `best`"
     assert f"| {best} | +0.50% | {missing} | {missing} | **+2.00%** | +3.00% | -5.00% |" in shown
@@ -422,44 +432,33 @@ def test_a_run_ends_with_the_packing_that_held_out_text_prefers(tmp_path):
     assert "best, full 2/3, judged" in report.regime(Results(where.results), bench)
 
 
-def places(tmp_path):
-    return Places(tmp_path, None, tmp_path / "study.jsonl", "abc", "cpu")
-
-
 def test_the_rate_is_the_one_that_held_out_text_prefers(monkeypatch, tmp_path):
-    bench = replace(plan.BENCHES["small"], rates=(1e-4, 1e-3))
-    monkeypatch.setitem(plan.BENCHES, "small", bench)
+    bench = shortened(monkeypatch, "small", rates=(1e-4, 1e-3))
     method = plan.methods()[6]
     assert method.name == "fixed:E5M3"
     later = next(plan.swept(bench, method, seed=1))
     where = places(tmp_path)
     for row in plan.swept(bench, method, seed=0):  # of another format: they decide nothing
-        append(where.results, {"key": row.key, "settings": {**row.settings(), "format": 1}, "heldout": {"E5M3": 1.0}})
+        add(where, row, settings={**row.settings(), "format": 1}, heldout={"E5M3": 1.0})
     # The second rate is better at full precision and on the test text, which must not count.
     for row, own, full, test in zip(plan.swept(bench, method, seed=0), (5.0, 6.0), (4.0, 3.0), (9.0, 8.0), strict=True):
-        assert chosen_rate(later, finished(read(where.results))) is None
-        line = {
-            "key": row.key,
-            "settings": row.settings(),
-            "heldout": {"full": full, "E5M3": own},
-            "perplexity": {"E5M3": test},
-        }
-        append(where.results, line)
-        assert is_done(row, finished(read(where.results)))
-    assert chosen_rate(later, finished(read(where.results))) == 1e-4
+        assert chosen_rate(later, done(where)) is None
+        add(where, row, heldout={"full": full, "E5M3": own}, perplexity={"E5M3": test})
+        assert is_done(row, done(where))
+    assert chosen_rate(later, done(where)) == 1e-4
 
 
 def test_a_row_made_with_other_settings_does_not_count(tmp_path):
     where, row = places(tmp_path), plan.Row("small", "best", plan.BEST, lr=1e-3)
-    append(where.results, {"key": row.key, "settings": {**row.settings(), "steps": 3}})
-    assert not is_done(row, finished(read(where.results)))
+    add(where, row, settings={**row.settings(), "steps": 3})
+    assert not is_done(row, done(where))
 
 
 def test_a_row_counts_where_more_was_measured_than_is_asked_and_not_where_less_was(tmp_path):
     where, row = places(tmp_path), plan.Row("small", "best", plan.BEST, lr=1e-3, measured=("E5M4", "E5M3"))
     for measured, counts in ((["full", "E5M4", "E5M3"], True), (["full", "E5M4"], False)):
-        append(where.results, {"key": row.key, "settings": {**row.settings(), "measured": measured}})
-        assert is_done(row, finished(read(where.results))) is counts
+        add(where, row, settings={**row.settings(), "measured": measured})
+        assert is_done(row, done(where)) is counts
 
 
 def test_a_chosen_rate_counts_while_it_is_the_one_that_is_chosen(monkeypatch, tmp_path):
@@ -467,80 +466,63 @@ def test_a_chosen_rate_counts_while_it_is_the_one_that_is_chosen(monkeypatch, tm
     named = plan.Row("small", "best", plan.BEST, lr=1e-3)
     rows = [named, replace(named, lr=None, rate_of="best")]
 
-    def done():
-        return [is_done(row, finished(read(where.results))) for row in rows]
+    def counts():
+        return [is_done(row, done(where)) for row in rows]
 
-    def add(row, lr, loss):
-        heldout = dict.fromkeys(map(str, PRECISIONS), loss)
-        append(where.results, {"key": row.key, "settings": row.settings(), "lr": lr, "heldout": heldout})
+    def made(row, lr, loss):
+        add(where, row, lr=lr, heldout=dict.fromkeys(plan.NAMES, loss))
+        return counts()
 
     for row in rows:
-        add(row, 1e-3, 4.0)
-    assert done() == [True, True]
-    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], rates=(1e-4, 1e-3)))
-    assert done() == [True, False]  # who knows
-    add(replace(named, lr=1e-4), 1e-4, 5.0)
-    assert done() == [True, True]
-    add(replace(named, lr=1e-4), 1e-4, 3.0)
-    assert done() == [True, False]
+        made(row, 1e-3, 4.0)
+    assert counts() == [True, True]
+    shortened(monkeypatch, "small", rates=(1e-4, 1e-3))
+    assert counts() == [True, False]  # who knows
+    assert made(replace(named, lr=1e-4), 1e-4, 5.0) == [True, True]
+    assert made(replace(named, lr=1e-4), 1e-4, 3.0) == [True, False]
 
 
 def test_means_spread_and_gaps_are_told(tmp_path):
-    where = places(tmp_path)
-    for seed, ours, theirs in ((0, 10.0, 12.0), (1, 11.0, 10.0)):
-        for name, value in (("best", ours), ("fixed:E5M4", theirs)):
-            line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
-            append(where.results, {**line, "perplexity": {"E5M4": value}, "heldout": {}, "commit": "abc", "machine": "m"})
-    results = Results(where.results)
-    shown = report.regime(results, plan.BENCHES["SmolLM2-135M"])
+    made = [("best", 0, 10.0), ("fixed:E5M4", 0, 12.0), ("best", 1, 11.0), ("fixed:E5M4", 1, 10.0)]
+    rows = [(name, seed, {"E5M4": value}) for name, seed, value in made]
+    results, bench = results_of(tmp_path, *rows, commit="abc", machine="m"), plan.BENCHES["SmolLM2-135M"]
+    shown = report.regime(results, bench)
     no = report.MISSING
     assert f"| `best, judged` | {no} | {no} | {no} | {no} | {no} | 10.500 ± 0.707 | {no} |" in shown
     assert f"| `fixed:`, 6 models |  | {no} | {no} | {no} | {no} | 11.000 ± 1.414 | {no} |" in shown
     assert "commit abc; m" in shown
     assert "seeds 0, 1." in shown
     gap, spread = -3.3333, 18.8562  # of -16.67 and +10
-    assert f"| `best` |  |  |  |  | {gap:+.2f} ± {spread:.2f}% |  |" in report.against_fixed(
-        results, plan.BENCHES["SmolLM2-135M"]
-    )
+    assert f"| `best` |  |  |  |  | {gap:+.2f} ± {spread:.2f}% |  |" in report.against_fixed(results, bench)
 
 
 def test_what_search_and_delay_add_is_told_at_the_seeds_that_both_have(tmp_path):
-    where = places(tmp_path)
     for name, seed, value in (("uniform", 0, 10.0), ("bps", 0, 11.0), ("bps", 1, 20.0), ("otaro", 1, 15.0)):
-        line = {
-            "key": f"{name} {seed}",
-            "bench": "stories15M",
-            "name": name,
-            "seed": seed,
-            "settings": {"rate_of": name, "format": 2},
-        }
-        append(where.results, {**line, "lr": 1.5e-4, "perplexity": {"E5M3": value}, "heldout": {}})
-        former = {"lr": 0.5, "perplexity": {"E5M3": 1.0}, "heldout": dict.fromkeys(plan.NAMES, 1.0)}
-        append(where.results, {**line, **former, "key": f"{name} {seed} at a rate no longer tried"})
-    shown = report.strategies(Results(where.results), [plan.BENCHES["stories15M"]])
+        told = {"bench": "stories15M", "heldout": {}, "settings": {"rate_of": name, "format": 2}}
+        results_of(tmp_path, (name, seed, {"E5M3": value}), **told)
+        former = {"lr": 0.5, "heldout": dict.fromkeys(plan.NAMES, 1.0), "key": f"{name} {seed}, former rate"}
+        results = results_of(tmp_path, (name, seed, {"E5M3": 1.0}), **told | former)
+    shown = report.strategies(results, [plan.BENCHES["stories15M"]])
     assert "| stories15M, test | `bps` against `uniform` |  |  |  |  |  | **+10.00%** |" in shown
     assert "| stories15M, test | `otaro` against `bps` |  |  |  |  |  | -25.00% |" in shown
     assert "held-out" not in shown
 
 
 def test_at_equal_compute_rows_are_compared_at_the_seeds_that_both_have(tmp_path):
-    where, dedicated = places(tmp_path), "fixed:E5M3"
-    made = [("best, equal compute", 0, 9.0), ("best, equal compute", 1, 12.0), (dedicated, 0, 10.0), (dedicated, 1, 10.0)]
-    for name, seed, value in [*made, ("best", 0, 8.0), ("best", 1, 7.0), (f"{dedicated}, a sixth", 0, 12.0)]:
-        line = {"key": f"{name} {seed}", "bench": "SmolLM2-135M", "name": name, "seed": seed, "lr": 1e-4}
-        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {}})
-    shown = report.equal_compute(Results(where.results), plan.BENCHES["SmolLM2-135M"])
+    ours, dedicated = "best, equal compute", "fixed:E5M3"
+    made = [(ours, 0, 9.0), (ours, 1, 12.0), (dedicated, 0, 10.0), (dedicated, 1, 10.0)]
+    made += [("best", 0, 8.0), ("best", 1, 7.0), (f"{dedicated}, a sixth", 0, 12.0)]
+    rows = [(name, seed, {"E5M3": value}) for name, seed, value in made]
+    shown = report.equal_compute(results_of(tmp_path, *rows), plan.BENCHES["SmolLM2-135M"])
     assert "| `best, equal compute` against `fixed:`, 6 models |  |  |  |  |  | **+5.00 ± 21.21%** |" in shown
     assert "| `fixed:`, 6 models, a sixth against `best` |  |  |  |  |  | **+50.00%** |" in shown
 
 
 def test_what_calibrated_weights_are_worth_as_a_start_is_told_at_the_seeds_that_both_have(tmp_path):
-    where = places(tmp_path)
     made = [("none", 0, 20.0), ("none, calibrated", 0, 15.0), ("best", 0, 10.0), ("best", 1, 12.0)]
-    for name, seed, value in [*made, ("best, calibrated start", 1, 11.4)]:
-        line = {"key": f"{name} {seed}", "bench": "stories15M", "name": name, "seed": seed, "lr": 1.5e-4}
-        append(where.results, {**line, "perplexity": {"E5M3": value}, "heldout": {"E5M3": value}})
-    shown = report.calibrated(Results(where.results), plan.BENCHES["stories15M"])
+    made.append(("best, calibrated start", 1, 11.4))
+    rows = [(name, seed, {"E5M3": value}) for name, seed, value in made]
+    shown = report.calibrated(results_of(tmp_path, *rows, bench="stories15M"), plan.BENCHES["stories15M"])
     assert "| before, calibrated, test |  |  |  |  |  | -25.00% |" in shown
     assert "| `best, calibrated start`, held-out |  |  |  |  |  | -5.00% |" in shown
 
@@ -555,13 +537,8 @@ def test_prose_outside_the_marks_stays():
 @pytest.mark.slow
 def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch, capsys):
     results = tmp_path / "study.jsonl"
-    rows = [
-        "small: none, seed 0",
-        "small: best, lr*",
-        "small: int4 QAT, lr*",
-        "small: fixed:E5M3, lr*",
-        "small, questions: best*",
-    ]
+    rows = [f"small: {name}" for name in ("none, seed 0", "best, lr*", "int4 QAT, lr*", "fixed:E5M3, lr*")]
+    rows.append("small, questions: best*")
     told = ["--small", "--results", str(results), "--models", str(tmp_path), "--only", *rows]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([ROOT / "runs" / "study.sh", *told], capture_output=True, text=True, check=True, env=environment)
@@ -574,10 +551,8 @@ def test_a_few_small_rows_run_are_listed_and_not_run_again(tmp_path, monkeypatch
         main()
         return capsys.readouterr().out
 
-    claims = work.Claims(tmp_path / "claims")
-    claims.folder.mkdir()
     jobs = [job for job in plan.small() if any(fnmatchcase(job.key, row) for row in rows)]
-    work.work(jobs, replace(places(tmp_path), results=results), claims, float("inf"), "[0]")
+    work.work(jobs, replace(places(tmp_path), results=results), claims_in(tmp_path), float("inf"), "[0]")
     assert capsys.readouterr().out == ""  # a worker says what it makes
     assert "5 done, 0 missing" in again("--list")
     assert results.read_text() == lines
@@ -619,7 +594,7 @@ def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeyp
 def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path):
     # In bfloat16, as on a GPU: Trainer then wraps the model in autocast, which must neither stay nor be left out next time.
     monkeypatch.setattr(work, "TrainingArguments", lambda *a, **k: TrainingArguments(*a, **{**k, "bf16": True}))
-    monkeypatch.setitem(plan.BENCHES, "small", replace(plan.BENCHES["small"], steps=2, test_tokens=256))
+    shortened(monkeypatch, "small", steps=2, test_tokens=256)
     worker = work.Worker(places(tmp_path))
     plain, best = plan.Row("small", "fp", Options(method="fp"), measured=("full",)), plan.Row("small", "best", plan.BEST)
     first = worker.run(plain, 1e-3)["perplexity"]
@@ -701,7 +676,7 @@ def test_workers_start_once_when_both_models_have_come(tmp_path):
 def test_a_weight_is_on_a_border_where_the_smallest_change_to_one_side_takes_it_a_step_there(precision):
     weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).half().float()
     weights[0, :3] = torch.tensor([0.0, 0.5, -0.25])
-    found = boundaries.on_border(weights, precision)
+    found = boundaries.on_borders(weights)[precision]
     scales = otaro.encode(weights).scales
     below, above = (torch.nextafter(weights, torch.tensor(side)) for side in (-torch.inf, torch.inf))
     same = ((otaro.encode(below).scales == scales) & (otaro.encode(above).scales == scales))[:, 0]

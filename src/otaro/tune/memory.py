@@ -2,8 +2,8 @@
 
 Most of it is known exactly from the weights: bytes of the weights, their gradients, the optimizer's state and the copies that
 options keep. Activations are estimated from the model's dimensions, as a decoder layer of the common kind keeps them (sdpa or
-flash attention, a gated feed-forward); the estimate is meant to be within a fifth, which tests and
-`benchmarks/bench_memory.py` check.
+flash attention, a gated feed-forward); the estimate is meant to be within a fifth, as tests
+check and `benchmarks/results/h200-memory.txt` shows.
 
 From the estimate follows where things are kept (`Plan`): copies that a step touches once go to host memory where the device
 has no room for them, and the quantized weights are then made again in the backward pass instead of held. Neither changes a
