@@ -90,8 +90,11 @@ def of_rows(rows: Iterable[Row], title: str = "", width: int | None = None) -> A
 
 def _tips(*fields: str | tuple[str | None, ...]) -> list[Any]:
     """What hovering shows: fields, or fields with a title and the form of a number."""
-    told = [dict(zip(("shorthand", "title", "format"), [one] if isinstance(one, str) else one, strict=False)) for one in fields]
-    return [alt.Tooltip(**{name: value for name, value in one.items() if value}) for one in told]
+    found = []
+    for one in fields:
+        told = zip(("shorthand", "title", "format"), [one] if isinstance(one, str) else one, strict=False)
+        found.append(alt.Tooltip(**{name: value for name, value in told if value}))
+    return found
 
 
 def _legend(**more: Any) -> Any:
@@ -281,7 +284,8 @@ def similarity(gradients: dict[str, Any]) -> Spec:
         y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
         tooltip=_tips("one:N", "other:N", ("similarity:Q", None, ".4f")),
     )
-    cells, numbers = with_numbers(base, low_end(row["similarity"] for row in rows), "similarity", legend=False, size=12)
+    low = low_end(row["similarity"] for row in rows)
+    cells, numbers = with_numbers(base, low, "similarity", legend=False, size=12)
     return _finish(alt.layer(cells.properties(name="cells"), numbers), 44 * len(order))
 
 

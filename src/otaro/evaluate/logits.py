@@ -205,7 +205,7 @@ def _holds(weight: torch.Tensor, kind: torch.dtype) -> bool:
 
 
 class KeptStates:
-    """The states of a model at every position of a text, in a temporary file, and its head as it was: a meter (`windows`)."""
+    """A meter (`windows`): the states of a model at every position of a text, in a file, and its head as it was."""
 
     aside = True
 

@@ -49,7 +49,7 @@ class Cpu:
         What is free but still held, by Python or by the allocator, is given back first: it depends on what ran before.
         """
         gc.collect()
-        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it, musl not
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # musl has none
             trim(0)
         try:
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -59,8 +59,8 @@ class Cpu:
     def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
         """Something that moves about `size` bytes of memory and does nothing else; and how many bytes it moves.
 
-        It is a float32 product with a vector, on torch's threads: the library reads several rows side by side, which on a
-        server's CPU is a third faster than a sum over one stretch of memory.
+        It is a float32 product with a vector, on torch's threads: the library reads several rows side by side,
+        which on a server's CPU is a third faster than a sum over one stretch of memory.
         """
         matrix = torch.ones(4096, size // 4096 // 4)
         vector = torch.ones(matrix.shape[1])

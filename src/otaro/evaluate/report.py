@@ -199,11 +199,11 @@ class _Report:
             parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart, details=text.digest))
             runs = [run for run in self.names if any(there == run for there, _ in measured)]
             names = [name for name in NAMES if any(there == name for _, there in measured)]
-            found = [[measured.get((run, name), {}) for run in runs] for name in names]
-            rows = [
-                [word(shown(name)), *(_cell(e.get("kl"), ".4f", f"{e['agreement']:.1%}" if e else "") for e in entries)]
-                for name, entries in zip(names, found, strict=True)
-            ]
+            rows = []
+            for name in names:
+                found = [measured.get((run, name), {}) for run in runs]
+                cells = (_cell(one.get("kl"), ".4f", _percent(one.get("agreement"))) for one in found)
+                rows.append([word(shown(name)), *cells])
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(self.page.table("Divergence by precision", ["precision", *runs], rows, commands, note))
         reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"

@@ -142,8 +142,9 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     checkpoints = [model for model in models if (model / "config.json").is_file() or model == path / "model"]
     older: dict[Path | None, Coding | None] = {**dict.fromkeys(checkpoints, DEFAULT_CODING), nested: coding}
     measured: dict[tuple[Any, ...], Entry] = {}
-    for entry in (one for model in models for one in _quality_of(model, identities.get(model), older.get(model))):
-        measured.setdefault(identity(entry), entry)  # of both the nested model and the checkpoint: once, of the nested model
+    for model in models:  # what was measured of both counts once, as measured of the nested model
+        for entry in _quality_of(model, identities.get(model), older.get(model)):
+            measured.setdefault(identity(entry), entry)
     quality = list(measured.values())
     homes = dict.fromkeys([path, *models])
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")

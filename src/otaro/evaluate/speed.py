@@ -302,7 +302,13 @@ def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
     return {"prefill": prefill, "decode": decode, "rounds": rounds}
 
 
-def _turn(place: Cpu, engine: Engine, ids: list[int], settings: Settings, prepare: Callable[[], object]) -> tuple[float, float]:
+def _turn(
+    place: Cpu,
+    engine: Engine,
+    ids: list[int],
+    settings: Settings,
+    prepare: Callable[[], object],
+) -> tuple[float, float]:
     """Seconds of prefill, and of decode behind the context."""
     prompt, context = settings.prompt_tokens, settings.context
     prepare()

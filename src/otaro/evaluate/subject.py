@@ -194,7 +194,8 @@ class Subject:
             with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
                 size, kind = self.coding.group_size, self.coding.reconstruction
                 pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
-                self.packed = load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
+                # At its finest: every shard is mapped now.
+                self.packed = load(Path(directory) / "nested", device=self.device)
         return self.packed
 
     def release_full(self) -> None:

@@ -98,9 +98,10 @@ class WeightTally:
     def __init__(self, group_size: int, reconstruction: Reconstruction) -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
         counts: dict[str, tuple[int, ...]] = dict.fromkeys(("weights", "zeros", "groups", "outliers"), ())
-        counts |= {"lost": (len(PRECISIONS),), "shifts": (2, MOST_SHIFT + 1)}  # in groups with an outlier, in the others
+        # Shifts in groups with an outlier, and in the others; squares of the weights, and of the errors.
+        counts |= {"lost": (len(PRECISIONS),), "shifts": (2, MOST_SHIFT + 1)}
         self._counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in counts.items()}
-        self._counts["squares"] = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)  # of the weights, of the errors
+        self._counts["squares"] = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)
 
     def add(self, rows: torch.Tensor) -> None:
         """Count a matrix whose rows are whole, so that groups begin where they do in the tensor."""
