@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import otaro
 from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.meters import Divergence, Keeper
+from otaro.evaluate.meters import Divergence
 from otaro.evaluate.windows import ModelReader, Windows, read
 
 IDS = torch.randint(0, 120, (50,), generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def by_definition(model, reference, window, bos):
 def kept(model, windows, packed=None, precision="E5M8"):
     """What a model says of a text, to be compared with."""
     states, reader = KeptStates(), ModelReader(model)
-    read(reader, windows, [Keeper(states)], lambda done, total: None, with_logits=False)
+    read(reader, windows, [states], lambda done, total: None, with_logits=False)
     states.finish(reader.sliced, packed, precision)
     return states
 

@@ -687,7 +687,7 @@ def test_samples_are_made_once_at_every_precision(builtin_nested, tmp_path, monk
     made = sample(builtin_nested, keep, ["The statement"], 4)
     assert list(made.texts["The statement"]) == list(PRECISIONS)
     assert all(made.texts["The statement"].values())
-    monkeypatch.setattr("otaro.evaluate.samples._open", lambda _: pytest.fail("made again"))
+    monkeypatch.setattr("otaro.evaluate.samples.load", lambda _: pytest.fail("made again"))
     assert sample(builtin_nested, keep, ["The statement"], 4) == made
     for prompts, length in ((["Another"], 4), (["The statement"], 5)):
         with pytest.raises(pytest.fail.Exception, match="made again"):

@@ -282,16 +282,8 @@ def _show_path(result: dict[str, Any]) -> None:
     sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
     half = steps // 2
     recipe = f", recipe {result['recipe']}" if result["recipe"] else ""
-    table = console.table(
-        f"{steps} steps{console.escape(recipe)}",
-        "precision",
-        "steps",
-        "share",
-        "first half",
-        "second half",
-        "held back",
-        "last score",
-    )
+    headings = ("steps", "share", "first half", "second half", "held back", "last score")
+    table = console.table(f"{steps} steps{console.escape(recipe)}", "precision", *headings)
     if result["full_pass"]:
         table.add_row("full, besides", str(steps), "100.0%", str(half), str(steps - half), "-", "-")
     for name in result["precisions"]:

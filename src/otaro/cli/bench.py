@@ -113,41 +113,31 @@ def bench(
     if draft is not None and (parallel or transformers or against):
         raise otaro.OtaroError("--draft is timed beside the model alone: leave out --parallel, --transformers and --against")
     chosen = [name.strip() for name in precision.split(",")] if precision else None
+    if draft is not None and chosen is not None and len(chosen) > 1:
+        raise otaro.OtaroError("--draft serves one --precision at a time")
     console.quiet_transformers()
     ours = {"prompt_tokens": prompt_tokens, "tokens": tokens, "context": context, "rounds": rounds, "threads": threads}
-    given = {name: value for name, value in ours.items() if value is not None}
-    if draft is not None:
-        if chosen is not None and len(chosen) > 1:
-            raise otaro.OtaroError("--draft serves one --precision at a time")
-        given.pop("prompt_tokens")
-        with console.progress_bar("timing") as progress:
-            drafts = drafting.bench(
-                directory,
-                draft.split(","),
-                drafting.Settings(**given, kv=otaro.Precision(kv) if kv else None),
-                heldout_text() if text is None else open_text(text).content,
-                chosen[0] if chosen else None,
-                device=device,
-                hub=Hub(revision, token, cache_dir),
-                progress=progress,
-            )
-        if json:
-            console.print_json({**drafts.to_dict(), "versions": console.versions()})
-        else:
-            show_drafts(drafts)
-        return
-    short = {} if parallel is None else {"tokens": 32, "context": 64, "rounds": 3}
-    settings = speed.Settings(**{**short, **given}, kv=otaro.Precision(kv) if kv else None)
-    options: dict[str, Any] = {"device": device, "with_llama": against == LLAMA, "gguf_dir": gguf_dir}
-    options["hub"] = Hub(revision, token, cache_dir)
-    result: Bench | Parallel
+    given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
+    given["kv"] = otaro.Precision(kv) if kv else None
+    llama: dict[str, Any] = {"with_llama": against == LLAMA, "gguf_dir": gguf_dir}
+    result: Bench | Parallel | Drafts
     with console.progress_bar("timing") as progress:
-        if parallel is None:
-            result = speed.bench(directory, settings, chosen, with_transformers=transformers, progress=progress, **options)
+        options: dict[str, Any] = {"device": device, "hub": Hub(revision, token, cache_dir), "progress": progress}
+        if draft is not None:
+            given.pop("prompt_tokens")
+            passages = heldout_text() if text is None else open_text(text).content
+            alone, drafts = chosen[0] if chosen else None, draft.split(",")
+            result = drafting.bench(directory, drafts, drafting.Settings(**given), passages, alone, **options)
+        elif parallel is not None:
+            settings = speed.Settings(**{"tokens": 32, "context": 64, "rounds": 3, **given})
+            result = together.bench(directory, _counts(parallel), settings, chosen, **llama, **options)
         else:
-            result = together.bench(directory, _counts(parallel), settings, chosen, progress=progress, **options)
+            settings = speed.Settings(**given)
+            result = speed.bench(directory, settings, chosen, with_transformers=transformers, **llama, **options)
     if json:
         console.print_json({**result.to_dict(), "versions": console.versions()})
+    elif isinstance(result, drafting.Drafts):
+        show_drafts(result)
     elif isinstance(result, together.Parallel):
         show_parallel(result)
     else:
@@ -164,12 +154,10 @@ def _counts(parallel: str) -> list[int]:
 def show_parallel(result: Parallel) -> None:
     """Print what several sequences make together."""
     settings = result.settings
-    for line in _place(result):
-        console.out.print(line, highlight=False)
-    console.out.print(
+    _say(
+        *_place(result),
         f"decode of {settings.tokens} after {settings.context}, keys and values in {settings.kv or 'float16'}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns",
-        highlight=False,
     )
     table = console.table(
         "Several sequences at once", "precision", "sequences", "tokens/s\nin total", "of each", "times\none", simple=True
@@ -184,12 +172,10 @@ def show_parallel(result: Parallel) -> None:
 def show_drafts(result: Drafts) -> None:
     """Print what drafts gain."""
     settings = result.settings
-    for line in _place(result):
-        console.out.print(line, highlight=False)
-    console.out.print(
+    _say(
+        *_place(result),
         f"{result.precision}, {settings.tokens} tokens after each of {settings.texts} passages of {settings.context}, keys and "
         f"values in {settings.kv or 'float16'}; the shortest of {_many(settings.rounds, 'round')}, in turns",
-        highlight=False,
     )
     headings = ["tokens/s", "without", "times", "tokens\na pass", "accepted at position\n1, 2, ..."]
     table = console.table("With a draft, and without", "draft", "text", *headings, words=2, simple=True)
@@ -198,23 +184,21 @@ def show_drafts(result: Drafts) -> None:
         figures = (_rate(row.rate), _rate(row.plain), f"[bold]{row.gain:.2f}x[/]", f"{row.tokens_per_pass:.2f}")
         table.add_row(row.draft, row.texts, *figures, accepted)
     console.out.print(table)
-    for row in result.rows:
-        console.out.print(row.verdict, highlight=False)
+    _say(*(row.verdict for row in result.rows))
 
 
 def show(result: Bench) -> None:
     """Print what was measured."""
-    for line in _head(result):
-        console.out.print(line, highlight=False)
+    _say(*_head(result))
     console.out.print(_speeds(result))
-    _remark(f"a plain {_plain(result)} of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s")
+    _say(f"[dim]a plain {_plain(result)} of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s[/]")
     console.out.print(_memory(result))
     if result.graph_bytes is not None:
-        _remark(f"graphs captured for all precisions together take another {console.size(result.graph_bytes)}")
+        _say(f"[dim]graphs captured for all precisions together take another {console.size(result.graph_bytes)}[/]")
     if result.others:
         console.out.print(_others(result))
         if any(LLAMA in other.name for other in result.others):
-            _remark("llama.cpp's embedding and head are of the same type as its matrices, as ours are")
+            _say("[dim]llama.cpp's embedding and head are of the same type as its matrices, as ours are[/]")
 
 
 def _place(result: Bench | Parallel | Drafts) -> Iterator[str]:
@@ -246,14 +230,8 @@ def _speeds(result: Bench) -> Table:
     headings = ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", f"of plain\n{_plain(result)}"]
     table = console.table("Speed", "precision", *headings, simple=True)
     for row in result.precisions:
-        table.add_row(
-            row.precision,
-            _rate(row.prefill),
-            _rate(row.decode),
-            console.size(row.weight_bytes + row.kv_bytes),
-            f"{row.bandwidth / 1e9:.1f}",
-            f"{row.bandwidth_share:.0%}",
-        )
+        read = (console.size(row.weight_bytes + row.kv_bytes), f"{row.bandwidth / 1e9:.1f}", f"{row.bandwidth_share:.0%}")
+        table.add_row(row.precision, _rate(row.prefill), _rate(row.decode), *read)
     return table
 
 
@@ -295,8 +273,9 @@ def _others(result: Bench) -> Table:
     return table
 
 
-def _remark(text: str) -> None:
-    console.out.print(f"[dim]{text}[/]", highlight=False)
+def _say(*lines: str) -> None:
+    for line in lines:
+        console.out.print(line, highlight=False)
 
 
 def _rate(value: float) -> str:

@@ -87,23 +87,14 @@ def show(outcome: Outcome, fitting: Fitting) -> None:
         _say(f"{fit.about['uniform']} for all of them does better there, so that is the fit")
     for note in outcome.notes:
         _say(f"note: {note}")
-    _curve(outcome)
-    kept = "in precisions.json; use it with --precision "
-    console.out.print(f"[dim]kept {kept}{fit}[/]", highlight=False)
-
-
-def _curve(outcome: Outcome) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="Expected divergence by size", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("size", "bits", "fit", "one precision", ""):
-        table.add_column(heading, justify="left" if heading == "" else "right")
+    headings = ("size", "bits", "fit", "one precision", "")
+    table = console.table("Expected divergence by size", *headings, words=0, simple=True)
     for point in outcome.curve:
         alone = "" if point.uniform_predicted is None else f"{point.uniform_predicted:.4f}"
         sizes = (console.size(point.bytes), f"{point.bits_per_weight:.3f}")
         table.add_row(*sizes, f"{point.predicted:.4f}", alone, point.uniform or "")
     console.out.print(table)
+    console.out.print(f"[dim]kept in precisions.json; use it with --precision {fit}[/]", highlight=False)
 
 
 def _say(line: str) -> None:

@@ -143,8 +143,6 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
     """What keys and values were kept in downwards; the precisions of the weights across, each with what packing costs."""
-    from rich.table import Table
-
     from otaro.evaluate.quality import identity
     from otaro.evaluate.records import PRECISION_NAMES
 
@@ -157,14 +155,12 @@ def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
         some = [entry for by_kv in by_precision.values() for kinds in by_kv.values() for entry in kinds.values()]
         first, apart = some[0], _apart_of(entries, {"": some[0]}).replace("\n", ", ")
         title = f"Quality by what keys and values are kept in, {first['text']}, window {first['window']}{apart}"
-        table = Table(title=console.escape(title), title_justify="left")
-        table.add_column("kv")
+        headings = ["kv"]
         rows: dict[str, list[str]] = {kv: [] for kv in ("float16", *PRECISION_NAMES) if any(kv == e["kv"] for e in some)}
         for precision, by_kv in by_precision.items():
             plain = by_kv.get("float16", {}).get("perplexity")
             has_kl = any("divergence" in kinds for kinds in by_kv.values())
-            for heading in (f"perplexity\nat {precision}", "cost", *(["KL", "same token"] if has_kl else []), "tokens/s"):
-                table.add_column(heading, justify="right")
+            headings += [f"perplexity\nat {precision}", "cost", *(["KL", "same token"] if has_kl else []), "tokens/s"]
             for kv, cells in rows.items():
                 ppl, moved = by_kv.get(kv, {}).get("perplexity"), by_kv.get(kv, {}).get("divergence")
                 cells.append(_number(ppl["value"]) if ppl else "-")
@@ -172,6 +168,7 @@ def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
                 if has_kl:
                     cells += [f"{moved['kl']:.4f}", f"{moved['agreement']:.1%}"] if moved else ["", ""]
                 cells.append(f"{ppl['tokens_per_second']:,.0f}" if ppl else "-")
+        table = console.table(console.escape(title), *headings)
         for kv, cells in rows.items():
             table.add_row(kv, *cells)
         yield table

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import cycle, islice
 from typing import Any, Literal
 
 from otaro.errors import OtaroError, install
@@ -58,6 +59,16 @@ def altair() -> Any:
     return altair
 
 
+class _WhenUsed:
+    """Altair, imported when something of it is first asked for: it takes half a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(altair(), name)
+
+
+alt: Any = _WhenUsed()
+
+
 def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
     """A figure as a file of its own; without a theme it follows the light or dark of whoever looks at it."""
     import vl_convert
@@ -73,17 +84,26 @@ def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
 
 def of_rows(rows: Iterable[Row], title: str = "", width: int | None = None) -> Any:
     """A chart of data from files; with a width, a panel of a figure in a file."""
-    chart = altair().Chart(altair().Data(values=list(rows)))
+    chart = alt.Chart(alt.Data(values=list(rows)))
     return chart if width is None else chart.properties(width=width, height=240, **({"title": title} if title else {}))
 
 
-def _tips(*fields: str | tuple[str, str | None, str | None]) -> list[Any]:
+def _tips(*fields: str | tuple[str | None, ...]) -> list[Any]:
     """What hovering shows: fields, or fields with a title and the form of a number."""
-    alt, found = altair(), []
-    for field, title, form in ((one, None, None) if isinstance(one, str) else one for one in fields):
-        told = {"title": title, "format": form}
-        found.append(alt.Tooltip(field, **{name: value for name, value in told.items() if value}))
+    found = []
+    for one in fields:
+        told = zip(("shorthand", "title", "format"), [one] if isinstance(one, str) else one, strict=False)
+        found.append(alt.Tooltip(**{name: value for name, value in told if value}))
     return found
+
+
+def _legend(**more: Any) -> Any:
+    return alt.Legend(title=None, orient="top", **more)
+
+
+def _lines_and_points(base: Any, width: float = 2.5) -> list[Any]:
+    lines, points = base.mark_line(strokeWidth=width), base.mark_point(filled=True, size=70, opacity=1)
+    return [lines.properties(name="lines"), points.properties(name="points")]
 
 
 def shown(precision: str) -> str:
@@ -104,7 +124,6 @@ def by_precision(
 
     The unquantized model stands apart, to the right. `bits` by precision are told below the axis.
     """
-    alt = altair()
     data = [
         {**row, "name": shown(row["precision"]), "at": _tick(row["precision"], bits), "full": row["precision"] == FULL}
         for row in rows
@@ -113,26 +132,23 @@ def by_precision(
     order = [_tick(name, bits) for name in [*reversed(NAMES[1:]), FULL]]
     axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if bits else 10)
     x = alt.X("at:N", sort=order, title=f"precision and {BITS}" if bits else "precision", axis=axis)
-    scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(alt, data, 12)
+    scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(data, 12)
     y = alt.Y("value:Q", title=title, scale=scale)
-    names = [BEFORE, *(run for run in runs if run != BEFORE)]
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
-    colour = _run_colour(alt, runs, {row["run"] for row in data})
-    shapes = alt.Scale(domain=names, range=[_SHAPES[i % len(_SHAPES)] for i in range(len(names))])
+    has_errors = any("error" in row for row in data)
+    colour = _run_colour(runs, {row["run"] for row in data})
+    shapes = alt.Scale(domain=(names := _run_names(runs)), range=list(islice(cycle(_SHAPES), len(names))))
     shape = alt.Shape("run:N", scale=shapes, legend=colour["legend"])
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
-    dash = alt.StrokeDash("stage:N", scale=stages, legend=alt.Legend(title=None, orient="top") if dashed else None)
-    tooltip = _tips("run:N", ("name:N", "precision", None), ("value:Q", title, ",.4~g"))
-    if dashed:
-        tooltip += _tips(("stage:N", "tuning", None))
-    if any("error" in row for row in data):
-        tooltip += _tips(("error:Q", "standard error", ".2~g"))
+    dash = alt.StrokeDash("stage:N", scale=stages, legend=_legend() if dashed else None)
+    tooltip = _tips("run:N", ("name:N", "precision"), ("value:Q", title, ",.4~g"))
+    tooltip += _tips(("stage:N", "tuning")) if dashed else []
+    tooltip += _tips(("error:Q", "standard error", ".2~g")) if has_errors else []
     base = of_rows(data).encode(x=x, y=y, color=colour, detail="stage:N")
-    layers = [
-        base.transform_filter("!datum.full").mark_line(strokeWidth=2.5).encode(strokeDash=dash).properties(name="lines"),
-        base.mark_point(filled=True, size=70, opacity=1).encode(shape=shape, tooltip=tooltip).properties(name="points"),
-    ]
-    if any("error" in row for row in data):
+    lines, points = _lines_and_points(base)
+    lines = lines.transform_filter("!datum.full").encode(strokeDash=dash)
+    layers = [lines, points.encode(shape=shape, tooltip=tooltip)]
+    if has_errors:
         whiskers = base.transform_filter("isValid(datum.error)").transform_calculate(
             low="datum.value - datum.error", high="datum.value + datum.error"
         )
@@ -142,22 +158,20 @@ def by_precision(
 
 def sizes(rows: Sequence[Row]) -> Spec:
     """Bytes at each precision beside 16-bit weights; `rows` have name, megabytes and text."""
-    alt = altair()
     order = [row["name"] for row in rows]
     base = of_rows(rows).encode(
         y=alt.Y("name:N", sort=order, title=None, axis=alt.Axis(domain=False, labelPadding=8)),
         x=alt.X("megabytes:Q", title="megabytes", axis=alt.Axis(grid=True)),
-        tooltip=_tips(("name:N", "precision", None), ("text:N", "size", None)),
+        tooltip=_tips(("name:N", "precision"), ("text:N", "size")),
     )
     bars = base.mark_bar(cornerRadiusEnd=2, height=18).properties(name="bars")
-    bars = bars.encode(color=alt.Color("name:N", scale=_precision_scale(alt, "FP16"), legend=None))
+    bars = bars.encode(color=alt.Color("name:N", scale=_precision_scale("FP16"), legend=None))
     labels = base.mark_text(align="left", dx=6).encode(text="text:N")
     return _finish(alt.layer(bars, labels), 32 * len(order))
 
 
 def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run, megabytes, value."""
-    alt = altair()
     data = [row for row in rows if math.isfinite(row["value"])]
     # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie below it there.
     highest = {(row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])}
@@ -166,34 +180,28 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
     base = of_rows(labelled).encode(
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
-        y=alt.Y("value:Q", title="perplexity", scale=_value_scale(alt, data, 16)),
-        color=_run_colour(alt, runs, {row["run"] for row in data}),
+        y=alt.Y("value:Q", title="perplexity", scale=_value_scale(data, 16)),
+        color=_run_colour(runs, {row["run"] for row in data}),
         tooltip=_tips("run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")),
     )
-    lines = base.mark_line(strokeWidth=2.5).properties(name="lines")
-    points = base.mark_point(filled=True, size=70, opacity=1).properties(name="points")
     names = base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N", color=alt.value("var(--ink)"))
-    return _finish(alt.layer(lines, points, names), 260)
+    return _finish(alt.layer(*_lines_and_points(base), names), 260)
 
 
 def by_size(rows: Sequence[Row]) -> Spec:
     """What fits and single precisions lose, against bits per weight; `rows` have bits, value, kind and name."""
-    alt = altair()
     kinds = alt.Scale(domain=["fit", "one precision"], range=["var(--run-1)", "var(--before)"])
-    legend = alt.Legend(title=None, orient="top")
     base = of_rows(rows).encode(
         x=alt.X("bits:Q", title=BITS, scale=alt.Scale(zero=False)),
         y=alt.Y("value:Q", title="divergence (nats)", scale=alt.Scale(zero=True)),
-        color=alt.Color("kind:N", scale=kinds, legend=legend),
-        tooltip=_tips(("name:N", "precision", None), ("bits:Q", BITS, ".3f"), ("value:Q", "divergence", ".4f")),
+        color=alt.Color("kind:N", scale=kinds, legend=_legend()),
+        tooltip=_tips(("name:N", "precision"), ("bits:Q", BITS, ".3f"), ("value:Q", "divergence", ".4f")),
     )
-    lines = base.mark_line(strokeWidth=2).properties(name="lines")
-    return _finish(alt.layer(lines, base.mark_point(filled=True, size=70, opacity=1).properties(name="points")), 240)
+    return _finish(alt.layer(*_lines_and_points(base, 2)))
 
 
 def training(log: Sequence[Step]) -> Spec:
     """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and means of stretches."""
-    alt = altair()
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
     thinned = finite[:: max(1, len(finite) // 1500)]
     points: list[Row] = [
@@ -208,19 +216,18 @@ def training(log: Sequence[Step]) -> Spec:
         for (name, number), losses in groups.items()
     ]
     encoding = {
-        "x": alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
+        "x": _step_x(),
         "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
-        "color": precision_colour(alt, {row["precision"] for row in points}),
+        "color": precision_colour({row["precision"] for row in points}),
     }
     tooltip = _tips("step:Q", "precision:N", ("loss:Q", None, ".4f"))
     steps = of_rows(points).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
     lines = of_rows(means).mark_line(strokeWidth=2).encode(**encoding)
-    return _finish(alt.layer(lines.properties(name="lines"), steps.properties(name="points")), 240)
+    return _finish(alt.layer(lines.properties(name="lines"), steps.properties(name="points")))
 
 
 def path(log: Sequence[Step]) -> Spec:
     """Which precision each stretch of steps went to: the fuller the colour, the larger its share."""
-    alt = altair()
     stretch = max(1, math.ceil(len(log) / _BINS))
     counts: dict[tuple[int, str], list[int]] = {}
     for step in log:
@@ -229,73 +236,68 @@ def path(log: Sequence[Step]) -> Spec:
         seen[1] += not step.applied
     rows: list[Row] = [
         {"from": number * stretch + 0.5, "to": (number + 1) * stretch + 0.5, "precision": name, "count": count, "held": held,
-         "share": count / stretch, "steps": _span(number * stretch + 1, (number + 1) * stretch)}
+         "share": count / stretch,
+         "steps": f"{number * stretch + 1} to {(number + 1) * stretch}" if stretch > 1 else str(number + 1)}
         for (number, name), (count, held) in counts.items()
     ]  # fmt: skip
     present = {row["precision"] for row in rows}
-    counts_told = (("count:Q", "steps at it", None), ("held:Q", "of these held back", None))
     order = [shown(name) for name in NAMES if shown(name) in present]
     chart = of_rows(rows).mark_rect(stroke=None).encode(
-        x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis(alt)),
+        x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis()),
         x2="to:Q",
         y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
-        color=precision_colour(alt, present, legend=False),
+        color=precision_colour(present, legend=False),
         opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
-        tooltip=_tips(("steps:N", "step", None), "precision:N", *counts_told),
+        tooltip=_tips(("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back")),
     )  # fmt: skip
     return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
 
 
 def scores(log: Sequence[Step]) -> Spec:
     """The scores by which the path search chose."""
-    alt = altair()
-    thinned = log[:: max(1, len(log) // 300)]
     rows: list[Row] = [
         {"step": step.step, "precision": shown(name), "score": score}
-        for step in thinned
+        for step in log[:: max(1, len(log) // 300)]
         for name, score in step.scores.items()
         if score is not None
-    ]  # fmt: skip
+    ]
     chart = of_rows(rows).mark_line(strokeWidth=1.5).encode(
-        x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis(alt)),
+        x=_step_x(),
         y=alt.Y("score:Q", title="score", scale=alt.Scale(zero=False)),
-        color=precision_colour(alt, {row["precision"] for row in rows}),
+        color=precision_colour({row["precision"] for row in rows}),
         tooltip=_tips("step:Q", "precision:N", ("score:Q", None, ".3f")),
     )  # fmt: skip
     return _finish(chart.properties(name="lines"), 200)
 
 
-def similarity(names: Sequence[str], matrix: Sequence[Sequence[float | None]]) -> Spec:
+def similarity(gradients: dict[str, Any]) -> Spec:
     """Cosine similarity of gradients between precisions, as a matrix with its numbers."""
-    alt = altair()
+    order, matrix = list(map(shown, gradients["precisions"])), gradients["overall"]
     rows = [
-        {"one": shown(one), "other": shown(other), "similarity": matrix[i][j]}
-        for i, one in enumerate(names)
-        for j, other in enumerate(names)
+        {"one": one, "other": other, "similarity": matrix[i][j]}
+        for i, one in enumerate(order)
+        for j, other in enumerate(order)
         if is_finite(matrix[i][j])
     ]
-    order = [shown(name) for name in names]
-    low = low_end(row["similarity"] for row in rows)
     base = of_rows(rows).encode(
         x=alt.X("one:N", sort=order, title=None, axis=alt.Axis(orient="top", labelAngle=0, domain=False)),
         y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
         tooltip=_tips("one:N", "other:N", ("similarity:Q", None, ".4f")),
     )
+    low = low_end(row["similarity"] for row in rows)
     cells, numbers = with_numbers(base, low, "similarity", legend=False, size=12)
     return _finish(alt.layer(cells.properties(name="cells"), numbers), 44 * len(order))
 
 
 def with_numbers(base: Any, low: float, field: str = "value", *, legend: bool = True, size: int = 10) -> tuple[Any, Any]:
     """The cells of a heat map of cosines above `low`, and the number in each."""
-    alt = altair()
     ink = alt.condition(f"datum.{field} < {(low + 1) / 2}", alt.value("#fff"), alt.value("#111"))
     numbers = base.mark_text(fontSize=size).encode(text=alt.Text(f"{field}:Q", format=".2f"), color=ink)
-    return base.mark_rect().encode(color=_similarity_colour(alt, low, field, legend=legend)), numbers
+    return base.mark_rect().encode(color=_similarity_colour(low, field, legend=legend)), numbers
 
 
 def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     """The same for every layer and projection, between two precisions that the reader chooses."""
-    alt = altair()
     names = [shown(name) for name in gradients["precisions"]]
     pairs = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
     rows = [
@@ -312,7 +314,7 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect().encode(
         x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
         y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
-        color=_similarity_colour(alt, low_end(row["similarity"] for row in rows), legend=True),
+        color=_similarity_colour(low_end(row["similarity"] for row in rows), legend=True),
         tooltip=_tips("module:N", "pair:N", ("similarity:Q", None, ".4f")),
     )  # fmt: skip
     height = 24 * len({row["projection"] for row in rows}) + 20
@@ -321,7 +323,6 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
 
 def norm_error(gradients: dict[str, Any]) -> Spec:
     """Relative error of the gradient's norm, batch by batch."""
-    alt = altair()
     rows = [
         {"precision": shown(name), "batch": number, "error": error}
         for name, errors in gradients["norm_error"].items()
@@ -329,17 +330,16 @@ def norm_error(gradients: dict[str, Any]) -> Spec:
         if math.isfinite(error)
     ]
     chart = of_rows(rows).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
-        x=alt.X("batch:Q", title="batch", axis=_step_axis(alt)),
+        x=alt.X("batch:Q", title="batch", axis=_step_axis()),
         y=alt.Y("error:Q", title="relative error of the gradient norm"),
-        color=precision_colour(alt, {row["precision"] for row in rows}),
+        color=precision_colour({row["precision"] for row in rows}),
         tooltip=_tips("precision:N", "batch:Q", ("error:Q", None, ".4f")),
     )  # fmt: skip
-    return _finish(chart.properties(name="lines"), 240)
+    return _finish(chart.properties(name="lines"))
 
 
 def noise(gradients: dict[str, Any]) -> Spec:
     """How the noise of low precisions averages out over N batches, beside a fall as 1/sqrt(N)."""
-    alt = altair()
     rows = [
         {"precision": shown(name), "n": n, "ratio": ratio, "expected": expected}
         for name, figures in gradients["noise"].items()
@@ -348,17 +348,16 @@ def noise(gradients: dict[str, Any]) -> Spec:
     ]
     base = of_rows(rows).encode(
         x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
+        color=precision_colour({row["precision"] for row in rows}),
     )
-    colour = precision_colour(alt, {row["precision"] for row in rows})
-    tooltip = _tips("precision:N", ("n:Q", "N", None), ("ratio:Q", None, ".4f"), ("expected:Q", "as 1/√N", ".4f"))
+    tooltip = _tips("precision:N", ("n:Q", "N"), ("ratio:Q", None, ".4f"), ("expected:Q", "as 1/√N", ".4f"))
     y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
-    base = base.encode(color=colour)
     lines = base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, tooltip=tooltip).properties(name="lines")
     expected = base.mark_line(strokeDash=[5, 4], opacity=0.6).encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
-    return _finish(alt.layer(expected, lines), 240)
+    return _finish(alt.layer(expected, lines))
 
 
-def _finish(chart: Any, height: int) -> Spec:
+def _finish(chart: Any, height: int = 240) -> Spec:
     spec: Spec = chart.properties(width="container", height=height).to_dict()
     del spec["config"]  # `CONFIG` is that of all
     return spec
@@ -371,15 +370,15 @@ def _tick(precision: str, bits: Mapping[str, float] | None) -> str:
     return f"{precision}|{bits[precision]:.3f}" if bits else precision
 
 
-def _step_axis(alt: Any) -> Any:
+def _step_axis() -> Any:
     return alt.Axis(grid=False, tickMinStep=1, tickCount=10)
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
+def _step_x() -> Any:
+    return alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis())
 
 
-def _value_scale(alt: Any, data: Sequence[Row], padding: int) -> Any:
+def _value_scale(data: Sequence[Row], padding: int) -> Any:
     """Logarithmic for a wide range of values."""
     values = [row["value"] for row in data]
     wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
@@ -392,27 +391,29 @@ def low_end(values: Any) -> float:
     return lowest if lowest < 1 else 0.0
 
 
-def _run_colour(alt: Any, runs: Sequence[str], present: set[str]) -> Any:
-    names = [BEFORE, *(run for run in runs if run != BEFORE)]
+def _run_names(runs: Sequence[str]) -> list[str]:
+    return [BEFORE, *(run for run in runs if run != BEFORE)]
+
+
+def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
+    names = _run_names(runs)
     colours = ["var(--before)", *(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(len(names) - 1))]
-    values = [name for name in names if name in present]
-    legend = alt.Legend(title=None, orient="top", values=values, labelLimit=400, symbolOpacity=1)
+    legend = _legend(values=[name for name in names if name in present], labelLimit=400, symbolOpacity=1)
     return alt.Color("run:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 
 
-def _precision_scale(alt: Any, full: str = "full") -> Any:
+def _precision_scale(full: str = "full") -> Any:
     names = [full, *map(str, PRECISIONS)]
     return alt.Scale(domain=names, range=["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)])
 
 
-def precision_colour(alt: Any, present: set[str], *, legend: bool = True, channel: str = "Color") -> Any:
+def precision_colour(present: set[str], *, legend: bool = True, channel: str = "Color") -> Any:
     """Every precision has its own, everywhere."""
     values = [shown(name) for name in NAMES if shown(name) in present]
-    strokes = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
-    shown_legend = alt.Legend(title=None, orient="top", values=values, **strokes) if legend else None
-    return getattr(alt, channel)("precision:N", scale=_precision_scale(alt), legend=shown_legend)
+    told = _legend(values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1) if legend else None
+    return getattr(alt, channel)("precision:N", scale=_precision_scale(), legend=told)
 
 
-def _similarity_colour(alt: Any, low: float, field: str = "similarity", *, legend: bool = True) -> Any:
+def _similarity_colour(low: float, field: str = "similarity", *, legend: bool = True) -> Any:
     bar = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f") if legend else None
     return alt.Color(f"{field}:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from decimal import Decimal
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from otaro.evaluate.decoded import DecodedModel
 from otaro.evaluate.knapsack import Knapsack
 from otaro.evaluate.logits import KeptStates
 from otaro.evaluate.machine import device_name
-from otaro.evaluate.meters import Divergence, Keeper
+from otaro.evaluate.meters import Divergence
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.records import LARGEST_LOSS
 from otaro.evaluate.sensitivity import Kept, Probe, Reading, Sensitivity, check_reached, measure
@@ -122,7 +123,6 @@ class Fitting:
         self._check_ids = torch.cat([ids[at + apart // 2 :][:length] for at in range(0, count * apart, apart)])
         reading = Reading(text.sha256, count * self.window, self.window, str(self.finest), device_name(device))
         self.kept = Kept(self.nested.path, self.nested.model, list(self.nested.schema.packed), reading)
-        self._decoded: DecodedModel | None = None
         self._reference: KeptStates | None = None
         self._checked: dict[tuple[int, ...], float] = {}
 
@@ -130,7 +130,7 @@ class Fitting:
         """What every tensor loses; nothing is measured twice."""
         found = self.kept.sensitivity
         if len(found.divergences) < len(self.nested.schema.packed):
-            found = measure(Probe(self._opened(), self._windows, self.finest), self._opened(), self.kept, progress)
+            found = measure(Probe(self._decoded, self._windows, self.finest), self._decoded, self.kept, progress)
         return found
 
     def limit(self, budget: Budget, progress: Progress) -> Limit:
@@ -212,7 +212,7 @@ class Fitting:
 
     def _check(self, choices: Sequence[dict[str, Precision]], progress: Progress) -> list[float]:
         """Divergences from the finest on parts of the text that were not measured on."""
-        windows, decoded = Windows(self._check_ids, self._check_window, None, self._bos), self._opened()
+        windows, decoded = Windows(self._check_ids, self._check_window, None, self._bos), self._decoded
         keys = [tuple(one.mantissa_bits for one in choice.values()) for choice in choices]
         new = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in self._checked}
         read_before, total = 0, len(self._check_ids) * (len(new) + (self._reference is None))
@@ -222,7 +222,7 @@ class Fitting:
 
         if self._reference is None:
             reader, kept = ModelReader(decoded.at(self.finest)), KeptStates()
-            read(reader, windows, [Keeper(kept)], report, with_logits=False)
+            read(reader, windows, [kept], report, with_logits=False)
             kept.finish(reader.sliced, self._model, str(self.finest))
             self._reference, read_before = kept, len(self._check_ids)
         for key, choice in new.items():
@@ -260,10 +260,9 @@ class Fitting:
         costs = {name: int(plane * shares[name]) for name, plane in plane_bytes(self.nested.schema).items()}
         return Limit(int(allowed), costs, rows[0][0], notes)
 
-    def _opened(self) -> DecodedModel:
-        if self._decoded is None:
-            self._decoded = DecodedModel(self._model, keep_planes=True)
-        return self._decoded
+    @cached_property
+    def _decoded(self) -> DecodedModel:
+        return DecodedModel(self._model, keep_planes=True)
 
 
 def budget_of(budget: str | None, bits: float | None, tokens_per_second: float | None) -> Budget:

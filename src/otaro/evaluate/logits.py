@@ -205,7 +205,9 @@ def _holds(weight: torch.Tensor, kind: torch.dtype) -> bool:
 
 
 class KeptStates:
-    """The states of a model at every position of a text, in a temporary file, and its head as it was."""
+    """A meter (`windows`): the states of a model at every position of a text, in a file, and its head as it was."""
+
+    aside = True
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="otaro-eval-")  # noqa: SIM115 (it lives as long as this does)
@@ -213,8 +215,9 @@ class KeptStates:
         self._dtype = torch.float32
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def keep(self, states: torch.Tensor) -> None:
-        """Add the states of the positions that follow."""
+    def add(self, window: Any, first: int, states: torch.Tensor | None, logits: torch.Tensor | None) -> None:
+        """Keep the states of the positions that follow."""
+        assert states is not None
         self._width, self._dtype = states.shape[-1], states.dtype
         self._file.write(states.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 

@@ -44,12 +44,27 @@ class Cpu:
         """Wait for all that was started."""
 
     def held_bytes(self) -> int | None:
-        """Memory that is in use; None where the system does not tell."""
-        return resident_bytes()
+        """Memory of this process that is in RAM; None on systems without /proc.
+
+        What is free but still held, by Python or by the allocator, is given back first: it depends on what ran before.
+        """
+        gc.collect()
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # musl has none
+            trim(0)
+        try:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return None
 
     def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
-        """Something that moves about `size` bytes of memory and does nothing else; and how many bytes it moves."""
-        return plain_read(size), size
+        """Something that moves about `size` bytes of memory and does nothing else; and how many bytes it moves.
+
+        It is a float32 product with a vector, on torch's threads: the library reads several rows side by side,
+        which on a server's CPU is a third faster than a sum over one stretch of memory.
+        """
+        matrix = torch.ones(4096, size // 4096 // 4)
+        vector = torch.ones(matrix.shape[1])
+        return lambda: matrix @ vector, size
 
     def seconds(self, call: Callable[[], object]) -> float:
         """How long a call takes, with all that it starts and nothing that was started before."""
@@ -103,32 +118,6 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
 
-def plain_read(size: int) -> Callable[[], object]:
-    """A function that reads so many bytes of memory, on torch's threads, and does next to nothing with them.
-
-    It is a float32 product with a vector: the library reads several rows side by side, which on a server's CPU is a third
-    faster than a sum over one stretch of memory.
-    """
-    matrix = torch.ones(4096, size // 4096 // 4)
-    vector = torch.ones(matrix.shape[1])
-    return lambda: matrix @ vector
-
-
-def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM; None on systems without /proc.
-
-    What is free but still held, by Python or by the allocator, is given back first: it depends on what ran before.
-    """
-    gc.collect()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it, musl does not
-        trim(0)
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def cpu_name() -> str:
     """The processor, in its maker's words where the system tells them."""
     try:
@@ -169,8 +158,7 @@ class Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found: dict[str, Any] = _plain(self)
-        return found
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
 
 def _plain(value: Any) -> Any:

@@ -59,20 +59,6 @@ class Loss:
         return math.inf if loss > 700 else math.exp(loss)  # which a float cannot hold
 
 
-class Keeper:
-    """Keeps the states of the reference."""
-
-    aside = True
-
-    def __init__(self, kept: KeptStates) -> None:
-        self._kept = kept
-
-    def add(self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None) -> None:
-        """Keep them."""
-        assert states is not None
-        self._kept.keep(states)
-
-
 class Divergence:
     """The divergence of a model from a reference that has read the same windows."""
 

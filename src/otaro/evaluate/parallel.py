@@ -93,7 +93,8 @@ def bench(
         if (wanted := settings.context + settings.tokens) > scheduler.context:
             told = f"--context {settings.context} and --tokens {settings.tokens} take {wanted}"
             raise OtaroError(f"a sequence has {scheduler.context} positions here, but {told}")
-        prompts = _prompts(model.config.vocab_size, max(counts), settings.context)
+        ids, length = random_ids(model.config.vocab_size, max(counts) * settings.context), settings.context
+        prompts = [ids[start : start + length] for start in range(0, len(ids), length)]
         turns: dict[tuple[str, int], Turn] = {}
         for precision in chosen:
             turns[ALONE + f" at {precision}", 1] = _alone(place, model, prompts[0], precision, settings)
@@ -106,10 +107,9 @@ def bench(
                 stack.callback(theirs.close)
                 for count in counts:
                     turns[f"llama.cpp {kind}", count] = _theirs(place, theirs, prompts[:count], settings.tokens)
-        if len(chosen) > 1:
-            for count in counts:
-                if count > 1:
-                    turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
+        for count in counts:
+            if len(chosen) > 1 and count > 1:
+                turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
         total, done = (1 + settings.rounds) * len(turns), itertools.count()
         timed = in_turns(turns, settings.rounds, lambda key: progress(f"{key[0]}, {key[1]} at once", next(done), total))
         progress("", total, total)
@@ -130,11 +130,6 @@ def _row(what: str, count: int, seconds: dict[tuple[str, int], list[float]]) -> 
     return Together(what, count, total, total / count, gain, mine)
 
 
-def _prompts(vocabulary: int, count: int, length: int) -> list[list[int]]:
-    ids = random_ids(vocabulary, count * length)
-    return [ids[start : start + length] for start in range(0, len(ids), length)]
-
-
 def _ours(
     place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision | Fit], tokens: int
 ) -> Turn:
@@ -146,19 +141,17 @@ def _ours(
             for prompt, precision in pairs
         ]
 
+    def finish() -> None:
+        while scheduler.step():
+            pass
+
     def turn() -> tuple[float, int]:
         submitted(1)
-        while scheduler.step():  # prompts are read, and found again in the cache below
-            pass
+        finish()  # prompts are read, and found again in the cache below
         streams = submitted(tokens + 1)
         while not all(stream.tokens for stream in streams):
             scheduler.step()
         before = sum(len(stream.tokens) for stream in streams)
-
-        def finish() -> None:
-            while scheduler.step():
-                pass
-
         seconds = place.seconds(finish)
         return seconds, sum(len(stream.result().tokens) for stream in streams) - before
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from otaro.evaluate import charts
-from otaro.evaluate.charts import Spec, altair, of_rows, precision_colour, shown, svg
+from otaro.evaluate.charts import Spec, alt, of_rows, precision_colour, shown, svg
 from otaro.evaluate.run_folder import NAMES
 from otaro.sefp.precision import PRECISIONS
 
@@ -25,7 +25,7 @@ def gradient_figures(result: dict[str, Any]) -> dict[str, str]:
     drawn: dict[str, Callable[[dict[str, Any]], Any]] = {
         "similarity": _similarity,
         "by-layer": _similarity_by_layer,
-        "norm": lambda found: _wide(charts.norm_error(found), "Error of the gradient norm, batch by batch"),
+        "norm": lambda found: _titled(charts.norm_error(found), "Error of the gradient norm, batch by batch", 2 * WIDTH),
         "perturbation": _perturbation,
         "accumulated": _accumulated,
     }
@@ -46,8 +46,9 @@ def _drawn(chart: Any) -> str:
     return svg(chart if isinstance(chart, dict) else chart.to_dict())
 
 
-def _wide(spec: Spec, title: str) -> Spec:
-    return {**spec, "width": 2 * WIDTH, "title": title}
+def _titled(spec: Spec, title: str, width: int) -> Spec:
+    """A chart of the report, as a panel."""
+    return {**spec, "width": width, "title": title}
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -68,7 +69,6 @@ def _similarity(result: dict[str, Any]) -> Any:
         for j, one in enumerate(names)
         if matrix[i][j] is not None
     ]
-    alt = altair()
     low = charts.low_end(row["value"] for row in rows)
     base = alt.Chart().encode(
         x=alt.X("one:N", sort=names, title=None, axis=alt.Axis(domain=False, labelAngle=-90)),
@@ -87,17 +87,15 @@ def _similarity_by_layer(result: dict[str, Any]) -> Any:
 
 def _perturbation(result: dict[str, Any]) -> Any:
     """Fig. 6: some entries of Y over the batches, and the distribution of all sampled ones."""
-    alt = altair()
     found = result["y_values"]
     entries = [
         {"batch": batch, "entry": str(entry), "y": value}
         for batch, values in enumerate(found["by_batch"], 1)
         for entry, value in enumerate(values)
     ]
-    left = _chart(entries, f"Y of {len(found['by_batch'][0])} entries at {found['precision']}").mark_line(
-        strokeWidth=0.8, opacity=0.7
+    left = _chart(entries, f"Y of {len(found['by_batch'][0])} entries at {found['precision']}").encode(
+        x=alt.X("batch:Q"), y=alt.Y("y:Q", title="Y"), detail="entry:N", color=alt.value("var(--run-1)")
     )
-    left = left.encode(x=alt.X("batch:Q"), y=alt.Y("y:Q", title="Y"), detail="entry:N", color=alt.value("var(--run-1)"))
     shares = []
     for precision, fit in result["fit"].items():
         edges, counts = fit["y_histogram"]["edges"], fit["y_histogram"]["counts"]
@@ -109,21 +107,18 @@ def _perturbation(result: dict[str, Any]) -> Any:
     right = _chart(shares, "Distribution of Y").mark_line(interpolate="step").encode(
         x=alt.X("at:Q", title="Y in its standard deviations (ends: and beyond)"),
         y=alt.Y("share:Q", title="share of entries", scale=alt.Scale(type="log")),
-        color=precision_colour(alt, set(result["fit"])),
+        color=precision_colour(set(result["fit"])),
     )  # fmt: skip
-    return left | right
+    return left.mark_line(strokeWidth=0.8, opacity=0.7) | right
 
 
 def _accumulated(result: dict[str, Any]) -> Any:
     """Eq. 17 in logarithms, where 1/sqrt(N) is a straight line; and its two norms."""
-    alt = altair()
-    left = {**charts.noise(result), "width": WIDTH, "title": "Perturbation after accumulation (dashed: falling as 1/√N)"}
+    left = _titled(charts.noise(result), "Perturbation after accumulation (dashed: falling as 1/√N)", WIDTH)
     first = next(iter(result["noise"].values()))
-    lines = {"|Σ∇fp|": [norm / first["gradient_norm"][0] for norm in first["gradient_norm"]]}
-    lines |= {"N": first["n"], "√N": [n**0.5 for n in first["n"]]}
-    for name, noise in result["noise"].items():
-        if noise["y_norm"][0]:
-            lines[f"|ΣY| {name}"] = [norm / noise["y_norm"][0] for norm in noise["y_norm"]]
+    norms = {"|Σ∇fp|": first["gradient_norm"], "N": first["n"], "√N": [n**0.5 for n in first["n"]]}
+    norms |= {f"|ΣY| {name}": noise["y_norm"] for name, noise in result["noise"].items()}
+    lines = {name: [norm / found[0] for norm in found] for name, found in norms.items() if found[0]}
     rows = [
         {"line": name, "n": n, "norm": value}
         for name, values in lines.items()
@@ -137,14 +132,14 @@ def _accumulated(result: dict[str, Any]) -> Any:
         y=alt.Y("norm:Q", title="norm, relative to N = 1", scale=alt.Scale(type="log")),
         color=alt.Color("line:N", scale=scale, legend=alt.Legend(title=None)),
     )  # fmt: skip
-    return {"hconcat": [left, _bare(right)], "resolve": {"scale": {"color": "independent"}}}
+    panel = {key: value for key, value in right.to_dict().items() if key not in ("config", "$schema")}
+    return {"hconcat": [left, panel], "resolve": {"scale": {"color": "independent"}}}
 
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
 def _weights(result: dict[str, Any]) -> Any:
-    alt = altair()
     sizes = [str(size) for size in result["group_sizes"]]
     labels = [f"groups of {size}" for size in sizes]
     colour = alt.Color("size:N", scale=alt.Scale(domain=labels, range=SHADES), legend=alt.Legend(title=None, orient="top"))
@@ -201,9 +196,8 @@ def _weights_by_layer(result: dict[str, Any]) -> Any:
 
 
 def _path(result: dict[str, Any]) -> Any:
-    alt = altair()
     names = [shown(name) for name in NAMES if name in result["precisions"]]
-    colour = precision_colour(alt, set(names))
+    colour = precision_colour(set(names))
     steps = [
         {"step": step, "precision": shown(name), "applied": "applied" if applied else "held back"}
         for step, (name, applied) in enumerate(zip(result["sequence"], result["applied"], strict=True), 1)
@@ -212,8 +206,8 @@ def _path(result: dict[str, Any]) -> Any:
     taken = _chart(steps, "Precision of each step (hollow: gradients held back)").mark_point(size=22, filled=False).encode(
         x=alt.X("step:Q"),
         y=alt.Y("precision:N", sort=names, title=None),
-        color=precision_colour(alt, set(names), legend=False),
-        fill=precision_colour(alt, set(names), legend=False, channel="Fill"),
+        color=precision_colour(set(names), legend=False),
+        fill=precision_colour(set(names), legend=False, channel="Fill"),
         fillOpacity=alt.FillOpacity("applied:N", scale=filling, legend=None),
     )  # fmt: skip
 
@@ -244,7 +238,6 @@ def _projections(result: dict[str, Any]) -> list[str]:
 
 def _layer_maps(result: dict[str, Any], values: Mapping[str, Sequence[float | None]], title: str, shared: bool = True) -> Any:
     """A map for each precision of a value of each module, projections down and layers across; `shared`: on one scale."""
-    alt = altair()
     projections = _projections(result)
     short = dict(zip(projections, _short(projections), strict=True))
     layers = sorted({module["layer"] for module in result["modules"]}, key=lambda layer: -1 if layer is None else layer)
@@ -275,11 +268,6 @@ def _short(names: Sequence[str]) -> list[str]:
     """The last words, where these tell the names apart."""
     last = [name.rpartition(".")[2] for name in names]
     return [word if last.count(word) == 1 else name for name, word in zip(names, last, strict=True)]
-
-
-def _bare(chart: Any) -> Spec:
-    """As part of another figure."""
-    return {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

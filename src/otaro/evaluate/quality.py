@@ -136,16 +136,6 @@ def read_quality(directory: Path, model: str | None = None, older: Coding | None
     return quality
 
 
-def _text(quality: Quality) -> str:
-    """As it is stored; what we would not read, we do not write."""
-    text = json.dumps(quality.to_dict(), indent=1)
-    try:
-        parse_quality(text)
-    except ValueError as error:
-        raise QualityError(f"this cannot be kept in a quality record: {error}") from None
-    return text + "\n"
-
-
 def parse_quality(text: str, older: Coding | None = None) -> Quality:
     """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
     raw = records.check(records.Quality, untrusted_json(text))
@@ -249,7 +239,12 @@ class Record:
 
         def updated() -> str:
             self._quality = self._read().including(entry)
-            return _text(self._quality)
+            text = json.dumps(self._quality.to_dict(), indent=1)
+            try:
+                parse_quality(text)  # what we would not read, we do not write
+            except ValueError as error:
+                raise QualityError(f"this cannot be kept in a quality record: {error}") from None
+            return text + "\n"
 
         if self.path is None:
             updated()

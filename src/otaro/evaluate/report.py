@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,28 @@ from otaro.file.summary import Summary
 from otaro.readable import size
 from otaro.sefp.precision import PRECISIONS, Precision
 
+_GRADIENT_FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], charts.Spec]]] = {  # by what they show
+    "overall": (
+        "Similarity of gradients",
+        "Cosine between the gradients of all weights at two precisions; 1 is the same direction.",
+        charts.similarity,
+    ),
+    "modules": (
+        "Similarity by layer and projection",
+        "The same in every layer, between two precisions to choose.",
+        charts.similarity_by_module,
+    ),
+    "norm_error": (
+        "Error of the gradient norm",
+        "Relative to the gradient of the unquantized model, batch by batch.",
+        charts.norm_error,
+    ),
+    "noise": (
+        "Noise left after adding up N batches",
+        "Dashed: a fall as 1/√N, as that of independent noise.",
+        charts.noise,
+    ),
+}
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
 
@@ -150,14 +173,13 @@ class _Report:
         by_task = {**{About(name): found for name, found in averages(self.runs).items()}, **by_task}
         figures = ""
         for task, measured in by_task.items():
-            points = [
-                {**point, "error": measured[point["run"], point["precision"]]["stderr"]} for point in _points(measured, "value")
-            ]
+            points = [{**point, "error": measured[point["run"], point["precision"]]["stderr"]}
+                      for point in _points(measured, "value")]  # fmt: skip
             chart = charts.by_precision(points, self.names, "score", height=170)
             figures += self.page.figure(task.what, "", _commands(measured), chart, details=task.digest)
         names = [name for name in NAMES if any(name == there for measured in by_task.values() for _, there in measured)]
         rows = [
-            [word(task.what), word(run), *(_score_cell(measured.get((run, name))) for name in names)]
+            [word(task.what), word(run), *(_score_cell(measured.get((run, name), {})) for name in names)]
             for task, measured in by_task.items()
             for run in self.names
             if any(there == run for there, _ in measured)
@@ -175,9 +197,15 @@ class _Report:
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
             commands = _commands(measured)
             parts.append(self.page.figure(f"Divergence from {text}", hint, commands, chart, details=text.digest))
-            headings, rows = self._by_run(measured, lambda e: Cell(f"{e['kl']:.4f}", e["kl"], f"{e['agreement']:.1%}"))
+            runs = [run for run in self.names if any(there == run for there, _ in measured)]
+            names = [name for name in NAMES if any(there == name for _, there in measured)]
+            rows = []
+            for name in names:
+                found = [measured.get((run, name), {}) for run in runs]
+                cells = (_cell(one.get("kl"), ".4f", _percent(one.get("agreement"))) for one in found)
+                rows.append([word(shown(name)), *cells])
             note = "In nats. The small figure is how often the likeliest token is the same."
-            parts.append(self.page.table("Divergence by precision", headings, rows, commands, note))
+            parts.append(self.page.table("Divergence by precision", ["precision", *runs], rows, commands, note))
         reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"
         return "".join(parts) or self._missing(
             f"divergence from {reference}", "otaro eval {model} --precision all --text FILE --divergence"
@@ -202,9 +230,8 @@ class _Report:
         ]
         rows = [[word("FP16"), Cell(size(whole), whole), Cell("16.00", 16), Cell("100.0%", 1), word("")]]
         for row in summary.precisions:
-            if row.bytes is not None and row.ratio_to_fp16 is not None:
-                bits = Cell(f"{row.bits_per_weight:.3f}", row.bits_per_weight)
-                share = Cell(f"{row.ratio_to_fp16:.1%}", row.ratio_to_fp16)
+            if row.bytes is not None:
+                bits, share = _cell(row.bits_per_weight, ".3f"), _cell(row.ratio_to_fp16, ".1%")
                 shards = word(", ".join(name.removesuffix(".safetensors") for name in row.shards))
                 rows.append([word(row.precision), Cell(size(row.bytes), row.bytes), bits, share, shards])
         commands = [_inspect(run) for run in runs]
@@ -226,17 +253,17 @@ class _Report:
             by_text: dict[str, list[Fit]] = {}
             for fit in sorted(run.fits, key=lambda one: one.bytes):
                 by_text.setdefault(fit.about["text"], []).append(fit)
-            alone = _bits(run.summary) if run.summary else {}
+            alone = _bits(run.summary)
             for text, fits in by_text.items():
                 points, rows = [], []
                 for fit in fits:
-                    about, bits = fit.about, fit.about["bits_per_weight"]
-                    one = {"bits": alone[about["uniform"]], "name": about["uniform"], "value": about["uniform_measured"]}
-                    points += [{"bits": bits, "name": str(fit), "value": about["measured"], "kind": "fit"}]
-                    points += [{**one, "kind": "one precision"}]
-                    cells = [Cell(size(fit.bytes), fit.bytes), Cell(f"{bits:.3f}", bits)]
-                    lost = [Cell(f"{value:.4f}", value) for value in (about["measured"], about["uniform_measured"])]
-                    rows.append([word(str(fit)), *cells, lost[0], word(about["uniform"]), lost[1]])
+                    bits, lost, one, one_lost = (
+                        fit.about[key] for key in ("bits_per_weight", "measured", "uniform", "uniform_measured")
+                    )
+                    points.append({"bits": bits, "name": str(fit), "value": lost, "kind": "fit"})
+                    points.append({"bits": alone[one], "name": one, "value": one_lost, "kind": "one precision"})
+                    cells = [Cell(size(fit.bytes), fit.bytes), _cell(bits, ".3f"), _cell(lost, ".4f")]
+                    rows.append([word(str(fit)), *cells, word(one), _cell(one_lost, ".4f")])
                 commands = [fit.about["command"] for fit in fits]
                 title = f"Fits of {run.name}: divergence by size, {text}"
                 hint = "In nats, from the finest precision, on text that they were not measured on. Lower is better."
@@ -266,10 +293,7 @@ class _Report:
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token", "switch to it"]
             rows = [
                 [
-                    word(name),
-                    word(run),
-                    Cell(f"{row['decode']:,.0f}", row["decode"]),
-                    Cell(f"{row['prefill']:,.0f}", row["prefill"]),
+                    *(word(name), word(run), _cell(row["decode"], ",.0f"), _cell(row["prefill"], ",.0f")),
                     Cell(size(row["weight_bytes"]), row["weight_bytes"]),
                     Cell("–") if row.get("switch") is None else Cell(f"{row['switch'] * 1e6:,.0f} µs", row["switch"]),
                 ]
@@ -321,41 +345,27 @@ class _Report:
             if (found := run.gradients) is None:
                 continue
             made = [str(found.get("command", "otaro analyze gradients"))]
-            chart = charts.similarity(found["precisions"], found["overall"])
-            note = "Cosine between the gradients of all weights at two precisions; 1 is the same direction."
-            figures = self.page.figure(f"Similarity of gradients, {run.name}", note, made, chart)
-            if found.get("modules"):
-                chart = charts.similarity_by_module(found)
-                note = "The same in every layer, between two precisions to choose."
-                figures += self.page.figure(f"Similarity by layer and projection, {run.name}", note, made, chart)
-            if found.get("norm_error"):
-                note = "Relative to the gradient of the unquantized model, batch by batch."
-                figures += self.page.figure(f"Error of the gradient norm, {run.name}", note, made, charts.norm_error(found))
-            if found.get("noise"):
-                note = "Dashed: a fall as 1/√N, as that of independent noise."
-                figures += self.page.figure(
-                    f"Noise left after adding up N batches, {run.name}", note, made, charts.noise(found)
-                )
-            parts += [f"<div class=pair>{figures}</div>", self._similarity_table(run.name, found, made)]
-            if found.get("fit"):
-                parts.append(self._fit_table(run.name, found["fit"], made))
+            figures = "".join(
+                self.page.figure(f"{title}, {run.name}", note, made, chart(found))
+                for key, (title, note, chart) in _GRADIENT_FIGURES.items()
+                if found.get(key)
+            )
+            names = list(map(shown, found["precisions"]))
+            rows = [
+                [word(name), *(_cell(value, ".4f") for value in line)]
+                for name, line in zip(names, found["overall"], strict=True)
+            ]
+            title = f"Similarity of gradients by precision, {run.name}"
+            parts += [f"<div class=pair>{figures}</div>", self.page.table(title, ["precision", *names], rows, made)]
+            if fit := found.get("fit"):
+                headings = ["precision", "X", "mean of Y", "spread of Y"]
+                rows = [
+                    [word(shown(name)), _cell(one["x"], ".4f"), _cell(one["y_mean"], ".2e"), _cell(one["y_std"], ".2e")]
+                    for name, one in fit.items()
+                ]
+                note = "The gradient at a precision as X times that of the unquantized model, and the rest Y, over all entries."
+                parts.append(self.page.table(f"Fit of the gradients, {run.name}", headings, rows, made, note))
         return "".join(parts) or self._missing("analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE")
-
-    def _similarity_table(self, run: str, found: Mapping[str, Any], made: Sequence[str]) -> str:
-        names = list(map(shown, found["precisions"]))
-        rows = [
-            [word(name), *(_figure_cell(value, ".4f") for value in line)]
-            for name, line in zip(names, found["overall"], strict=True)
-        ]
-        return self.page.table(f"Similarity of gradients by precision, {run}", ["precision", *names], rows, made)
-
-    def _fit_table(self, run: str, fit: Mapping[str, Mapping[str, float]], made: Sequence[str]) -> str:
-        rows = [
-            [word(shown(name)), _figure_cell(one["x"], ".4f"), _figure_cell(one["y_mean"]), _figure_cell(one["y_std"])]
-            for name, one in fit.items()
-        ]
-        note = "The gradient at a precision as X times that of the unquantized model, and the rest Y, over all entries."
-        return self.page.table(f"Fit of the gradients, {run}", ["precision", "X", "mean of Y", "spread of Y"], rows, made, note)
 
     def _weights(self) -> str:
         parts = []
@@ -367,8 +377,8 @@ class _Report:
             rows = [
                 [
                     Cell(size, int(size)),
-                    *(_share_cell(figures[key]) for key in ("outlier_groups", "zeros")),
-                    *(_error_cell(figures["error"][name], figures["lost"].get(name)) for name in names),
+                    *(_cell(figures[key], ".2%") for key in ("outlier_groups", "zeros")),
+                    *(_cell(figures["error"][name], ".4f", _percent(figures["lost"].get(name))) for name in names),
                 ]
                 for size, figures in overall.items()
             ]
@@ -393,21 +403,22 @@ class _Report:
         head = "".join(f"<th scope=col>{escape(run)}</th>" for run in self.samples)
         rows = ""
         for name in map(str, PRECISIONS):
-            cells = ""
-            for one in self.samples.values():
-                texts = one.texts.get(prompt, {})
-                finest = next(iter(texts.values()), "")
-                said = (
-                    f"{_compared(texts[name], finest)} {self.page.made_by([one.command(prompt, name)])}"
-                    if name in texts
-                    else "–"
-                )
-                cells += f"<td>{said}</td>"
+            cells = "".join(f"<td>{self._sample(one, prompt, name)}</td>" for one in self.samples.values())
             rows += f"<tr><th scope=row>{name}</th>{cells}</tr>"
         return (
             f"<div class=scroll><table class=samples><caption><strong>{escape(prompt)} …</strong></caption>"
             f"<thead><tr><th scope=col>precision</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         )
+
+    def _sample(self, samples: Samples, prompt: str, name: str) -> str:
+        """A text, with what follows the first difference from the finest precision's marked."""
+        texts = samples.texts.get(prompt, {})
+        if name not in texts:
+            return "–"
+        pairs = zip(texts[name], next(iter(texts.values())), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        marked = f"<mark>{escape(texts[name][same:])}</mark>" if texts[name][same:] else ""
+        return f"{escape(texts[name][:same])}{marked} {self.page.made_by([samples.command(prompt, name)])}"
 
     def _commands(self) -> str:
         tuned = [(run.name, run.tuning["versions"]) for run in self.runs if run.tuning and run.tuning["versions"]]
@@ -417,16 +428,6 @@ class _Report:
         return f"{intro}{self.page.list_of_commands()}{used}"
 
     # What several sections share.
-
-    def _by_run(self, measured: Measured, cell: Any) -> tuple[list[str], list[list[Cell]]]:
-        """Headings and rows of a table with a row for each precision and a column for each run."""
-        runs = [run for run in self.names if any(there == run for there, _ in measured)]
-        names = [name for name in NAMES if any(there == name for _, there in measured)]
-        rows = [
-            [word(shown(name)), *(cell(measured[run, name]) if (run, name) in measured else Cell("–") for run in runs)]
-            for name in names
-        ]
-        return ["precision", *runs], rows
 
     def _missing(self, what: str, command: str, more: str = "") -> str:
         """A line in place of what is absent."""
@@ -466,8 +467,7 @@ def _cost(series: Series, finest: str, coarsest: str) -> float | None:
 
 
 def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> str:
-    sizes = _bytes(run.summary)
-    bits = _bits(run.summary) if run.summary else {}
+    sizes, bits = _bytes(run.summary), _bits(run.summary)
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
         lines.append(f"<dd class=figure>{_number(after.values[name])}</dd>")
@@ -488,14 +488,6 @@ def _points(measured: Measured, key: str) -> list[charts.Row]:
 
 def _commands(measured: Measured) -> list[str]:
     return [command for entry in measured.values() for command in entry.get("commands", [entry.get("command")])]
-
-
-def _compared(text: str, finest: str) -> str:
-    """The text, with what follows the first difference from the finest precision's marked."""
-    pairs = enumerate(zip(text, finest, strict=False))
-    same = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(finest)))
-    marked = f"<mark>{escape(text[same:])}</mark>" if text[same:] else ""
-    return escape(text[:same]) + marked
 
 
 def _finest(series: Series) -> float | None:
@@ -522,9 +514,9 @@ def _bytes(summary: Summary | None) -> dict[str, int]:
     return {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
 
 
-def _bits(summary: Summary) -> dict[str, float]:
+def _bits(summary: Summary | None) -> dict[str, float]:
     """Of the whole model, what is not packed included."""
-    return {row.precision: row.bits_per_weight for row in summary.precisions}
+    return {row.precision: row.bits_per_weight for row in summary.precisions} if summary else {}
 
 
 # What numbers look like in tables; a dash stands for one that is not there.
@@ -547,24 +539,15 @@ def _perplexity_cell(values: Mapping[str, float], name: str) -> Cell:
     return Cell(_number(values[name]), values[name], note)
 
 
-def _score_cell(entry: Entry | None) -> Cell:
+def _score_cell(entry: Entry) -> Cell:
     """A score and its standard error."""
-    if entry is None:
-        return Cell("–")
-    return Cell(f"{entry['value']:.3f}", entry["value"], f"±{entry['stderr']:.3f}" if entry["stderr"] is not None else "")
+    error = entry.get("stderr")
+    return _cell(entry.get("value"), ".3f", "" if error is None else f"±{error:.3f}")
 
 
-def _figure_cell(value: float | None, form: str = ".2e") -> Cell:
-    """A number in a form of its own."""
-    return Cell("–") if value is None or not math.isfinite(value) else Cell(f"{value:{form}}", value)
+def _cell(value: float | None, form: str, note: str = "") -> Cell:
+    return Cell(f"{value:{form}}", value, note) if is_finite(value) else Cell("–", note=note)
 
 
-def _share_cell(share: float | None) -> Cell:
-    """In percent."""
-    return Cell("–") if share is None else Cell(f"{share:.2%}", share)
-
-
-def _error_cell(error: float | None, lost: float | None) -> Cell:
-    """An error, and beside it the share of weights that are lost."""
-    note = "" if lost is None else f"{lost:.1%}"
-    return Cell("–" if error is None else f"{error:.4f}", error, note)
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

@@ -24,7 +24,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate.harness import Tasks
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.meters import Divergence, Keeper, Loss
+from otaro.evaluate.meters import Divergence, Loss
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import Entry, Record, identity, with_coding
 from otaro.evaluate.records import FULL, LONGEST
@@ -248,7 +248,7 @@ class _Readings:
                 what, self._told = f"{what}, about {duration(left)} left", True
             self._progress(what, read, self._all)
 
-        every = [*meters.values(), *([Keeper(kept)] if kept else [])]
+        every = [*meters.values(), *([kept] if kept else [])]
         seconds = read(reader, windows, every, report, with_logits=bool(meters))
         self._read += len(windows.ids)
         if kept is not None and isinstance(reader, ModelReader):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -141,9 +141,11 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     coding = Coding(schema.group_size, schema.reconstruction) if schema else None
     checkpoints = [model for model in models if (model / "config.json").is_file() or model == path / "model"]
     older: dict[Path | None, Coding | None] = {**dict.fromkeys(checkpoints, DEFAULT_CODING), nested: coding}
-    quality = _without_repeats(
-        entry for model in models for entry in _quality_of(model, identities.get(model), older.get(model))
-    )
+    measured: dict[tuple[Any, ...], Entry] = {}
+    for model in models:  # what was measured of both counts once, as measured of the nested model
+        for entry in _quality_of(model, identities.get(model), older.get(model)):
+            measured.setdefault(identity(entry), entry)
+    quality = list(measured.values())
     homes = dict.fromkeys([path, *models])
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
     return Run(
@@ -234,11 +236,8 @@ def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | Non
 
 def read_log(path: Path) -> list[Step]:
     """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or averaged, are none."""
-    return list(_steps(path)) if path.is_file() else []
-
-
-def _steps(path: Path) -> Iterator[Step]:
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    text, steps = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -248,7 +247,9 @@ def _steps(path: Path) -> Iterator[Step]:
         check_record(path, records.TrainedStep, record, f"line {number}: ")
         plain, scores = record.get("cross_entropy", record["loss"]), record.get("scores") or {}
         finite = {name: one if records.is_exact(one) and math.isfinite(one) else None for name, one in scores.items()}
-        yield Step(record["step"], record["precision"], record["loss"], plain, record.get("applied") is not False, finite)
+        applied = record.get("applied") is not False
+        steps.append(Step(record["step"], record["precision"], record["loss"], plain, applied, finite))
+    return steps
 
 
 def _read_bench(path: Path) -> dict[str, Any] | None:
@@ -256,14 +257,6 @@ def _read_bench(path: Path) -> dict[str, Any] | None:
     if stored is None:
         return None
     return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}  # no fits
-
-
-def _without_repeats(entries: Iterable[Entry]) -> list[Entry]:
-    """What was measured of both the nested model and the checkpoint counts once, as measured of the nested model."""
-    kept: dict[tuple[Any, ...], Entry] = {}
-    for entry in entries:
-        kept.setdefault(identity(entry), entry)
-    return list(kept.values())
 
 
 def is_finite(value: float | None) -> bool:

@@ -19,6 +19,9 @@ from otaro.evaluate.progress import Progress
 from otaro.evaluate.run_folder import check_record, read_json
 from otaro.file.atomic import write_text
 from otaro.file.io import NestedDirectory
+from otaro.runtime.load import load, load_tokenizer
+from otaro.runtime.precision import set_precision
+from otaro.runtime.session import padding_token
 from otaro.sefp.precision import PRECISIONS
 
 
@@ -51,7 +54,11 @@ def sample(
     texts = _kept(keep, made_from)
     wanted = [(prompt, name) for name in precisions for prompt in prompts if name not in texts.get(prompt, {})]
     if wanted:
-        model, tokenizer = _open(nested)
+        try:
+            tokenizer = load_tokenizer(nested)
+        except OtaroError as error:
+            raise OtaroError(f"{error}; --no-samples leaves samples out") from error
+        model = load(nested)
         for number, (prompt, name) in enumerate(wanted):
             progress(name, number, len(wanted))
             texts.setdefault(prompt, {})[name] = _continue(model, tokenizer, prompt, name, max_new_tokens)
@@ -69,20 +76,7 @@ def _kept(path: Path, made_from: dict[str, Any]) -> dict[str, dict[str, str]]:
     return dict(check_record(path, records.Samples, stored)["texts"])
 
 
-def _open(nested: Path) -> tuple[Any, Any]:
-    from otaro.runtime.load import load, load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(nested)
-    except OtaroError as error:
-        raise OtaroError(f"{error}; --no-samples leaves samples out") from error
-    return load(nested), tokenizer
-
-
 def _continue(model: Any, tokenizer: Any, prompt: str, precision: str, max_new_tokens: int) -> str:
-    from otaro.runtime.precision import set_precision
-    from otaro.runtime.session import padding_token
-
     set_precision(model, precision)
     ids = tokenizer(prompt, return_tensors="pt")
     if not ids["input_ids"].numel():

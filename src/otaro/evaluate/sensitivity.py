@@ -228,20 +228,16 @@ class Kept:
         try:
             if self.path.stat().st_size > _LARGEST:
                 raise ValueError("it is larger than any")
-            return _parsed(self.path.read_text(encoding="utf-8"), self._model, self._tensors)
+            raw = records.check(records.Sensitivity, untrusted_json(self.path.read_text(encoding="utf-8")))
+            if raw["model"] != self._model:
+                raise ValueError("it is about another model than the one beside it")
+            return [_of_reading(row, self._tensors) for row in raw["readings"]]
         except ValueError as error:  # of JSON, of UTF-8, or ours
             raise OtaroError(f"{self.path} cannot be used: {error}; move it away to measure anew") from None
 
 
-def _parsed(text: str, model: str, tensors: set[str]) -> list[Sensitivity]:
-    """The measurements in a file, checked: it may come from strangers. A ValueError says what is wrong."""
-    raw = records.check(records.Sensitivity, untrusted_json(text))
-    if raw["model"] != model:
-        raise ValueError("it is about another model than the one beside it")
-    return [_of_reading(row, tensors) for row in raw["readings"]]
-
-
 def _of_reading(row: dict[str, Any], tensors: set[str]) -> Sensitivity:
+    """The measurements of one text, checked: they may come from strangers. A ValueError says what is wrong."""
     reading = Reading(**{name: row[name] for name in Reading.__dataclass_fields__})
     below = Precision(reading.finest).mantissa_bits - COARSEST  # a PrecisionError is a ValueError
     for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):

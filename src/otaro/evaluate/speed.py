@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from otaro.errors import OtaroError
-from otaro.evaluate.engines import Engine, Forward, OurEngine, engine_for, plain_model
+from otaro.evaluate.engines import Engine, Forward, engine_for, plain_model
 from otaro.evaluate.llama_cpp import KINDS, LlamaCpp, gguf_file, library
 from otaro.evaluate.machine import Cpu, Measured, about, in_turns, processor
 from otaro.evaluate.progress import Progress
@@ -201,14 +201,14 @@ def bench(
         def say(name: str) -> None:
             progress(name, next(done), total)
 
-        def add(name: str, engine: Engine) -> None:
+        def add(name: str, engine: Engine, prepare: Callable[[], object] = lambda: None) -> None:
             """Its warm-up is now."""
-            turns[name] = partial(_turn, place, engine, ids, settings)
+            turns[name] = partial(_turn, place, engine, ids, settings, prepare)
             in_turns({name: turns[name]}, 0, say)
 
         grown: dict[str, int | None] = {}
         for precision in reversed(chosen):
-            add(str(precision), _AtPrecision(model, precision, ours))
+            add(str(precision), ours, partial(set_precision, model, precision))
             now = place.held_bytes()
             grown[str(precision)] = None if now is None or before is None else now - before
         others: dict[str, int] = {}
@@ -233,10 +233,10 @@ def bench(
         read_bandwidth = moved / median(rounds[PLAIN].decode)
         switches = switch_times(model, chosen)
         rows = []
+        kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
         for precision in chosen:
             row = _tokens_per_second(rounds[str(precision)], settings)
             weight_bytes = weight_bytes_per_token(model, precision)
-            kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
             bandwidth = (weight_bytes + kv_bytes) * row["decode"]
             rows.append(
                 PrecisionSpeed(
@@ -255,7 +255,7 @@ def bench(
         return Bench(
             **about(nested, place, threads),
             path=f"transformers: {why_not}" if why_not else DECODE_PATH,
-            kv_type=_kv_type(model, ours, settings),
+            kv_type=str(settings.kv or (str(model.dtype).removeprefix("torch.") if why_not else "float16")),
             settings=settings,
             read_bandwidth=read_bandwidth,
             graph_bytes=ours.graph_bytes,
@@ -298,29 +298,20 @@ def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, f
 
 
 def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
-    return {
-        "prefill": settings.prompt_tokens / median(rounds.prefill),
-        "decode": settings.tokens / median(rounds.decode),
-        "rounds": rounds,
-    }
+    prefill, decode = settings.prompt_tokens / median(rounds.prefill), settings.tokens / median(rounds.decode)
+    return {"prefill": prefill, "decode": decode, "rounds": rounds}
 
 
-class _AtPrecision:
-    """The one nested model at one of its precisions."""
-
-    def __init__(self, model: Any, precision: Precision | Fit, engine: Engine) -> None:
-        self._model, self._precision, self._engine = model, precision, engine
-        self.feed, self.decode = engine.feed, engine.decode
-
-    def keep(self, length: int) -> None:
-        """Forget later tokens; every turn begins with this, so the precision is set here."""
-        set_precision(self._model, self._precision)
-        self._engine.keep(length)
-
-
-def _turn(place: Cpu, engine: Engine, ids: list[int], settings: Settings) -> tuple[float, float]:
+def _turn(
+    place: Cpu,
+    engine: Engine,
+    ids: list[int],
+    settings: Settings,
+    prepare: Callable[[], object],
+) -> tuple[float, float]:
     """Seconds of prefill, and of decode behind the context."""
     prompt, context = settings.prompt_tokens, settings.context
+    prepare()
     engine.keep(0)
     prefill = place.seconds(lambda: engine.feed(ids[:prompt]))
     engine.keep(min(context, prompt))
@@ -350,13 +341,6 @@ def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Map
             decode = median(b / a for a, b in zip(ours.decode, theirs.decode, strict=True))
             ratios.append(Ratio(precision, other, prefill, decode))
     return ratios
-
-
-def _kv_type(model: Any, ours: OurEngine, settings: Settings) -> str:
-    """In words."""
-    if settings.kv:
-        return str(settings.kv)
-    return str(model.dtype).removeprefix("torch.") if isinstance(ours, Forward) else "float16"
 
 
 def _llama(kind: str) -> str:

@@ -127,7 +127,8 @@ class Subject:
         if self.original is not None:
             self._check_original(self.original)
         self._full: Any = None
-        self._switched: Any = None
+        self.packed: Any = None
+        """The nested model, once it is open."""
         self._decoded: DecodedModel | None = None
 
     def _check_original(self, original: Subject) -> None:
@@ -184,17 +185,18 @@ class Subject:
     def packed_at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """The nested model, to be run at this precision until the next call."""
         set_precision(self._opened(progress), self.fits.get(precision, precision))
-        return self._switched
-
-    @property
-    def packed(self) -> Any:
-        """The nested model, if it is open."""
-        return self._switched
+        return self.packed
 
     def _opened(self, progress: Progress) -> Any:
-        if self._switched is None:
-            self._switched = self._open_switched(progress)
-        return self._switched
+        if self.packed is None and self.is_nested:
+            self.packed = load(self.path, self._finest, device=self.device)
+        elif self.packed is None:
+            with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
+                size, kind = self.coding.group_size, self.coding.reconstruction
+                pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
+                # At its finest: every shard is mapped now.
+                self.packed = load(Path(directory) / "nested", device=self.device)
+        return self.packed
 
     def release_full(self) -> None:
         """Let go of the unquantized model."""
@@ -223,14 +225,6 @@ class Subject:
         if missing := found["missing_keys"]:
             raise CheckpointError(f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need")
         return model.eval()
-
-    def _open_switched(self, progress: Progress) -> Any:
-        if self.is_nested:
-            return load(self.path, self._finest, device=self.device)
-        with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
-            size, kind = self.coding.group_size, self.coding.reconstruction
-            pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
-            return load(Path(directory) / "nested", device=self.device)  # at its finest: every shard is mapped now
 
 
 def _is_nested(path: Path) -> bool:

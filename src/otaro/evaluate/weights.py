@@ -97,10 +97,11 @@ class WeightTally:
 
     def __init__(self, group_size: int, reconstruction: Reconstruction) -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
-        counts = {"weights": 1, "zeros": 1, "groups": 1, "outliers": 1, "lost": len(PRECISIONS)}
-        self._counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in counts.items()}
-        self._shifts = torch.zeros(2, MOST_SHIFT + 1, dtype=torch.int64)  # in groups with an outlier, in the others
-        self._squares = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)  # of the weights, of the errors
+        counts: dict[str, tuple[int, ...]] = dict.fromkeys(("weights", "zeros", "groups", "outliers"), ())
+        # Shifts in groups with an outlier, and in the others; squares of the weights, and of the errors.
+        counts |= {"lost": (len(PRECISIONS),), "shifts": (2, MOST_SHIFT + 1)}
+        self._counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in counts.items()}
+        self._counts["squares"] = torch.zeros(1 + len(PRECISIONS), dtype=torch.float64)
 
     def add(self, rows: torch.Tensor) -> None:
         """Count a matrix whose rows are whole, so that groups begin where they do in the tensor."""
@@ -116,7 +117,7 @@ class WeightTally:
         dominated = (largest >= OUTLIER_RATIO * others.amax(-1, keepdim=True)) & (largest > 0) & (members > 1)
         shifts = (torch.frexp(largest).exponent - torch.frexp(others).exponent).clamp_(max=MOST_SHIFT)
         for index, chosen in enumerate((dominated, ~dominated)):
-            self._shifts[index] += torch.bincount(shifts[(others > 0) & chosen], minlength=MOST_SHIFT + 1)
+            self._counts["shifts"][index] += torch.bincount(shifts[(others > 0) & chosen], minlength=MOST_SHIFT + 1)
         self._counts["groups"] += largest.numel()
         self._counts["outliers"] += dominated.sum()
 
@@ -124,36 +125,32 @@ class WeightTally:
         zeros = rows.numel() - torch.count_nonzero(rows)
         self._counts["weights"] += rows.numel()
         self._counts["zeros"] += zeros
-        self._squares[0] += size.square().sum(dtype=torch.float64)
+        self._counts["squares"][0] += size.square().sum(dtype=torch.float64)
         for index, precision in enumerate(PRECISIONS):
             error = encoded.decode(precision).sub_(rows).abs_()
             self._counts["lost"][index] += (error >= size).sum() - zeros  # a zero meets the condition, but has nothing to lose
-            self._squares[1 + index] += error.square_().sum(dtype=torch.float64)
+            self._counts["squares"][1 + index] += error.square_().sum(dtype=torch.float64)
 
     def merge(self, other: WeightTally) -> None:
         """Add the counts of another tensor."""
         for name, count in other._counts.items():
             self._counts[name] += count
-        self._shifts += other._shifts
-        self._squares += other._squares
 
     def summary(self) -> dict[str, Any]:
         """The counts as shares; None where there is nothing to take a share of."""
-        weights, groups = int(self._counts["weights"]), int(self._counts["groups"])
-        zeros, shifted = int(self._counts["zeros"]), int(self._shifts.sum())
-        squares = self._squares.tolist()
+        counts: dict[str, Any] = {name: count.tolist() for name, count in self._counts.items()}
+        weights, zeros, (square, *errors) = counts["weights"], counts["zeros"], counts["squares"]
+        dominated, others = self._counts["shifts"]
+        shifts = (dominated + others).tolist()
+        lost = [_share(count, weights - zeros) for count in counts["lost"]]
+        error = [(one / square) ** 0.5 if square else None for one in errors]
         return {
-            "shifts": {str(s): _share(count, shifted) for s, count in enumerate(self._shifts.sum(0).tolist())},
-            "mean_shift": {"outlier_groups": _mean(self._shifts[0]), "other_groups": _mean(self._shifts[1])},
-            "outlier_groups": _share(int(self._counts["outliers"]), groups),
+            "shifts": {str(shift): _share(count, sum(shifts)) for shift, count in enumerate(shifts)},
+            "mean_shift": {"outlier_groups": _mean(dominated), "other_groups": _mean(others)},
+            "outlier_groups": _share(counts["outliers"], counts["groups"]),
             "zeros": _share(zeros, weights),
-            "lost": {
-                str(p): _share(n, weights - zeros) for p, n in zip(PRECISIONS, self._counts["lost"].tolist(), strict=True)
-            },
-            "error": {
-                str(p): (error / squares[0]) ** 0.5 if squares[0] else None
-                for p, error in zip(PRECISIONS, squares[1:], strict=True)
-            },
+            "lost": dict(zip(map(str, PRECISIONS), lost, strict=True)),
+            "error": dict(zip(map(str, PRECISIONS), error, strict=True)),
         }
 
 

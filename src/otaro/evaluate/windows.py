@@ -4,7 +4,7 @@ Windows start every `stride` tokens of the text. Where a beginning-of-text token
 whoever runs the model supplies it too: it takes one position of the window, is context, and is never scored.
 
 `read` goes through the text once and shows the logits to any number of meters, a slice of positions at a time. A model is
-read by a `SlicedModel`, or by anything else that has its way of making logits (`Reader`).
+read by transformers (`ModelReader`), or by the decoder (`KvReader`).
 """
 
 from __future__ import annotations
@@ -117,11 +117,8 @@ class Meter(Protocol):
         """States and logits at the positions of the window from `first` on."""
 
 
-class Reader(Protocol):
-    """Makes logits of token ids."""
-
-    def read(self, ids: torch.Tensor, with_logits: bool) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """States and logits at the positions of a window, some at a time, in order."""
+Slices = Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""States and logits at the positions of a window, some at a time, in order."""
 
 
 class ModelReader:
@@ -131,7 +128,7 @@ class ModelReader:
         self.sliced = SlicedModel(model)
         self._at_once = self.sliced.slice * (1 if comparing else 4)
 
-    def read(self, ids: torch.Tensor, with_logits: bool) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    def read(self, ids: torch.Tensor, with_logits: bool) -> Slices:
         """Layers for the window as a whole, then the head for a slice at a time."""
         states = self.sliced.states(ids)
         for part in states.split(self._at_once):
@@ -154,11 +151,14 @@ class KvReader:
         self._kv = None if kv == FLOAT16 else Precision(kv)
         self._at_once = max(8, SLICE // int(model.config.vocab_size))
 
-    def read(self, ids: torch.Tensor, with_logits: bool) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    def read(self, ids: torch.Tensor, with_logits: bool) -> Slices:
         """Logits at the positions of a window, some at a time."""
         cache = self._decoder.new_cache(kv=self._kv)
         for some in ids.split(self._at_once):
             yield None, self._decoder.forward(some.tolist(), cache, all_logits=True)
+
+
+Reader = ModelReader | KvReader
 
 
 @torch.inference_mode()
