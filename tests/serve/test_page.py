@@ -302,6 +302,21 @@ def test_a_busy_server_and_a_long_question_are_told_and_the_question_is_not_lost
     browser.complaints.clear()
 
 
+EARLY = """new MutationObserver((_, watch) => {
+    const one = document.getElementById("compare");
+    if (one) one.focus(), watch.disconnect();
+}).observe(document, { childList: true, subtree: true })"""
+
+
+def test_the_prompt_has_the_focus_unless_somebody_was_faster(browser, tiny):
+    enter(browser, tiny)
+    assert browser.evaluate("document.activeElement.id") == "prompt"
+    added = browser.call("Page.addScriptToEvaluateOnNewDocument", source=EARLY)  # before anything is drawn
+    enter(browser, tiny)
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **added)
+    assert browser.evaluate("document.activeElement.id") == "compare"
+
+
 def test_a_wrong_setting_is_told(browser, tiny):
     enter(browser, tiny)
     browser.evaluate("document.getElementById('temperature').value = '7'")
