@@ -63,6 +63,7 @@ volatile std::sig_atomic_t asked_down = 0, asked_up = 0, asked_to_stop = 0;
 int signalled[2] = {-1, -1};
 
 void open_signalled() {
+  if (::fcntl(0, F_GETFD) < 0) ::open("/dev/null", O_RDONLY);  // or the pipe would be the standard input
   if (::pipe(signalled) || signalled[0] >= FD_SETSIZE) fail("no more files can be opened");
   for (const int end : signalled) ::fcntl(end, F_SETFL, O_NONBLOCK);  // a full one says enough
 }
