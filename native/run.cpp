@@ -13,6 +13,8 @@
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <sys/select.h>
 #include <unistd.h>
 #endif
 
@@ -43,8 +45,29 @@ constexpr const char* kHelp =
   "  --verify            check all bytes against their digests first\n"
   "  --version           and the instruction set in use\n";
 
-// What signals ask for. Each is looked at before the next token.
+bool complain(const std::string& why) {
+  std::fprintf(stderr, "otaro-run: %s\n", why.c_str());
+  return false;
+}
+
+[[noreturn]] void fail(const std::string& why) {
+  complain(why);
+  std::exit(1);
+}
+
+// What signals ask for. Each is looked at before the next token, and while a line is waited for.
 volatile std::sig_atomic_t asked_down = 0, asked_up = 0, asked_to_stop = 0;
+
+#ifdef SIGUSR1
+// Every signal leaves a byte here, so that whoever waits for a line hears of one that came just before, too.
+int signalled[2] = {-1, -1};
+
+void open_signalled() {
+  if (::fcntl(0, F_GETFD) < 0) ::open("/dev/null", O_RDONLY);  // or the pipe would be the standard input
+  if (::pipe(signalled) || signalled[0] >= FD_SETSIZE) fail("no more files can be opened");
+  for (const int end : signalled) ::fcntl(end, F_SETFL, O_NONBLOCK);  // a full one says enough
+}
+#endif
 
 void on_signal(int signal) {
   if (signal == SIGINT) {
@@ -57,17 +80,10 @@ void on_signal(int signal) {
 #ifdef SIGUSR1
   if (signal == SIGUSR1) asked_down = asked_down + 1;
   if (signal == SIGUSR2) asked_up = asked_up + 1;
+  const int before = errno;
+  static_cast<void>(!::write(signalled[1], "", 1));
+  errno = before;
 #endif
-}
-
-bool complain(const std::string& why) {
-  std::fprintf(stderr, "otaro-run: %s\n", why.c_str());
-  return false;
-}
-
-[[noreturn]] void fail(const std::string& why) {
-  complain(why);
-  std::exit(1);
 }
 
 [[noreturn]] void fail_usage(const std::string& why) {
@@ -304,6 +320,50 @@ bool is_terminal() {
 #endif
 }
 
+// Lines of the standard input.
+class Input {
+ public:
+  // Whether there is one. It is empty where a signal asked for another precision meanwhile.
+  bool read(std::string& line) {
+    size_t end;
+    while ((end = held_.find('\n')) == std::string::npos) {
+      if (asked_to_stop) return false;
+      if (asked_down || asked_up) return line.clear(), true;
+      if (!more()) break;
+    }
+    const bool last = end == std::string::npos;
+    line = held_.substr(0, end);
+    held_.erase(0, last ? end : end + 1);
+    if (!last && !line.empty() && line.back() == '\r') line.pop_back();
+    return !last || !line.empty();
+  }
+
+ private:
+  // Waits for bytes, or a signal; false at the end.
+  bool more() {
+#ifdef SIGUSR1
+    char some[4096];
+    fd_set either;
+    FD_ZERO(&either);
+    FD_SET(0, &either);
+    FD_SET(signalled[0], &either);
+    if (::select(signalled[0] + 1, &either, nullptr, nullptr, nullptr) < 0) return errno == EINTR;
+    const bool signal = FD_ISSET(signalled[0], &either);
+    const ssize_t size = ::read(signal ? signalled[0] : 0, some, sizeof some);
+    if (size < 0) return errno == EINTR || errno == EAGAIN;
+    if (!signal) held_.append(some, static_cast<size_t>(size));
+    return size > 0;
+#else
+    const int c = std::fgetc(stdin);
+    if (c == EOF) return false;
+    held_ += static_cast<char>(c);
+    return true;
+#endif
+  }
+
+  std::string held_;
+};
+
 class Session {
  public:
   explicit Session(const Options& options)
@@ -377,13 +437,13 @@ class Session {
     const bool typed = is_terminal();
     if (typed)
       std::fprintf(stderr, "%s at %s; /help for commands\n", options_.directory.c_str(), precision().c_str());
-    for (std::string line; prompt(typed), read_line(line);) {
-      asked_to_stop = 0;
+    for (std::string line; prompt(typed), input_.read(line);) {
       obey_signals();
       const std::string word = trimmed(line);
       if (word.empty()) continue;
       if (word[0] != '/') {
         answer(laid_out(line), tokens_);
+        asked_to_stop = 0;  // that was for the answer
       } else if (!command(word)) {
         return;
       }
@@ -487,23 +547,6 @@ class Session {
     otaro_set_precision(model_.get(), wanted);
   }
 
-  static bool read_line(std::string& line) {
-    line.clear();
-    errno = 0;
-    for (int c; (c = std::fgetc(stdin)) != EOF;) {
-      if (c == '\n') {
-        if (!line.empty() && line.back() == '\r') line.pop_back();
-        return true;
-      }
-      line += static_cast<char>(c);
-    }
-    if (errno == EINTR && !asked_to_stop) {  // a signal for another precision
-      std::clearerr(stdin);
-      return true;
-    }
-    return !line.empty();
-  }
-
   std::string precision() const { return "E5M" + std::to_string(otaro_precision(model_.get())); }
 
   const Options& options_;
@@ -511,6 +554,7 @@ class Session {
   otaro::Tokenizer tokenizer_;
   const std::vector<int32_t> ends_;
   Sampler sampler_;
+  Input input_;
   std::vector<int32_t> pending_;  // the last token made, which is not read yet
   long tokens_ = options_.tokens;
   bool noted_ = false;  // that a text is longer than those the model was made for
@@ -531,6 +575,7 @@ int main(int count, char** words) {
   const Options options = parse(count, words);
   Session session(options);
 #ifdef SIGUSR1
+  open_signalled();
   struct sigaction action = {};
   action.sa_handler = on_signal;
   for (const int signal : {SIGUSR1, SIGUSR2}) sigaction(signal, &action, nullptr);

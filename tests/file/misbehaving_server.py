@@ -106,7 +106,7 @@ def misbehaving(files: dict[str, bytes]) -> Iterator[Misbehaving]:
                     self.wfile.write(body[: len(body) // 2])
                     self.wfile.flush()
                     server.waiting.set()
-                    server.gate.wait(20)
+                    server.gate.wait(120)
                     body = body[len(body) // 2 :]
                 self.wfile.write(body)
                 server.sent += len(body)

@@ -384,7 +384,7 @@ def test_killed_and_called_again(server, packed, tmp_path):
     server.gate, out = threading.Event(), tmp_path / "out"
     child = subprocess.Popen([sys.executable, "-c", CHILD, server.address, str(out)])
     try:
-        assert server.waiting.wait(20)
+        assert server.waiting.wait(120)
         with pytest.raises(TargetError, match="another process is writing"):
             fetch(server.address, out)
         part = out / FOLDER / f"{SHARDS[0]}.part"

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -102,23 +101,74 @@ def test_commands_may_have_spaces_and_small_letters(otaro_run, model_dir):
     assert "/quit, /exit" in ran(otaro_run, model_dir, text="/help\n").stderr
 
 
-def test_a_prompt_is_shown_on_terminals_alone(otaro_run, model_dir):
-    assert ran(otaro_run, model_dir, text="/reset\n").stderr == ""
-    ours, theirs = os.openpty()
-    with subprocess.Popen([otaro_run, model_dir, "--precision", "E5M5"], stdin=theirs, stdout=-1, stderr=-1) as process:
+@pytest.fixture
+def typing():
+    """typing(*command) has a terminal for its standard input, which is `process.terminal`."""
+    started = []
+
+    def begin(*command):
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([str(word) for word in command], stdin=theirs, stdout=-1, stderr=-1)
         os.close(theirs)
-        said = b""
-        while not said.endswith(b"E5M5> "):
-            said += process.stderr.read(1)
-        with ThreadPoolExecutor(1) as pool:
-            rest = pool.submit(process.communicate)
-            while not rest.done():  # one that comes between the prompt and the read is a person's to repeat
-                process.send_signal(signal.SIGINT)
-                wait([rest], timeout=1)
-        assert rest.result() == (b"", b"\n")
-    os.close(ours)
+        process.terminal = ours
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+        os.close(process.terminal)
+
+
+def told(process, end):
+    """What it says up to these words."""
+    said = b""
+    while not said.endswith(end):
+        some = process.stderr.read(1)
+        assert some, said
+        said += some
+    return said
+
+
+def test_a_prompt_is_shown_on_terminals_alone(otaro_run, model_dir, typing):
+    assert ran(otaro_run, model_dir, text="/reset\n").stderr == ""
+    process = typing(otaro_run, model_dir, "--precision", "E5M5")
+    assert told(process, b"> ") == f"{model_dir} at E5M5; /help for commands\nE5M5> ".encode()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300) == (b"", b"\n")
     assert process.returncode == 0
-    assert said == f"{model_dir} at E5M5; /help for commands\nE5M5> ".encode()
+
+
+def test_signals_are_obeyed_while_a_line_is_waited_for(otaro_run, model_dir, typing):
+    """At once, however soon after the prompt they come; a Ctrl-C that ended an answer is spent then."""
+    process = typing(otaro_run, model_dir, "--tokens", "1000000", "--threads", "1")
+    told(process, b"E5M8> ")
+    for switch, name in ((signal.SIGUSR1, b"E5M7"), (signal.SIGUSR1, b"E5M6"), (signal.SIGUSR2, b"E5M7")):
+        os.write(process.terminal, b"The")  # the beginning of a line, which stays
+        process.send_signal(switch)
+        assert told(process, b"> ") == name + b"> "
+    os.write(process.terminal, b" list\n")
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    assert b"[E5M7: " in told(process, b"> ")
+    process.send_signal(signal.SIGUSR1)
+    assert told(process, b"> ") == b"E5M6> "
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300)[1] == b"\n"
+    assert process.returncode == 0
+
+
+def test_a_signal_amid_a_line_of_a_pipe_does_not_cut_it(otaro_run, model_dir):
+    command = [otaro_run, model_dir, "--tokens", "4", "--threads", "1"]
+    whole = ran(*command, "--precision", "E5M7", text="The list\n")
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
+        os.write(process.stdin.fileno(), b"/help\nThe li")
+        told(process, b"/quit, /exit\n")  # so that it handles signals
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(b"st\n", timeout=300)
+    assert (process.returncode, said[0].decode()) == (0, whole.stdout)
+    assert said[1].startswith(b"[E5M7: ")
 
 
 def test_signals_switch_in_the_middle_of_an_answer_and_end_it(otaro_run, model_dir):

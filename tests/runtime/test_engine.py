@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 import time
@@ -582,12 +583,39 @@ def test_threads_submit_and_read_at_will(model):
         engine.submit([1])
 
 
-def test_closing_finishes_or_cancels(model):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_loop_is_free_between_two_tokens(model, there):
+    """Also where none has to be waited for: who is connected to a server would wait for all of another's answer."""
+    stream, turns = Scheduler(model).submit([1, 2], max_new_tokens=8, **TOKENS), 0
+    if there:
+        stream.result()
+
+    async def read():
+        other = asyncio.ensure_future(count())
+        seen = [turns async for _ in stream]
+        other.cancel()
+        return seen
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    seen = asyncio.run(read())
+    assert len(seen) == 8
+    assert all(before < after for before, after in itertools.pairwise(seen))
+
+
+def test_closing_finishes_or_cancels(model, monkeypatch):
     engine = otaro.Engine(model)
     stream = engine.submit([1, 2], max_new_tokens=30, **TOKENS)
     engine.close()
     assert stream.finish_reason == "length"
-    engine = otaro.Engine(model)
+    engine, told = otaro.Engine(model), threading.Event()
+    step, cancel_all = engine.scheduler.step, engine.scheduler.cancel_all
+    monkeypatch.setattr(engine.scheduler, "step", lambda: told.wait() and step())  # it must not be done before
+    monkeypatch.setattr(engine.scheduler, "cancel_all", lambda: (cancel_all(), told.set()))
     stream = engine.submit([1, 2], max_new_tokens=60, **TOKENS)
     with pytest.raises(ZeroDivisionError), engine:
         raise ZeroDivisionError

@@ -73,7 +73,7 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            assert select.select([self._in], [], [], 30)[0], "the browser says nothing"
+            assert select.select([self._in], [], [], 60)[0], "the browser says nothing"
             some = os.read(self._in, 1 << 16)
             assert some, "the browser has ended"
             self._buffer += some
@@ -90,9 +90,9 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Go there, and begin anew."""
-        self.complaints.clear()
         self.call("Page.navigate", url="about:blank")
         self.wait("location.href === 'about:blank'")
+        self.complaints.clear()  # now: the page before may have had something to say still
         self.call("Page.navigate", url=url)
         self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
@@ -102,7 +102,7 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20) -> Any:
+    def wait(self, script: str, seconds: float = 60) -> Any:
         """The value of an expression once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):

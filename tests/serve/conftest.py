@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import httpx2
 import openai
@@ -58,7 +58,25 @@ class Running:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[ {{]", line))
 
-    def eventually(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Answers that have begun go no further meanwhile: a load that lasts, on a fast machine as on a slow one."""
+        scheduler, free = self.service.engine.scheduler, Event()
+        step = scheduler.step
+
+        def held_step() -> bool:
+            if scheduler.running:
+                free.wait()
+            return step()
+
+        scheduler.step = held_step
+        try:
+            yield
+        finally:
+            scheduler.step = step
+            free.set()
+
+    def eventually(self, holds: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, "it did not come to hold"
@@ -111,8 +129,8 @@ def tiny(start) -> Running:
 class Process(Running):
     """A server in a process of its own."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "otaro", "serve", str(directory), "--port", "0", *options]
+    def __init__(self, directory: Path, *options: str, program: Sequence[str] = ("-m", "otaro")) -> None:
+        command = [sys.executable, *program, "serve", str(directory), "--port", "0", *options]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment)
         first = self.process.stdout.readline()
@@ -130,7 +148,7 @@ class Process(Running):
     def end(self, number: int) -> list[dict]:
         """Send it a signal; the lines of its log when it has ended."""
         self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=300)
         return [json.loads(line) for line in log.splitlines()]
 
 
@@ -139,8 +157,8 @@ def process() -> Iterator[Callable[..., Process]]:
     """process(directory, "--max-queue", "3") is a server in a process of its own, until the test ends."""
     started = []
 
-    def begin(*arguments: object) -> Process:
-        started.append(Process(*arguments))
+    def begin(*arguments: object, **options: object) -> Process:
+        started.append(Process(*arguments, **options))
         return started[-1]
 
     yield begin

@@ -80,6 +80,15 @@ def set_precision(browser, side, bits):
         browser.press("ArrowRight")
 
 
+def slide(browser, side, bits):
+    """In one move: while an answer is written, every precision at which a slow hand rests for a moment counts."""
+    browser.evaluate(f"""(() => {{
+        const slider = document.getElementById("precision-{side}");
+        slider.value = {bits};
+        slider.dispatchEvent(new Event("input"));
+    }})()""")
+
+
 def answer_of(running, text, precision, **more):
     """What the server says to it by itself."""
     body = {"messages": [{"role": "user", "content": text}], "precision": precision, "temperature": 0, **more}
@@ -155,11 +164,11 @@ def test_the_slider_works_in_the_middle_of_an_answer_and_escape_stops(browser, s
     ask(browser, "The statement")
     browser.wait("document.querySelector('.answer .said')?.textContent.length > 10")
     before = browser.text(".figures")
-    set_precision(browser, 0, 3)
+    slide(browser, 0, 3)
     assert browser.wait("document.querySelector('.said .precision')?.textContent") == "E5M3"
     assert browser.text(".answer > .precision") == "E5M8"
     switched = said(browser)
-    set_precision(browser, 0, 6)
+    slide(browser, 0, 6)
     browser.wait("document.querySelectorAll('.said .precision')[1]?.textContent === 'E5M6'")
     browser.wait(f"document.querySelector('.answer .said').textContent.length > {len(switched) + 20}")
     after = browser.text(".figures")
@@ -300,6 +309,21 @@ def test_a_busy_server_and_a_long_question_are_told_and_the_question_is_not_lost
     assert browser.evaluate("document.querySelectorAll('.turn').length") == 0
     assert all("429" in one or "400" in one for one in browser.complaints)
     browser.complaints.clear()
+
+
+EARLY = """new MutationObserver((_, watch) => {
+    const one = document.getElementById("compare");
+    if (one) one.focus(), watch.disconnect();
+}).observe(document, { childList: true, subtree: true })"""
+
+
+def test_the_prompt_has_the_focus_unless_somebody_was_faster(browser, tiny):
+    enter(browser, tiny)
+    assert browser.evaluate("document.activeElement.id") == "prompt"
+    added = browser.call("Page.addScriptToEvaluateOnNewDocument", source=EARLY)  # before anything is drawn
+    enter(browser, tiny)
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **added)
+    assert browser.evaluate("document.activeElement.id") == "compare"
 
 
 def test_a_wrong_setting_is_told(browser, tiny):

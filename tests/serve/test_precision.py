@@ -54,23 +54,43 @@ def test_it_keeps_to_its_bounds_when_they_move(clock):
     assert auto.now == E5M8
 
 
-def test_a_server_under_load_answers_coarser_and_recovers(start):
-    """One place, a queue that does not empty for a while: later answers are coarser, each says at which precision."""
-    busy = start(auto_interval=0.05, auto_coarsest="E5M5", engine={"max_sequences": 1})
-    long = {"model": "tiny:auto", "prompt": "The", "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
-    streams = [busy.client.completions.create(**long) for _ in range(2)]
-    seen = []
+def test_a_server_under_load_answers_coarser_and_recovers(start, clock, monkeypatch):
+    """One place, a queue that does not empty: later answers are coarser, each says at which precision."""
+    monkeypatch.setattr("otaro.serve.service._UPKEEP", 3600.0)  # load is looked at when somebody asks
+    busy = start(auto_coarsest="E5M5", engine={"max_sequences": 1})
+    busy.service.precisions.auto = Auto(busy.service.precisions.auto.bounds, 1.0, clock)
+    engine = busy.service.engine
 
     def ask():
-        with busy.client.completions.with_streaming_response.create(**{**long, "max_tokens": 2}) as response:
-            seen.append(response.headers["x-otaro-precision"])
-        return seen[-1] == "E5M5"
+        """An interval later."""
+        clock.now += 1.0
+        with busy.client.completions.with_streaming_response.create(
+            model="tiny:auto", prompt="The", max_tokens=2, stream=True
+        ) as response:
+            return response.headers["x-otaro-precision"]
 
-    busy.eventually(ask)
-    assert seen == sorted(seen, reverse=True)
-    assert set(seen) <= {"E5M8", "E5M7", "E5M6", "E5M5"}
-    assert busy.metric("otaro_auto_mantissa_bits") == 5
-    for stream in streams:
-        stream.close()
+    with busy.held():
+        long = {"model": "tiny:auto", "prompt": "The", "max_tokens": 400, "stream": True}
+        streams = [busy.client.completions.create(**long) for _ in range(2)]
+        busy.eventually(lambda: (engine.running, engine.waiting) == (1, 1))
+        assert [ask() for _ in range(5)] == ["E5M7", "E5M6", "E5M5", "E5M5", "E5M5"]
+        assert busy.metric("otaro_auto_mantissa_bits") == 5
+        for stream in streams:
+            stream.close()
+        busy.eventually(lambda: busy.service.open_answers == 0)  # so that none of them is written after all
+    for expected in ("E5M6", "E5M7", "E5M8", "E5M8"):
+        busy.eventually(lambda: (engine.running, engine.waiting) == (0, 0))
+        assert ask() == expected
+    assert busy.metric("otaro_auto_switches") == 6
+
+
+def test_a_server_looks_at_its_load_where_nobody_asks(start, monkeypatch):
+    monkeypatch.setattr("otaro.serve.service._UPKEEP", 0.05)
+    busy = start(auto_interval=0.01, auto_coarsest="E5M7", engine={"max_sequences": 1})
+    with busy.held():
+        long = {"model": "tiny:auto", "prompt": "The", "max_tokens": 400, "stream": True}
+        streams = [busy.client.completions.create(**long) for _ in range(2)]
+        busy.eventually(lambda: busy.metric("otaro_auto_mantissa_bits") == 7)
+        for stream in streams:
+            stream.close()
     busy.eventually(lambda: busy.metric("otaro_auto_mantissa_bits") == 8)
-    assert busy.client.completions.create(model="tiny:auto", prompt="The", max_tokens=1).precision == "E5M8"

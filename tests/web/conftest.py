@@ -59,6 +59,17 @@ def site(tools, nested, tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def slow_site(site, tmp_path):
+    """The same with twenty tokens a second at most: time enough to do something meanwhile."""
+    folder = shutil.copytree(site, tmp_path / "slow")
+    script = (folder / "worker.js").read_text()
+    slow = script.replace("await turn();", "await turn(), await new Promise((go) => setTimeout(go, 50));")
+    assert slow != script
+    (folder / "worker.js").write_text(slow)
+    return folder
+
+
 class Served:
     """A folder behind a server that does as it is told."""
 

@@ -103,6 +103,7 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         for number in count():
+            await asyncio.sleep(0)  # tokens that are there already must not keep the loop from all else
             while not self._knows(number):
                 if self._drive is not None:
                     self._drive()

@@ -450,6 +450,8 @@
   const unfold = () => ($("panel").open = !narrow.matches);
   narrow.addEventListener("change", unfold);
   unfold();
+  // Not by autofocus: that comes when the page is drawn, which may be after the key was asked for.
+  if (document.activeElement === document.body) $("prompt").focus();
   show();
   look().then((known) => {
     if (!known) return;

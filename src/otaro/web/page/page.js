@@ -252,5 +252,6 @@ const narrow = matchMedia("(max-width: 56rem)"); // as in page.css
 const unfold = () => ($("panel").open = !narrow.matches);
 narrow.addEventListener("change", unfold);
 unfold();
+if (document.activeElement === document.body) $("prompt").focus(); // unless somebody was faster
 const threads = Number(new URLSearchParams(location.search).get("threads"));
 say("begin", { threads: threads || undefined });
