@@ -585,7 +585,7 @@ def test_threads_submit_and_read_at_will(model):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_loop_is_free_between_two_tokens(model, there):
-    """Also where none has to be waited for: who is connected to a server would wait for all of another's answer."""
+    """Also where none has to be waited for: others of a server would wait for all of an answer."""
     stream, turns = Scheduler(model).submit([1, 2], max_new_tokens=8, **TOKENS), 0
     if there:
         stream.result()
@@ -614,7 +614,7 @@ def test_closing_finishes_or_cancels(model, monkeypatch):
     assert stream.finish_reason == "length"
     engine, told = otaro.Engine(model), threading.Event()
     step, cancel_all = engine.scheduler.step, engine.scheduler.cancel_all
-    monkeypatch.setattr(engine.scheduler, "step", lambda: told.wait() and step())  # it must not be done before
+    monkeypatch.setattr(engine.scheduler, "step", lambda: told.wait() and step())  # not done before
     monkeypatch.setattr(engine.scheduler, "cancel_all", lambda: (cancel_all(), told.set()))
     stream = engine.submit([1, 2], max_new_tokens=60, **TOKENS)
     with pytest.raises(ZeroDivisionError), engine:

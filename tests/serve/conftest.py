@@ -60,7 +60,7 @@ class Running:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Answers that have begun go no further meanwhile: a load that lasts, on a fast machine as on a slow one."""
+        """Answers that have begun go no further meanwhile: a load that lasts, however fast the machine."""
         scheduler, free = self.service.engine.scheduler, Event()
         step = scheduler.step
 

@@ -166,7 +166,7 @@ def test_bad_http_is_refused(start):
 # The end, and a new beginning
 
 
-# `python -m otaro` with two hundred tokens a second at most: its load is still there when a busy test has seen it.
+# `python -m otaro` with two hundred tokens a second at most: its load lasts until a busy test has seen it.
 SLOW = """
 import time
 from otaro.cli.main import main

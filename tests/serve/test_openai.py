@@ -201,7 +201,8 @@ def test_an_answer_changes_its_precision_on_the_way(tiny):
         switched = tiny.post(f"/v1/answers/{first.id}/precision", {"precision": "E5M3"})
         assert switched.json() == {"precision": "E5M3"}
     assert [chunk.precision for chunk in chunks][-1] == "E5M8, then E5M3"
-    tiny.eventually(lambda: tiny.post(f"/v1/answers/{first.id}/precision", {"precision": "E5M3"}).status_code == 404)
+    path, coarse = f"/v1/answers/{first.id}/precision", {"precision": "E5M3"}
+    tiny.eventually(lambda: tiny.post(path, coarse).status_code == 404)
 
 
 def test_it_tells_what_is_in_memory_and_what_a_token_reads(tiny):

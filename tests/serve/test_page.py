@@ -81,7 +81,7 @@ def set_precision(browser, side, bits):
 
 
 def slide(browser, side, bits):
-    """In one move: while an answer is written, every precision at which a slow hand rests for a moment counts."""
+    """In one move: in mid-answer, every precision at which a slow hand rests for a moment counts."""
     browser.evaluate(f"""(() => {{
         const slider = document.getElementById("precision-{side}");
         slider.value = {bits};
