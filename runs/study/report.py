@@ -110,7 +110,8 @@ def bars(results: Results, benches: Sequence[Bench], measure: str) -> str:
     for bench in benches:
         ours = plan.recipe_of(bench)
         called = {name: f"{share} in full precision{', `best`' * (name == ours)}" for share, name in SHARES.items()}
-        for name, words in {**called, "uniform": "`uniform`"}.items():
+        called |= {"fp" + plan.CALIBRATED: "tuned as usual, calibrated", "uniform": "`uniform`"}
+        for name, words in called.items():
             shown = []
             for column in NAMES:
                 other = "int4 QAT, held as best" if column == "E5M3" else "fp"
@@ -155,7 +156,7 @@ def powers_of_two(results: Results, bench: Bench) -> str:
     before = results.former()
     rows = [[_called(name), *cells(before, bench.name, name, COLUMNS)] for name in MAIN]
     four = number(before.values(bench.name, "int4 QAT", "E5M3"))
-    rows.append(["`int4 QAT`, the same in both", *[""] * 6, four])
+    rows.append(["`int4 QAT`, at the rate of that time", *[""] * 6, four])
     gains = []
     for name in ("none", "fp", "fixed", "uniform", "bps", "otaro"):
         pairs = [paired(results, bench, name, name, column, "perplexity", former=before) for column in NAMES]

@@ -94,7 +94,7 @@ def test_for_people_it_says_what_to_see_and_what_to_type_next(told, capsys):
     ("usual", "ours", "words"),
     [
         ((10.0, 12.0), (10.08, 11.4), "nowhere more than 0.8% behind tuning as usual (at E5M8); it is ahead at E5M3 (5.0%)."),
-        ((10.0, 12.0), (9.9, 12.0), "nowhere behind tuning as usual; it is ahead at E5M8 (1.0%)."),
+        ((10.0, 12.0), (9.9, 12.0), "level with tuning as usual, or ahead; it is ahead at E5M8 (1.0%)."),
         ((10.0, 12.0), (10.4, 12.6), "nowhere more than 5.0% behind tuning as usual (at E5M3); it is ahead at none."),
     ],
 )

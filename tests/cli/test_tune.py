@@ -122,7 +122,8 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
         (["--method", "fp", "--calibrate"], 5e-5, {"full": 0.0, "calibrate": True, "average": 0.0}),
         (["--method", "bps", "--l2-sp", "5"], 5e-5, {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0}),
         (["--method", "fixed:E5M4", "--lr", "2e-4", "--full", "0.5"], 2e-4, {"full": 0.5, "distill": 0.0}),
-        (["--method", "uniform", "--average", "0"], 5e-5, {"full": None, "distill": 0.5, "average": 0.0}),
+        (["--average", "0"], 5e-5, {"full": None, "distill": 0.5, "average": 0.0}),
+        (["--method", "uniform"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "calibrate": False}),
         (["--full", "0.25", "--no-calibrate"], 5e-5, {"full": 0.25, "distill": 0.5, "calibrate": False}),
         (["--recipe", "paper", "--method", "bps"], 1e-5, {"full": 0.0, "calibrate": False, "reconstruction": "truncate"}),
     ],
@@ -297,8 +298,9 @@ def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
 
 
 def test_perplexity_of_few_tokens_or_of_none_says_so(capsys):
-    result = {"out": "run", "seconds": 1.0, "steps": 2, "before": {"fp": 2.0}, "after": {"fp": 1.0}}
-    for tokens, words in ((24, "24 tokens, too few to tell precisions apart"), (2_000, "measured on 2,000 tokens\n")):
+    result = {"out": "run", "seconds": 1.0, "steps": 2, "before": {"fp": 2.0}, "after": {"fp": 1.0}, "longest": 64}
+    few = "24 tokens, in sequences of up to 64; too few to tell precisions apart"
+    for tokens, words in ((24, few), (2_000, "measured on 2,000 tokens, in sequences of up to 64\n")):
         _show({**result, "tokens": tokens})
         assert words in capsys.readouterr().out
     for kept, words in (

@@ -12,13 +12,13 @@ from otaro.cli.tune_heldout import HeldOut
 from otaro.errors import OtaroError
 from otaro.file.coding import read_calibrated
 
-QUICK = [*(flag for flag in SMALL if flag != "--no-calibrate"), "--steps", 2, "--eval-tokens", 256, "--json"]
+QUICK = [*(flag for flag in SMALL if flag != "--no-calibrate"), "--steps", 2, "--hold-out", 0.4, "--json"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(otaro_text()[:8000])
+    path.write_text(otaro_text()[:14000])
     return path
 
 
@@ -39,6 +39,7 @@ def test_codes_chosen_on_the_data_are_kept_where_held_out_data_prefer_them(text,
     run = tmp_path / "run"
     report, told = tune(text, run)
     assert "67% of every step's loss is in full precision, as the data are seen once (--full)" in told
+    assert (report["full"], report["longest"]) == (2 / 3, 64)
     assert report["packing"]["kept"] == "calibrated"
     assert report["packing"]["calibrated"] == pytest.approx(0.5)
     assert report["packing"]["plain"] > 1
@@ -84,6 +85,12 @@ def test_what_cannot_be_calibrated_is_said_before_and_packed_plainly(text, tmp_p
     assert f"--calibrate: left out, each weight will be rounded by itself: {why}" in told
     assert report["packing"] is None
     assert read_calibrated(tmp_path / "run" / "nested") is None
+
+
+def test_few_held_out_tokens_judge_nothing(text, tmp_path):
+    report, told = tune(text, tmp_path / "run", "--eval-tokens", 256)
+    assert "--calibrate: left out, 256 held-out tokens are too few to judge it by" in told
+    assert report["packing"] is None
 
 
 def test_few_data_are_packed_plainly(tmp_path):

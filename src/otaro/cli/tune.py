@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from otaro.cli import console
+from otaro.cli.tune_heldout import FEW_TOKENS
 from otaro.cli.tune_options import chosen, from_configuration, paper_as_flags
 from otaro.cli.tune_run import TuningRun
 from otaro.tune import config, processes
 
-FEW_TOKENS = 1000  # on which perplexity is mostly chance
 OUT_HELP = (
     "The run folder: model/, nested/, config.json, log.jsonl, result.json, checkpoints/. What a run left in it that failed "
     "before its first checkpoint is replaced."
@@ -99,8 +99,9 @@ def _show(result: dict[str, Any]) -> None:
         table.add_row("full" if name == "fp" else name, f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}")
     if result["before"]:
         console.out.print(table)
-        few = ", too few to tell precisions apart" if result["tokens"] < FEW_TOKENS else ""
-        console.out.print(f"measured on {result['tokens']:,} tokens{few}", highlight=False)
+        few = "; too few to tell precisions apart" if result["tokens"] < FEW_TOKENS else ""
+        where = f"{result['tokens']:,} tokens, in sequences of up to {result['longest']}"
+        console.out.print(f"measured on {where}{few}", highlight=False)
     else:
         console.out.print("nothing was held out, so nothing was measured; --eval-data FILE would", highlight=False)
     out = result["out"]
@@ -115,6 +116,6 @@ def _show(result: dict[str, Any]) -> None:
         kept = f"codes chosen on the data are kept, as their held-out loss is {chosen} and that of plain rounding {plain}"
         if judged["kept"] == "plain":
             kept = f"plain rounding is kept, as its held-out loss is {plain} and that of codes chosen on the data {chosen}"
-        console.out.print(f"packed twice: {kept}", highlight=False)
+        console.out.print(f"packed twice: {kept} (mean over the precisions tuned for)", highlight=False)
     console.out.print(f"{result['steps']} steps in {result['seconds']:.0f} s", highlight=False)
     console.out.print(f"tuned checkpoint: {out}/model\nnested model:     {out}/nested", highlight=False)

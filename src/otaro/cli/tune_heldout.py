@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from otaro.tune.data import TokenDataset
 
 BATCH_TOKENS = 4_096
+FEW_TOKENS = 1_000  # on which perplexity is mostly chance
 
 
 class HeldOut:
@@ -32,8 +33,8 @@ class HeldOut:
                 break
             examples.append(example)
         lengths = [len(example["input_ids"]) for example in examples]
-        self.tokens = sum(lengths)
-        size = max(1, BATCH_TOKENS // max(lengths))
+        self.tokens, self.longest = sum(lengths), max(lengths)
+        size = max(1, BATCH_TOKENS // self.longest)
         self._batches = [collate(examples[i : i + size]) for i in range(0, len(examples), size)]
         self._dtype = dtype
 

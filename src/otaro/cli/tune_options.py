@@ -68,7 +68,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     option = typer.Option(
         _flag(field),
         help=field.metadata["help"],
-        show_default=_shown(default) or False,
+        show_default=(field.name != "method" and _shown(default)) or False,  # the recipe's is not one that can be named
         autocompletion=complete_precisions if of_precisions else None,
         metavar=("PRECISION,..." if of_precisions else "X,...") if several else None,
     )

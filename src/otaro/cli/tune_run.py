@@ -122,7 +122,8 @@ class TuningRun:
             pack_plainly(self.out, self.options)
         packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
-        done = {"steps": trainer.state.global_step, "tokens": measured.get("tokens", 0)}
+        done = {"steps": trainer.state.global_step, "full": trainer.full_share, "tokens": measured.get("tokens", 0)}
+        done["longest"] = unseen.longest if unseen is not None else None
         done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
         result = {"out": str(self.out), "seconds": seconds, **done, "packing": packing, **perplexities}
         if processes.is_first():
@@ -160,9 +161,13 @@ class TuningRun:
         self, tuned: Any, windows: torch.Tensor | None, unseen: HeldOut | None, measured: dict[str, Any]
     ) -> dict[str, Any] | None:
         """What was decided between two ways to pack; perplexities after the run are then those of the one kept."""
+        from otaro.cli.tune_heldout import FEW_TOKENS
         from otaro.cli.tune_pack import calibrate
 
         if windows is None or unseen is None:
+            return None
+        if unseen.tokens < FEW_TOKENS:
+            console.remark(f"--calibrate: left out, {unseen.tokens} held-out tokens are too few to judge it by")
             return None
         plain = {name: log(perplexity) for name, perplexity in measured["after"].items()}
         if (judged := calibrate(self.out, tuned, self.options, windows, self.data, unseen, plain)) is None:

@@ -170,7 +170,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
 def recipe_of(tuning: dict[str, Any]) -> str:
     """The recipe of a run, or the method that took the place of the recipe's own."""
     recipe, method = str(tuning.get("recipe")), str(tuning["options"].get("method", "–"))
-    return recipe if METHOD_OF.get(recipe) == method else method
+    plain = recipe == "best" and tuning["options"].get("full", 1) == 0  # a run of before there was such a pass states none
+    return recipe if METHOD_OF.get(recipe) == method and not plain else method
 
 
 def has_full_pass(tuning: dict[str, Any]) -> bool:

@@ -48,8 +48,8 @@ class Options:
     method: str = flag(
         "uniform",
         METHOD,
-        "How precisions are chosen: uniform (by --weights), otaro (the paper's Algorithm 1), bps, fixed:E5M4, fp. "
-        "All but `uniform` come plain: what --recipe best adds is off, unless a flag asks for it.",
+        "How precisions are chosen, in place of the recipe's way: uniform (by --weights), otaro (the paper's Algorithm 1), "
+        "bps, fixed:E5M4, fp. It comes plain: what --recipe best adds is off, unless a flag asks for it.",
     )
     precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "Those to tune for.")
     weights: tuple[float, ...] | None = flag(None, METHOD, "How often `uniform` draws each precision, finest first.")
@@ -305,13 +305,11 @@ def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
     tuning as usual; in the end the mean weights of the last half of the steps, and codes chosen on the data that were
     tuned on, each if they are better on held-out data.
 
-    Another method than the recipe's own takes the place of its: of `best` nothing else then remains, since all of it was
-    chosen for that one method, and a baseline is to be what its name says.
+    A method that is named takes the place of the recipe's own: of `best` nothing else then remains, since all of it was
+    chosen together, and a baseline is to be what its name says.
     """
     if name == "best":
-        if method in (None, BEST.method):
-            return BEST, Training()
-        return Options(method=method), Training()
+        return (BEST if method is None else Options(method=method)), Training()
     if name == "paper":
         options = Options(method=method or "otaro", reconstruction="truncate", leftover="drop")
         return options, Training(optimizer="sgd", lr=1e-5, schedule="constant", clip=0.0)

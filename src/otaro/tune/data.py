@@ -161,7 +161,10 @@ def split(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset,
     if not 0 < share < 1:
         raise DataError(f"the share to hold out must lie between 0 and 1, got {share}")
     if total < 2:
-        raise DataError(f"{total} example cannot be divided into one part to train on and one to hold out; give more data")
+        raise DataError(
+            f"{total} example cannot be divided into one part to train on and one to hold out; give more data (a text is cut "
+            "into blocks of --sequence-length tokens), other data to measure on (--eval-data), or --hold-out 0"
+        )
     count = min(max(1, round(total * share)), total - 1)
     order = list(range(total - 1, -1, -1))
     if dataset.kind != "text":
