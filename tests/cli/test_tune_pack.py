@@ -112,6 +112,18 @@ def test_whatever_goes_wrong_there_leaves_a_whole_run(text, tmp_path, monkeypatc
     assert otaro.load(tmp_path / "run" / "nested", "E5M3")
 
 
+def test_ctrl_c_there_leaves_a_packed_model_and_says_so(text, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    monkeypatch.setattr("otaro.calibrate.run.pack_calibrated", interrupt)
+    done = invoke("tune", "builtin", "--data", text, "--out", run, *QUICK)
+    assert done.exit_code == 130
+    assert f"interrupted: {run}/nested is there, packed plainly, and kept is {run}/checkpoints" in " ".join(done.stderr.split())
+    assert otaro.load(run / "nested", "E5M3")
+
+
 def test_a_run_that_was_killed_there_goes_on(text, tmp_path, monkeypatch):
     def killed(model, out, *_, **__):
         out.mkdir(parents=True)

@@ -63,6 +63,7 @@ class TuningRun:
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.around, self.resume, self.hub = around or Around(), resume, hub or HUB
         self.folder = RunFolder(out, allowed)
+        self._packed = False
         stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
         stated |= {"options": options.to_dict(), "training": asdict(training) | asdict(self.around)}
         stated["processes"] = processes.size()
@@ -120,6 +121,7 @@ class TuningRun:
                 save(tuned, tokenizer, self.options, self.out / "model")
         if processes.is_first():
             pack_plainly(self.out, self.options)
+            self._packed = True
         packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
         done = {"steps": trainer.state.global_step, "full": trainer.full_share, "tokens": measured.get("tokens", 0)}
@@ -421,7 +423,8 @@ class TuningRun:
         from otaro.tune.checkpoints import last_good_checkpoint
 
         if last := last_good_checkpoint(self.folder.checkpoints):
-            return f"kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
+            there = f"{self.out / 'nested'} is there, packed plainly, and " if self._packed else ""
+            return f"{there}kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
         return f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps (--save-every)"
 
 
