@@ -7,6 +7,7 @@ import pytest
 from otaro.errors import OtaroError
 from otaro.evaluate import path
 from otaro.evaluate.path import analyze_path
+from otaro.evaluate.run_folder import has_full_pass, recipe_of
 
 
 def record(step, precision, scores=None, applied=True):
@@ -93,3 +94,19 @@ def test_a_folder_without_a_log_or_a_step_is_refused(tmp_path):
         analyze_path(tmp_path)
     with pytest.raises(OtaroError, match="records no step yet"):
         analyze_path(write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "name", "has_pass"),
+    [
+        ("best", {"method": "uniform", "full": None}, "best", True),  # by how often data are seen
+        ("best", {"method": "uniform", "full": 1 / 3}, "best", True),
+        ("best", {"method": "uniform", "full": 0.0}, "uniform", False),  # the method was named, and came plain
+        ("best", {"method": "uniform"}, "best", False),  # of before there was such a pass
+        ("best", {"method": "fp", "full": 0.0}, "fp", False),
+        ("paper", {"method": "otaro", "full": 0.0}, "paper", False),
+    ],
+)
+def test_a_run_is_called_by_its_recipe_or_by_the_method_that_took_its_place(recipe, options, name, has_pass):
+    tuning = {"recipe": recipe, "options": options}
+    assert (recipe_of(tuning), has_full_pass(tuning)) == (name, has_pass)
