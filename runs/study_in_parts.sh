@@ -23,5 +23,12 @@ if [ ! -d "$work/code" ] && [ -f "$work/models/stories15M/model.safetensors" ] &
     OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR="$work/inductor" PYTHONUNBUFFERED=1 \
         setsid nohup "$work/code/runs/study.sh" --models "$work/models" --data "$work/data" --results "$work/study.jsonl" \
         --commit "$commit" --workers 14 --minutes "$3" >"$work/log" 2>&1 &
+    study=$!
+    for _ in {1..20}; do # what is missing is told before any worker starts
+        sleep 1
+        kill -0 $study 2>/dev/null && continue
+        wait $study || { tail -n 20 "$work/log" >&2; rm -r "$work/code"; die "the study ended at once, as it says above"; }
+        break
+    done
 fi
 [ ! -d "$work/code" ] || wc -l "$work/study.jsonl"

@@ -32,6 +32,7 @@ def main() -> None:
     import torch
 
     from runs.study import plan, work
+    from runs.study.results import finished, is_done, read
 
     device = a.device or ("cuda" if torch.cuda.is_available() and not a.small else "cpu")
     places = work.Places(a.models, a.data, results, a.commit or commit(), device)
@@ -45,7 +46,7 @@ def main() -> None:
         show(blocks, places)
         return
     if not a.small:
-        check(jobs, places)
+        check([job for job in jobs if not is_done(job, finished(read(results)))], places)
     failed = start_workers(jobs, places, a.workers, a.minutes)
     show(blocks, places)
     if a.small:

@@ -88,7 +88,10 @@ def entries(models: Path, data: Path) -> Iterator[Entry]:
     """Everything, what is small first."""
     for name in DATA:
         yield f"data/{name}", (data / name).read_bytes(), True
-    for path in sorted(models.glob("zeroshot-*.json.gz")):
+    questions = sorted(models.glob("zeroshot-*.json.gz"))
+    if not questions:
+        raise SystemExit(f"error: {models} has no zeroshot-*.json.gz, which the study asks; runs/study.sh --export makes it")
+    for path in questions:
         yield f"models/{path.name}", path.read_bytes(), False
     for model in reversed(BIG):
         folder = models / model

@@ -410,9 +410,9 @@ def blocks() -> dict[str, list[Job]]:
             *(row for seed in later for row in paper_rows(of_smol, seed)),
         ],
         "search and delay": [row for seed in SEEDS for bench in models for row in search_rows(bench, seed)],
-        "the paper at other rates": [row for seed in SEEDS for bench in reversed(papers) for row in paper_rates(bench, seed)],
         "the format": [row for bench in models for row in format_rows(bench, first)],
         "from calibrated weights": [row for seed in SEEDS for bench in models for row in start_rows(bench, seed)],
+        "the paper at other rates": [row for seed in SEEDS for bench in reversed(papers) for row in paper_rates(bench, seed)],
         "two seeds more": [
             *(row for seed in later for bench in models for row in format_rows(bench, seed)),
             *(row for seed in later for bench in fine for row in dedicated_rows(bench, seed)),

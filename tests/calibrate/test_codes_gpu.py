@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 
 @pytest.mark.parametrize("columns", [64, 192, 208])
-def test_small_graphs_choose_the_same_codes(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_choose_the_same_codes(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(columns)
     weight, inputs = torch.randn(96, columns) * 0.02, torch.randn(500, columns, device="cuda")
     errors = codes.Errors(inputs.T @ inputs)

@@ -629,6 +629,9 @@ def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
     for name in parts.DATA:
         (before / name).parent.mkdir(parents=True, exist_ok=True)
         (before / name).write_text(name * 50)
+    with pytest.raises(SystemExit, match="--export"):
+        parts.cut(tmp_path / "parts", before, before, 48 << 10)
+    (before / "zeroshot-SmolLM2-135M.json.gz").write_bytes(b"questions")
     made = parts.cut(tmp_path / "parts", before, before, 48 << 10)
     assert len(made) > 1
     assert all(part.stat().st_size <= 48 << 10 for part in made)
@@ -651,21 +654,27 @@ def test_workers_start_once_when_both_models_have_come(tmp_path):
     asked, work_folder, stub = tmp_path / "asked", tmp_path / "work", tmp_path / "python"
     join = 'for model in stories15M SmolLM2-135M; do [ -d "$6/$model" ] || { mkdir -p "$6/$model"; '
     join += 'touch "$6/$model/model.safetensors"; break; }; done'
-    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; fi\n')
+    stub.write_text(f'#!/bin/bash\necho "$*" >> {asked}\nif [ "$3" = join ]; then {join}; else [ ! -e {asked}.fail ]; fi\n')
     stub.chmod(0o755)
     (tmp_path / "parts").mkdir()
+
+    def call():
+        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(stub)})
 
     def called():
         return [line for line in asked.read_text().splitlines() if line.startswith("-m runs.study --models")]
 
-    for expected in (0, 1, 1):
-        command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
-        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHON": str(stub)})
-        until = time.time() + 60
-        while len(called()) < expected and time.time() < until:
-            time.sleep(0.05)
-        assert len(called()) == expected
-    assert called()[0].endswith("--workers 14 --minutes 5")
+    assert call().returncode == 0
+    assert not called()
+    (tmp_path / "asked.fail").touch()
+    assert "ended at once" in call().stderr
+    assert len(called()) == 1
+    (tmp_path / "asked.fail").unlink()
+    for _ in range(2):
+        assert call().returncode == 0
+        assert len(called()) == 2
+    assert called()[1].endswith("--workers 14 --minutes 5")
     assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
 
 
