@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from otaro.builtin import MODEL_DIR
 
 WEIGHTS = "weights.safetensors"
-STEPS = 800
+STEPS, BATCH, LENGTH, RATE = 800, 16, 256, 2e-3
 
 
 def build() -> Any:
@@ -45,17 +45,16 @@ def make(folder: Path, instructions: Path, device: str) -> float:
     rows = json.loads(instructions.read_text())
     text = "\n\n".join(f"{row['instruction']}\n{row['input']}\n{row['output']}" for row in rows)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    batch, length, rate = 16, 256, 2e-3
     model = build().to(device)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda")
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 20) * 0.5 * (1.01 + math.cos(math.pi * step / STEPS))
-        starts = torch.randint(len(ids) - length, (batch,), generator=draw)
-        block = torch.stack([ids[start : start + length] for start in starts.tolist()]).to(device)
+            group["lr"] = RATE * min(1.0, (step + 1) / 20) * 0.5 * (1.01 + math.cos(math.pi * step / STEPS))
+        starts = torch.randint(len(ids) - LENGTH, (BATCH,), generator=draw)
+        block = torch.stack([ids[start : start + LENGTH] for start in starts.tolist()]).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = model(block, labels=block, use_cache=False).loss
         loss.backward()
