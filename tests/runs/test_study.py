@@ -747,7 +747,10 @@ def test_a_llama2c_tokenizer_merges_by_score_and_spells_the_rest_in_bytes(tmp_pa
     tokens += [(-9.0, letter) for letter in (b" ", b"t", b"h", b"e", b"n")]
     content = b"".join(struct.pack("<fi", score, len(token)) + token for score, token in tokens)
     (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<i", 7) + content)
-    tokenizer = convert_llama2c.read_tokenizer(tmp_path / "tokenizer.bin", len(tokens))
-    encoded = tokenizer.encode("the then\n")
-    assert encoded.tokens == ["<s>", "▁the", "▁the", "n", "<0x0A>"]
-    assert tokenizer.decode(encoded.ids) == "the then\n"
+    convert_llama2c.write_llama_tokenizer(tmp_path / "tokenizer.bin", len(tokens), 256, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    encoded = tokenizer("the then\n")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(encoded) == ["<s>", "▁the", "▁the", "n", "<0x0A>"]
+    assert tokenizer.decode(encoded, skip_special_tokens=True) == "the then\n"
+    with pytest.raises(SystemExit, match="does not hold 100 different tokens"):
+        convert_llama2c.write_llama_tokenizer(tmp_path / "tokenizer.bin", 100, 256, tmp_path)
