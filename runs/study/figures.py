@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from otaro.evaluate.charts import Row, altair, of_rows, svg
 from otaro.sefp.precision import Precision
-from runs.study.plan import BENCHES, BIG, FULL, NAMES, Bench
+from runs.study.plan import FULL, NAMES
 from runs.study.quantizers import OTHERS
-from runs.study.results import Results, model_at
+from runs.study.results import Made
 
 ONE, OWN, INT4 = "one file for all six, tuned once", "six models, one for each", "int4 QAT, a model of its own"
 ROUNDED, WHOLE = "tuned as usual, rounded", "tuned as usual, 16 bits"
@@ -26,23 +26,18 @@ SERIES = {  # colours and shapes
 _chart = partial(of_rows, width=340)
 
 
-def figures(results: Results, *, small: bool) -> dict[str, str]:
-    """By file name, of the models that have rows for it."""
-    benches = [BENCHES[name] for name in (("small",) if small else BIG)]
-    panels = [bits_panel(results, bench) for bench in benches if results.has(bench.name, "best")]
-    if not panels:
-        return {}
-    spec = altair().hconcat(*panels).to_dict()
+def figures(models: Sequence[Made]) -> dict[str, str]:
+    """By file name."""
+    spec = altair().hconcat(*map(bits_panel, models)).to_dict()
     return {"bits.svg": svg(spec, "light"), "bits-dark.svg": svg(spec, "dark")}
 
 
-def bits_panel(results: Results, bench: Bench) -> Any:
+def bits_panel(made: Made) -> Any:
     """Perplexity over bits a weight: one nested model, dedicated ones, int4 QAT, and what others store."""
-    alt = altair()
-    rows = bits_rows(results, bench)
+    alt, rows, title = altair(), bits_rows(made), made.bench.name
     colours, shapes = (alt.Scale(domain=list(SERIES), range=[one[i] for one in SERIES.values()]) for i in (0, 1))
     legend = alt.Legend(title=None, orient="top", columns=3, labelLimit=0, columnPadding=40)
-    base = _chart([row for row in rows if row["series"] != WHOLE], bench.name).encode(
+    base = _chart([row for row in rows if row["series"] != WHOLE], title).encode(
         x=alt.X("bits:Q", title="bits a weight", scale=alt.Scale(zero=False)),
         y=alt.Y("value:Q", title="perplexity on WikiText-2", scale=alt.Scale(type="log", nice=False, padding=10)),
         color=alt.Color("series:N", scale=colours, legend=legend),
@@ -54,21 +49,19 @@ def bits_panel(results: Results, bench: Bench) -> Any:
         points.encode(shape=alt.Shape("series:N", scale=shapes, legend=legend)),
         base.mark_text(align="left", dx=6, dy=-6, fontSize=10).encode(text="label:N"),
         rule.encode(y="value:Q", color=alt.Color("series:N", scale=colours)),
-    ).properties(width=340, height=240, title=bench.name)
+    ).properties(width=340, height=240, title=title)
 
 
-def bits_rows(results: Results, bench: Bench) -> list[Row]:
-    rows: list[Row] = []
-
-    def add(series: str, name: str, columns: Sequence[str], bits: Callable[[str], float], measure: str = "perplexity") -> None:
-        for column in columns:
-            if found := results.values(bench.name, model_at(name, column), column, measure):
-                at = {"series": series, "bits": bits(column), "value": statistics.fmean(found)}
-                rows.append({**at, "label": column if measure == "others" else ""})
-
-    for series, name in ((ONE, "best"), (OWN, "fixed")):
-        add(series, name, NAMES, lambda column: Precision(column).bits_per_weight())
-    add(INT4, "int4 QAT", ["E5M3"], lambda _: OTHERS["int4"][0])
-    add(ROUNDED, "fp", [name for name in OTHERS if name.startswith("Q")], lambda column: OTHERS[column][0], "others")
-    add(WHOLE, "fp", [FULL], lambda _: 16)
-    return rows
+def bits_rows(made: Made) -> list[Row]:
+    ours = {name: Precision(name).bits_per_weight() for name in NAMES}
+    theirs = {name: bits for name, (bits, _) in OTHERS.items()}
+    drawn = [(ONE, "best", "perplexity", ours), (OWN, "fixed", "perplexity", ours)]
+    drawn.append((INT4, "int4 QAT", "perplexity", {"E5M3": theirs["int4"]}))
+    drawn.append((ROUNDED, "fp", "others", {name: bits for name, bits in theirs.items() if name.startswith("Q")}))
+    drawn.append((WHOLE, "fp", "perplexity", {FULL: 16.0}))
+    return [
+        {"series": series, "bits": bits, "value": statistics.fmean(found), "label": column if measure == "others" else ""}
+        for series, name, measure, columns in drawn
+        for column, bits in columns.items()
+        if (found := made.values(name, column, measure))
+    ]

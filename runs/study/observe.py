@@ -12,16 +12,16 @@ from typing import Any
 from runs.study.plan import Observation
 
 
-def observe(job: Observation, models: Path, text: Path | None, device: str) -> dict[str, Any]:
-    """Run `otaro analyze` and keep what the tables and figures need of its files."""
-    model = "builtin" if job.model == "builtin" else str(models / job.model)
+def observe(job: Observation, models: Path, text: Path, device: str) -> dict[str, Any]:
+    """Run `otaro analyze` and keep what the tables need of its files."""
+    model = str(models / job.model)
     sizes = {"--batches": job.batches, "--batch-size": job.batch_size, "--sequence-length": job.sequence_length}
     flags = [*(str(word) for pair in sizes.items() for word in pair), "--no-bos"]  # as in `work`: as published
     with tempfile.TemporaryDirectory() as folder:
         reading = ["--out", folder, "--reconstruction", job.reconstruction]
         for words in (
             ["weights", model, *reading],
-            ["gradients", model, "--text", str(text or "builtin"), *reading, *flags, "--device", device],
+            ["gradients", model, "--text", str(text), *reading, *flags, "--device", device],
         ):
             command = [sys.executable, "-c", "from otaro.cli.main import main; main()", "analyze", *words]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -42,20 +42,8 @@ def observe(job: Observation, models: Path, text: Path | None, device: str) -> d
         "weights": weights["overall"],
         "most_outliers": dict(sorted(shares.items(), key=lambda pair: -(pair[1] or 0.0))[:5]),
     }
-    stated = f"--reconstruction {job.reconstruction} {' '.join(flags)}"
-    subject = "builtin --text builtin" if job.model == "builtin" else f"models/{job.model} --text valid.txt"
+    stated = f"otaro analyze gradients models/{job.model} --text valid.txt --reconstruction {job.reconstruction} "
     line = {"key": job.key, "bench": "observe", "name": f"{job.model}, {job.reconstruction}", "settings": job.settings()}
-    return (
-        line
-        | {"command": f"otaro analyze gradients {subject} {stated}"}
-        | {name: _rounded_to(value, 5) for name, value in found.items()}
-    )
-
-
-def _rounded_to(found: Any, digits: int) -> Any:
-    """All numbers with so many significant digits: the file is kept."""
-    if isinstance(found, dict):
-        return {name: _rounded_to(value, digits) for name, value in found.items()}
-    if isinstance(found, list):
-        return [_rounded_to(value, digits) for value in found]
-    return float(f"{found:.{digits}g}") if isinstance(found, float) else found
+    # The file is kept, so its numbers have five significant digits.
+    shortened: dict[str, Any] = json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.5g}"))
+    return line | {"command": stated + " ".join(flags)} | shortened

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from otaro.file.header import VERSION
@@ -31,16 +32,16 @@ class Bench:
 
     name: str
     model: str
-    """A folder under models/; or `builtin`, or `moe`, which is trained here."""
-    data: Literal["wikitext", "alpaca", "documentation", "builtin"]
-    """`documentation` is what `otaro demo` tunes on; `builtin` its beginning, for the reduced form."""
+    """A folder under models/; or `builtin`, or `moe`, which is trained here (moe.py)."""
+    data: Literal["wikitext", "alpaca", "documentation"]
+    """`documentation` is what `otaro demo` tunes on."""
     batch_size: int
     sequence_length: int
     window: int
     test_tokens: int
     steps: int
-    rates: tuple[float, ...] = ()
-    """Tried for every method at the first seed; held-out text says which one the method gets. None: rows name theirs."""
+    rates: tuple[float, ...]
+    """Tried for every method at the first seed; held-out text says which one the method gets."""
     compiled: bool = True
     held_out: float = 0.0
     """Share of the instructions that are held out, and as many to test on; of texts a tenth always is."""
@@ -59,11 +60,6 @@ BENCHES = {
         # 20 epochs, as in the paper.
         Bench("SmolLM2-135M, paper", SMOL, "wikitext", 8, 512, 2048, 147_456, 1_200, rates=SGD_RATES),
         Bench("stories15M, paper", STORIES, "wikitext", 16, 256, 256, 147_456, 1_300, rates=SGD_RATES),
-        Bench("small", "builtin", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
-        Bench("small, longer", "builtin", "builtin", 8, 64, 128, 1_024, 40, rates=(1e-3,), compiled=False),
-        Bench("small, questions", "builtin", "builtin", 8, 64, 128, 0, 10, compiled=False),
-        Bench("small MoE", "moe", "builtin", 8, 64, 128, 1_024, 10, rates=(1e-3,), compiled=False),
-        Bench("small, paper", "builtin", "builtin", 8, 64, 128, 1_024, 20, rates=(1e-5, 0.01), compiled=False),
     )
 }
 
@@ -93,7 +89,7 @@ class Row:
     """Or another grid to round to, of `quantizers.py`."""
     judged: bool = True
     """Whether an average is kept if held-out text says so, or always."""
-    measured: tuple[str, ...] = (FULL, *NAMES)
+    measured: tuple[str, ...] = COLUMNS
     measures: tuple[str, ...] = ("perplexity",)
     """Of perplexity, zeroshot, and others: rounding to other formats, and reading at other grids."""
 
@@ -144,65 +140,33 @@ class Observation:
 Job = Row | Observation
 
 
-@dataclass(frozen=True)
-class Method:
-    """A row of the table of methods."""
-
-    name: str
-    options: Options
-    measured: tuple[str, ...] = (FULL, *NAMES)
-    extra: dict[str, Any] = field(default_factory=dict)
+# Rows of a bench still to be named ------------------------------------------------------------------------------------
 
 
-def methods(reconstruction: Literal["midpoint", "truncate"] = "midpoint") -> list[Method]:
-    """fp, fixed for each precision, uniform, bps, otaro, and, of midpoint, best."""
-    suffix = "" if reconstruction == "midpoint" else ", truncate"
-
-    def plain(name: str) -> Options:
-        return Options(method=name, reconstruction=reconstruction)
-
-    found = [Method(f"fp{suffix}", plain("fp"))]
-    found += [Method(f"fixed:{p}{suffix}", plain(f"fixed:{p}"), (p,)) for p in NAMES]
-    found += [Method(f"{name}{suffix}", plain(name)) for name in ("uniform", "bps", "otaro")]
-    return [*found, Method("best", BEST)] if reconstruction == "midpoint" else found
+def method(name: str, options: Options | None = None, **changes: Any) -> Row:
+    """At the rate that is best for it; a dedicated model is measured at its own precision."""
+    own = name.removeprefix("fixed:").partition(",")[0]
+    measured = (own,) if own in NAMES else COLUMNS
+    return replace(Row("", name, options or Options(method=name), rate_of=name, measured=measured), **changes)
 
 
-KNOWN = {method.name: method for method in methods()}
 LOW = ("E5M4", "E5M3")
-QAT = Method("int4 QAT", Options(method="fixed:E5M3"), ("E5M3",), {"quantizer": "int4"})
+SEARCHES = ("uniform", "bps", "otaro")
+DEDICATED = {p: method(f"fixed:{p}") for p in NAMES}
+METHODS = {name: method(name) for name in ("fp", *SEARCHES)} | {"best": method("best", BEST)}
+QAT = method("int4 QAT", DEDICATED["E5M3"].options, quantizer="int4", measured=("E5M3",))
 """A model of its own on torchao's grid of four bits."""
-
-
-def best(**changes: Any) -> Options:
-    return replace(BEST, **changes)
-
-
-def held_as_best(precision: str) -> Options:
-    """A dedicated model with what keeps `best` from fitting its text too closely."""
-    return Options(method=f"fixed:{precision}", average=BEST.average)
-
-
 HALF, TWO_THIRDS = "best, full 1/2", "best, full 2/3"
+CANDIDATES = {
+    HALF: replace(BEST, full=0.5),
+    "best, full 1/2, not distilled": replace(BEST, full=0.5, distill=0.0),
+    "best, full 1/2, 1 distilled": replace(BEST, full=0.5, distill=1.0),
+    TWO_THIRDS: replace(BEST, full=config.FULL_OF_NEW_DATA),
+    "best, full 2/3, 1 distilled": replace(BEST, full=2 / 3, distill=1.0),
+}
+"""Recipes that may take the place of `best`, at its rate."""
 CALIBRATED, JUDGED = ", calibrated", ", judged"
 """Ends of names: packed on the tuning text; and the better of that and plain packing, by held-out text, as a run ends."""
-
-
-def recipe_of(bench: Bench) -> str:
-    """The rows that are `--recipe best` there: it asks how often a run sees its data."""
-    return ("best" if bench.name in REPEATED else TWO_THIRDS) + JUDGED
-
-
-def candidates() -> dict[str, Options]:
-    """Recipes that may take the place of `best`, at its rate."""
-    return {
-        HALF: best(full=0.5),
-        "best, full 1/2, not distilled": best(full=0.5, distill=0.0),
-        "best, full 1/2, 1 distilled": best(full=0.5, distill=1.0),
-        TWO_THIRDS: best(full=config.FULL_OF_NEW_DATA),
-        "best, full 2/3, 1 distilled": best(full=2 / 3, distill=1.0),
-    }
-
-
 PASSES = 2.2
 """Of a step of `best`, in plain steps: it has two passes, and quantizes for one of them.
 
@@ -210,82 +174,97 @@ Measured roughly, on a busy CPU; `benchmarks/bench_tune.py` on a GPU is to say i
 """
 SIXTH = 1 / 6
 """Of the steps: six dedicated models then cost together what one model does."""
-OF_THE_FORMAT = tuple(
-    f"best, {what}" for what in ("pow2 scales", "E5M2 scales", "groups of 32", "zero at E5M4", "zero a sixth off")
-)
-"""The ablations of the format itself."""
 
 
-def ablations() -> list[tuple[str, Row]]:
-    """The rows of the ablations by group, for a bench still to be named; `rate_of` says whose rate they take."""
-    rows: list[tuple[str, Row]] = []
+def recipe_of(bench: Bench) -> str:
+    """The rows that are `--recipe best` there: it asks how often a run sees its data."""
+    return ("best" if bench.name in REPEATED else TWO_THIRDS) + JUDGED
 
-    def add(group: str, name: str, options: Options, rate_of: str, **changes: Any) -> None:
-        rows.append((group, Row("", name, options, rate_of=rate_of, **changes)))
 
-    for scales in ("pow2", "E5M2"):
-        add("scales", f"best, {scales} scales", BEST, "best", quantizer=scales)
-    for size in (32, 128, 256):
-        add("group size", f"best, groups of {size}", best(group_size=size), "best")
+def held_as_best(precision: str) -> Options:
+    """A dedicated model with what keeps `best` from fitting its text too closely."""
+    return Options(method=f"fixed:{precision}", average=BEST.average)
+
+
+def ablations() -> Iterator[tuple[str, Row]]:
+    """By group: `best` or a search, at its rate, with one thing changed."""
+
+    def best(change: str, **options: Any) -> Row:
+        return method(f"best, {change}", replace(BEST, **options), rate_of="best")
+
+    def search(name: str, change: str, **options: Any) -> Row:
+        return method(f"{name}, {change}", Options(method=name, **options), rate_of=name)
+
+    yield from (("scales", replace(best(f"{scales} scales"), quantizer=scales)) for scales in ("pow2", "E5M2"))
+    yield from (("group size", best(f"groups of {size}", group_size=size)) for size in (32, 128, 256))
     for grid in ("zero at E5M4", "zero nowhere", "zero a sixth off"):
-        add("place of zero", f"best, {grid}", BEST, "best", quantizer=grid)
-    add("reconstruction", "best, truncate", best(reconstruction="truncate"), "best")
-    for distill in (0.0, 0.25, 0.75, 1.0):
-        add("distillation", f"best, {distill:g} distilled", best(distill=distill), "best")
-    for weights in ((0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 2, 4), (0, 0, 1, 1, 1.25, 2.6), (1, 1, 1, 1, 1, 1)):
-        add("sampling", f"best, weights {' '.join(map(str, weights))}", best(weights=tuple(map(float, weights))), "best")
-    add("parts", "best, no full pass", best(full=0.0), "best")
-    add("parts", "best, never averaged", best(average=0.0), "best")
-    add("parts", "best, always averaged", BEST, "best", judged=False)
-    add("parts", "best, L2-SP 23", best(l2_sp=23.0), "best")
-    add("parts", "uniform, 0.5 distilled", Options(distill=0.5), "uniform")
+        yield "place of zero", replace(best(grid), quantizer=grid)
+    yield "reconstruction", best("truncate", reconstruction="truncate")
+    yield from (("distillation", best(f"{part:g} distilled", distill=part)) for part in (0.0, 0.25, 0.75, 1.0))
+    for weights in ("0 0 0 1 1 1", "0 0 0 1 2 4", "0 0 1 1 1.25 2.6", "1 1 1 1 1 1"):
+        yield "sampling", best(f"weights {weights}", weights=tuple(map(float, weights.split())))
+    yield "parts", best("no full pass", full=0.0)
+    yield "parts", best("never averaged", average=0.0)
+    yield "parts", replace(best("always averaged"), judged=False)
+    yield "parts", best("L2-SP 23", l2_sp=23.0)
+    yield "parts", search("uniform", "0.5 distilled", distill=0.5)
     for exploration in (3.0, 4.0, 6.0, 7.0):
-        for method in ("bps", "otaro"):
-            add("lambda", f"{method}, lambda {exploration:g}", Options(method=method, exploration=exploration), method)
-    for delay in (1, 5, 20):
-        add("delay", f"otaro, N {delay}", Options(method="otaro", delay=delay), "otaro")
-    add("reduction", "otaro, mean", Options(method="otaro", accumulate="mean"), "otaro")
+        yield from (("lambda", search(name, f"lambda {exploration:g}", exploration=exploration)) for name in ("bps", "otaro"))
+    yield from (("delay", search("otaro", f"N {delay}", delay=delay)) for delay in (1, 5, 20))
+    yield "reduction", search("otaro", "mean", accumulate="mean")
     e5m5, e5m4, e5m3 = map(Precision, ("E5M5", "E5M4", "E5M3"))
-    add("ultra-low", "otaro, only E5M3 ultra-low", Options(method="otaro", ultra_low=(e5m3,)), "otaro")
-    add("ultra-low", "otaro, E5M5 ultra-low too", Options(method="otaro", ultra_low=(e5m5, e5m4, e5m3)), "otaro")
-    return rows
+    yield "ultra-low", search("otaro", "only E5M3 ultra-low", ultra_low=(e5m3,))
+    yield "ultra-low", search("otaro", "E5M5 ultra-low too", ultra_low=(e5m5, e5m4, e5m3))
+
+
+OF_THE_FORMAT = ("pow2 scales", "E5M2 scales", "groups of 32", "zero at E5M4", "zero a sixth off")
+"""Those of the ablations that ask about the format itself."""
+
+
+def paper_methods() -> list[Row]:
+    """What the paper compares, with its own options: truncation, lambda 5, N 10, nothing applied that still waits.
+
+    The paper says that the updates of its baselines are aligned with its own, so dedicated models of the ultra-low
+    precisions come with delayed accumulation too: a search among one precision.
+    """
+    names = ["otaro", "bps", "uniform", "fp", *(f"fixed:{p}" for p in NAMES)]
+    options = {name: recipe("paper", name)[0] for name in names}
+    options |= {f"fixed:{p}, LAA": replace(options["otaro"], precisions=(Precision(p),)) for p in LOW}
+    return [method(name, own, optimizer="sgd", schedule="constant", clip=0.0) for name, own in options.items()]
 
 
 # Rows of a bench ------------------------------------------------------------------------------------------------------
 
 
-def swept(bench: Bench, method: Method, seed: int) -> Iterator[Row]:
-    """The method at all rates of the bench at the first seed, at the chosen one at others."""
-    row = Row(bench.name, method.name, method.options, seed, rate_of=method.name, measured=method.measured, **method.extra)
-    if seed == SEEDS[0]:
-        yield from (replace(row, lr=rate) for rate in bench.rates)
-    else:
-        yield row
+def swept(bench: Bench, row: Row, seed: int) -> list[Row]:
+    """The row at all rates of the bench at the first seed, at the chosen one at others."""
+    row = replace(row, bench=bench.name, seed=seed)
+    return [replace(row, lr=rate) for rate in bench.rates] if seed == SEEDS[0] else [row]
 
 
-def recipe_rows(bench: Bench, seed: int, others_at: int = SEEDS[1]) -> Iterator[Row]:
+def recipe_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """`best`, and what it is to hold against: tuning as usual, int4 QAT, plain sampling; then its rival.
 
-    Other formats and the tasks are measured at one seed, by default one whose rate is chosen already.
+    Other formats and the tasks are measured at one seed, one whose rate is chosen already.
     """
-    more = {ALPACA: "zeroshot", SMOL: "others", STORIES: "others", "small": "others"}.get(bench.name)
-    measures: dict[str, Any] = {"measures": ("perplexity", more) if more else ("perplexity",)}
+    more = {ALPACA: "zeroshot", SMOL: "others", STORIES: "others"}.get(bench.name)
+    measures = ("perplexity", more) if more else ("perplexity",)
     if seed == SEEDS[0]:
-        yield Row(bench.name, "none", None, **measures)
-    for method in (KNOWN["best"], KNOWN["fp"], QAT, KNOWN["uniform"]):
-        asked = seed == others_at and (method.name in ("best", "fp") or (more == "zeroshot" and method is not QAT))
-        yield from swept(bench, replace(method, extra=measures) if asked else method, seed)
-    held = Row(bench.name, "int4 QAT, held as best", held_as_best("E5M3"), seed, rate_of="int4 QAT", **QAT.extra)
-    yield replace(held, measured=("E5M3",))
+        yield Row(bench.name, "none", None, measures=measures)
+    for row in (METHODS["best"], METHODS["fp"], QAT, METHODS["uniform"]):
+        asked = row.name in ("best", "fp") or (more == "zeroshot" and row is not QAT)
+        yield from swept(bench, replace(row, measures=measures) if asked and seed == SEEDS[1] else row, seed)
+    held = replace(QAT, name="int4 QAT, held as best", options=held_as_best("E5M3"))
+    yield replace(held, bench=bench.name, seed=seed)
     if bench.name != LONG or seed == SEEDS[0]:
-        yield Row(bench.name, HALF, candidates()[HALF], seed, rate_of="best")
+        yield Row(bench.name, HALF, CANDIDATES[HALF], seed, rate_of="best")
 
 
 def start_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """`best` from calibrated weights, at rates of its own; at the first seed also how these are before."""
     if seed == SEEDS[0]:
         yield Row(bench.name, "none, calibrated", None, start="calibrated")
-    yield from swept(bench, Method("best, calibrated start", BEST, extra={"start": "calibrated"}), seed)
+    yield from swept(bench, method("best, calibrated start", BEST, start="calibrated"), seed)
 
 
 def packing_rows(bench: Bench, seed: int) -> Iterator[Row]:
@@ -293,15 +272,14 @@ def packing_rows(bench: Bench, seed: int) -> Iterator[Row]:
     names = [HALF, TWO_THIRDS]
     if seed == SEEDS[0] and bench.name != LONG:
         names += ["best, full 1/2, not distilled", "best, full 2/3, 1 distilled"]
-    recipes = {"fp": KNOWN["fp"].options, "best": BEST} | {name: candidates()[name] for name in names}
+    recipes = {"fp": METHODS["fp"].options, "best": BEST} | {name: CANDIDATES[name] for name in names}
     for name, options in recipes.items():
         rate_of = "fp" if name == "fp" else "best"
         yield Row(bench.name, name + CALIBRATED, options, seed, rate_of=rate_of, packing="calibrated")
 
 
-def candidate_rows(bench: Bench) -> Iterator[Row]:
-    """What may take the place of `best`, at its rate and one seed."""
-    yield from (Row(bench.name, name, options, SEEDS[0], rate_of="best") for name, options in candidates().items())
+def candidate_rows(bench: Bench, seed: int) -> list[Row]:
+    return [Row(bench.name, name, options, seed, rate_of="best") for name, options in CANDIDATES.items()]
 
 
 def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES) -> Iterator[Row]:
@@ -310,73 +288,60 @@ def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES)
     In the long run, whose rows are dear, the low ones take the rate of the other model of four bits.
     """
     for p in reversed(precisions):
-        method, low = KNOWN[f"fixed:{p}"], p in LOW
+        row, low = DEDICATED[p], p in LOW
         if low and bench.name == ALPACA and seed == SEEDS[1]:
-            method = replace(method, extra={"measures": ("perplexity", "zeroshot")})
+            row = replace(row, measures=("perplexity", "zeroshot"))
         if low and bench.name != LONG:
-            yield from swept(bench, method, seed)
+            yield from swept(bench, row, seed)
         else:
-            rate_of = "int4 QAT" if low else "fp"
-            yield Row(bench.name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
+            yield replace(row, bench=bench.name, seed=seed, rate_of="int4 QAT" if low else "fp")
 
 
-def paper_methods() -> list[Method]:
-    """What the paper compares, with its own options: truncation, lambda 5, N 10, nothing applied that still waits.
-
-    The paper says that the updates of its baselines are aligned with its own, so dedicated models of the ultra-low
-    precisions come with delayed accumulation too: a search among one precision.
-    """
-    plain = {"optimizer": "sgd", "schedule": "constant", "clip": 0.0}
-    found = [Method(name, recipe("paper", name)[0], extra=plain) for name in ("otaro", "bps", "uniform", "fp")]
-    found += [Method(f"fixed:{p}", recipe("paper", f"fixed:{p}")[0], (p,), plain) for p in NAMES]
-    for p in LOW:
-        alone = replace(recipe("paper", "otaro")[0], precisions=(Precision(p),))
-        found.append(Method(f"fixed:{p}, LAA", alone, (p,), plain))
-    return found
+def low_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    return dedicated_rows(bench, seed, LOW)
 
 
 def paper_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """The paper's recipe as written: plain SGD at 1e-5."""
     if seed == SEEDS[0]:
         yield Row(bench.name, "none", None, quantizer="truncate")
-    for method in paper_methods():
-        row = Row(bench.name, method.name, method.options, seed, SGD_RATES[0], method.name, **method.extra)
-        yield replace(row, measured=method.measured)
+    yield from (replace(row, bench=bench.name, seed=seed, lr=SGD_RATES[0]) for row in paper_methods())
 
 
 def paper_rates(bench: Bench, seed: int) -> Iterator[Row]:
     """The same at other rates, and at the one that held-out text prefers; where rows are dear, of what decides."""
-    for method in paper_methods():
-        if bench.model != STORIES and method.name not in ("otaro", "bps", "uniform", "fp", *(f"fixed:{p}" for p in LOW)):
-            continue
-        yield from (row for row in swept(bench, method, seed) if row.lr != SGD_RATES[0])
+    decisive = (*METHODS, *(f"fixed:{p}" for p in LOW))
+    for row in paper_methods():
+        if bench.model == STORIES or row.name in decisive:
+            yield from (one for one in swept(bench, row, seed) if one.lr != SGD_RATES[0])
 
 
 def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """The paper's reconstruction with our optimizer, equal compute, other regularisers."""
-    name = bench.name
-    yield Row(name, "none, truncate", None, quantizer="truncate")
-    for method in methods("truncate"):
-        rate_of = method.name.removesuffix(", truncate")
-        if rate_of.startswith("fixed:") and rate_of[-1] not in "43":
-            rate_of = "fp"
-        yield Row(name, method.name, method.options, seed, rate_of=rate_of, measured=method.measured)
-    yield Row(name, "best, equal compute", BEST, seed, rate_of="best", steps=round(bench.steps / PASSES))
+    yield Row(bench.name, "none, truncate", None, quantizer="truncate")
+    for name in ("fp", *(f"fixed:{p}" for p in NAMES), *SEARCHES):
+        truncated = method(f"{name}, truncate", Options(method=name, reconstruction="truncate"))
+        fine = name.startswith("fixed:") and not name.endswith(LOW)
+        yield replace(truncated, bench=bench.name, seed=seed, rate_of="fp" if fine else name)
+    yield Row(bench.name, "best, equal compute", BEST, seed, rate_of="best", steps=round(bench.steps / PASSES))
     for row in dedicated_rows(bench, SEEDS[1]):
-        few = replace(row, name=f"{row.name}, a sixth", seed=seed, steps=max(1, round(SIXTH * bench.steps)))
-        yield from (few, replace(few, name=f"{row.name}, held as best", options=held_as_best(row.measured[0]), steps=None))
+        row = replace(row, seed=seed)
+        yield replace(row, name=f"{row.name}, a sixth", steps=round(SIXTH * bench.steps))
+        yield replace(row, name=f"{row.name}, held as best", options=held_as_best(row.measured[0]))
+
+
+def ablation_rows(bench: Bench, seed: int) -> Iterator[Row]:
+    yield from (replace(row, bench=bench.name, seed=seed) for _, row in ablations())
 
 
 def format_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    for _, row in ablations():
-        if row.name in OF_THE_FORMAT:
-            yield replace(row, bench=bench.name, seed=seed)
+    yield from (row for row in ablation_rows(bench, seed) if row.name.removeprefix("best, ") in OF_THE_FORMAT)
 
 
 def search_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """The paper's search and delay with our numbers and optimizer."""
     for name in ("bps", "otaro"):
-        yield from swept(bench, KNOWN[name], seed)
+        yield from swept(bench, METHODS[name], seed)
 
 
 # The study ------------------------------------------------------------------------------------------------------------
@@ -387,51 +352,43 @@ REPEATED = (SMOL, STORIES, LONG)
 PAPER = tuple(f"{model}, paper" for model in BIG)
 
 
+@cache
 def blocks() -> dict[str, list[Job]]:
     """The rows of the study by what they are for, no row twice."""
-    regimes, papers, models = ([BENCHES[name] for name in names] for names in (REGIMES, PAPER, BIG))
-    of_smol, of_stories = papers
-    first, later = SEEDS[0], SEEDS[1:]
-    fine = [bench for bench in regimes if bench.name != LONG]
-    every: dict[str, list[Job]] = {
-        "the recipe": [row for seed in SEEDS for bench in regimes for row in recipe_rows(bench, seed)],
-        "what may take its place": [row for bench in fine for row in candidate_rows(bench)],
-        "dedicated models": [
-            *(row for seed in SEEDS for bench in regimes for row in dedicated_rows(bench, seed, LOW)),
-            *(row for bench in fine for row in dedicated_rows(bench, first)),
-        ],
-        "packed on the tuning text": [
-            *(row for seed in SEEDS for bench in fine for row in packing_rows(bench, seed)),
-            *(row for seed in SEEDS for row in packing_rows(BENCHES[LONG], seed)),
-        ],
-        "the paper as written": [row for bench in papers for row in paper_rows(bench, first)],
-        "the paper as written, two seeds more": [
-            *(row for seed in later for row in paper_rows(of_stories, seed)),
-            *(row for seed in later for row in paper_rows(of_smol, seed)),
-        ],
-        "search and delay": [row for seed in SEEDS for bench in models for row in search_rows(bench, seed)],
-        "the format": [row for bench in models for row in format_rows(bench, first)],
-        "from calibrated weights": [row for seed in SEEDS for bench in models for row in start_rows(bench, seed)],
-        "the paper at other rates": [row for seed in SEEDS for bench in reversed(papers) for row in paper_rates(bench, seed)],
-        "two seeds more": [
-            *(row for seed in later for bench in models for row in format_rows(bench, seed)),
-            *(row for seed in later for bench in fine for row in dedicated_rows(bench, seed)),
-        ],
+    first, later = SEEDS[:1], SEEDS[1:]
+    fine = [name for name in REGIMES if name != LONG]
+
+    def rows(make: Callable[[Bench, int], Iterable[Row]], names: Iterable[str], seeds: Iterable[int] = first) -> list[Job]:
+        benches = [BENCHES[name] for name in names]
+        return [row for seed in seeds for bench in benches for row in make(bench, seed)]
+
+    every = {
+        "the recipe": rows(recipe_rows, REGIMES, SEEDS),
+        "what may take its place": rows(candidate_rows, fine),
+        "dedicated models": rows(low_rows, REGIMES, SEEDS) + rows(dedicated_rows, fine),
+        "packed on the tuning text": rows(packing_rows, fine, SEEDS) + rows(packing_rows, [LONG], SEEDS),
+        "the paper as written": rows(paper_rows, PAPER),
+        "the paper as written, two seeds more": [row for name in reversed(PAPER) for row in rows(paper_rows, [name], later)],
+        "search and delay": rows(search_rows, BIG, SEEDS),
+        "the format": rows(format_rows, BIG),
+        "from calibrated weights": rows(start_rows, BIG, SEEDS),
+        "the paper at other rates": rows(paper_rates, reversed(PAPER), SEEDS),
+        "two seeds more": rows(format_rows, BIG, later) + rows(dedicated_rows, fine, later),
         "the rest of the tables": [
             *(Observation(model, "midpoint") for model in BIG),
-            *(row for bench in models for row in variant_rows(bench, first)),
-            *(replace(row, bench=model) for model in reversed(BIG) for _, row in ablations()),
+            *rows(variant_rows, BIG),
+            *rows(ablation_rows, reversed(BIG)),
             *(Observation(model, "truncate", batches=8) for model in BIG),
-            *(row for seed in SEEDS for row in search_rows(BENCHES["MoE"], seed)),
-            *(row for seed in later for bench in models for row in variant_rows(bench, seed)),
+            *rows(search_rows, ["MoE"], SEEDS),
+            *rows(variant_rows, BIG, later),
         ],
     }
     where = {job.key: name for name in reversed(every) for job in every[name]}  # the first that asks for it
     return {name: list({job.key: job for job in jobs if where[job.key] == name}.values()) for name, jobs in every.items()}
 
 
-def full() -> list[Job]:
-    return [job for jobs in blocks().values() for job in jobs]
+def planned_rows() -> list[Row]:
+    return [job for jobs in blocks().values() for job in jobs if isinstance(job, Row)]
 
 
 # What a row takes of an H200 that fourteen workers share, in seconds: a plain step, and reading the texts at one
@@ -452,27 +409,3 @@ def cost(job: Job) -> float:
         return found
     passes = PASSES if job.options.full else 1.25 if job.options.distill else 1.0
     return found + (job.steps or bench.steps) * passes * STEP[bench.model]
-
-
-def small() -> list[Job]:
-    """Every table in reduced form on the built-in model; three seeds for the methods, one for the rest."""
-    questions = BENCHES["small, questions"]
-    asked = [Row(questions.name, "none", None, measures=("zeroshot",))]
-    for name in ("fp", "fixed:E5M4", "fixed:E5M3", "uniform", "bps", "otaro", "best"):
-        method = KNOWN[name]
-        asked.append(Row(questions.name, name, method.options, 0, 1e-3, measured=method.measured, measures=("zeroshot",)))
-    bench, longer, experts = BENCHES["small"], BENCHES["small, longer"], BENCHES["small MoE"]
-    searched = {row.name for group, row in ablations() if group in ("lambda", "delay")}
-    rows: list[Row] = []
-    for seed in SEEDS:
-        rows += [*recipe_rows(bench, seed, others_at=SEEDS[0]), *dedicated_rows(bench, seed), *search_rows(bench, seed)]
-        rows += start_rows(bench, seed)
-        # In ten steps the search takes the same path at any lambda, and no accumulator fills.
-        rows += [row for name in ("uniform", "bps", "otaro") for row in swept(longer, KNOWN[name], seed)]
-        rows += [*recipe_rows(experts, seed), *search_rows(experts, seed)]
-    rows += [*variant_rows(bench, SEEDS[0]), *candidate_rows(bench)]
-    rows += [replace(row, bench=(longer if row.name in searched else bench).name) for _, row in ablations()]
-    paper = BENCHES["small, paper"]
-    rows += [*paper_rows(paper, SEEDS[0]), *paper_rates(paper, SEEDS[0])]
-    observed = Observation("builtin", "midpoint", batches=8, batch_size=2, sequence_length=64)
-    return [*{row.key: row for row in [*rows, *asked]}.values(), observed]

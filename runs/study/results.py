@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs.study.plan import BENCHES, CALIBRATED, FORMAT, FULL, JUDGED, NAMES, SEEDS, Job, Row
+from runs.study.plan import BENCHES, CALIBRATED, FORMAT, FULL, JUDGED, NAMES, SEEDS, Bench, Job, Row
 
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 
@@ -27,9 +27,9 @@ def append(results: Path, line: Result) -> None:
         file.write((json.dumps(line, allow_nan=False) + "\n").encode())
 
 
-def finished(lines: Sequence[Result]) -> dict[str, Result]:
-    """Lines of the present format by key, the last where there are several: others decide nothing."""
-    return {line["key"]: line for line in lines if format_of(line) == FORMAT}
+def finished(lines: Sequence[Result], version: int = FORMAT) -> dict[str, Result]:
+    """Lines of a version of the format by key, the last where there are several: others decide nothing."""
+    return {line["key"]: line for line in lines if format_of(line) == version}
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
@@ -71,72 +71,55 @@ def heldout_score(method: str, line: Result) -> float:
     return sum(math.log(value) if value else MOST_LOSS for value in values) / len(values)
 
 
-class Results:
-    """Rows of the results file by what they are, of one version of the format."""
+class Made:
+    """The rows of a bench that were made."""
 
-    def __init__(self, path: Path, version: int = FORMAT) -> None:
-        self.path, self.version = path, version
-        own = [line for line in read(path) if format_of(line) == version]
-        self.lines = list({line["key"]: line for line in own}.values())
+    def __init__(self, bench: Bench, lines: Iterable[Result]) -> None:
+        self.bench = bench
+        self.lines = [line for line in lines if line["bench"] == bench.name]
 
-    def former(self) -> Results:
-        """Those of format 1, whose scales were powers of two."""
-        return Results(self.path, 1)
-
-    def has(self, bench: str, name: str) -> bool:
-        """Whether there is such a row, of any seed."""
-        return bool(self.rows(bench, name))
-
-    def observation(self, model: str, reconstruction: str) -> Result | None:
-        """What `otaro analyze` found."""
-        found = {line["name"]: line for line in self.lines if line["bench"] == "observe"}
-        return found.get(f"{model}, {reconstruction}")
-
-    def rows(self, bench: str, name: str) -> dict[int, Result]:
+    def rows(self, name: str) -> dict[int, Result]:
         """By seed; where several rates were tried, the row with the one that held-out text found best.
 
         A name with `JUDGED` is how its runs end: where one was also packed on its text, the better packing.
         """
         if name.endswith(JUDGED):
             own = name.removesuffix(JUDGED)
-            packed = self.rows(bench, own + CALIBRATED)
-            return self.rows(bench, own) | {seed: _better_packing(line) for seed, line in packed.items()}
+            packed = self.rows(own + CALIBRATED)
+            return self.rows(own) | {seed: _better_packing(line) for seed, line in packed.items()}
         found: dict[int, Result] = {}
         for line in self.lines:
-            if line["bench"] == bench and line["name"] == name and "error" not in line and not _former(line):
+            if line["name"] == name and "error" not in line and not self._at_former_rate(line):
                 before = found.get(line["seed"])
                 if before is None or heldout_score(name, line) < heldout_score(name, before):
                     found[line["seed"]] = line
         return found
 
-    def values(
-        self, bench: str, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
-    ) -> list[float]:
-        """One number per seed, of all or of those given."""
-        rows = self.rows(bench, name)
+    def _at_former_rate(self, line: Result) -> bool:
+        """Whether it was made at a rate that the plan no longer tries."""
+        swept = line.get("settings", {}).get("rate_of")
+        return bool(swept and format_of(line) == FORMAT and line["lr"] not in self.bench.rates)
+
+    def values(self, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None) -> list[float]:
+        """One number per seed, of all or of those given; `fixed` is each precision's own model."""
+        rows = self.rows(model_at(name, column))
         found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds]
         return [value for value in found if value is not None]
 
-    def shared(self, bench: str, names: Sequence[str]) -> set[int]:
+    def shared(self, names: Sequence[str]) -> set[int]:
         """The seeds that all have, of those that have any: what is compared is to be compared at the same ones."""
-        found = [set(rows) for name in names if (rows := self.rows(bench, name))]
+        found = [set(rows) for name in names if (rows := self.rows(name))]
         return set.intersection(*found) if found else set()
 
-    def cell(self, bench: str, name: str, column: str) -> list[float]:
-        """Likewise; `fixed` is each precision's own model."""
-        return [] if is_fixed(name) and column == FULL else self.values(bench, model_at(name, column), column)
-
-    def seeds_with(self, bench: str, measure: str) -> set[int]:
+    def seeds_with(self, measure: str) -> list[int]:
         """The seeds at which it was measured beside perplexities."""
-        return {line["seed"] for line in self.lines if line["bench"] == bench and line.get("lr") and measure in line}
+        return sorted({line["seed"] for line in self.lines if line.get("lr") and measure in line})
 
-    def source(self, bench: str, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
+    def source(self, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
         """The line under a table of these rows: command, commits, machines, seeds."""
         own = {one for name in names for one in models_of(name)}
-        lines = [line for line in self.lines if line["bench"] == bench and line["name"] in own]
-        lines = [line for line in lines if seeds is None or line["seed"] in seeds]
-        where = "--small" if bench.startswith("small") else "--data DIR"
-        command = f"runs/study.sh {where} --only '{bench}:*'"
+        lines = [line for line in self.lines if line["name"] in own and (seeds is None or line["seed"] in seeds)]
+        command = f"runs/study.sh --data DIR --only '{self.bench.name}:*'"
         if not lines:
             return f"\n`{command}`\n"
 
@@ -150,12 +133,6 @@ class Results:
 def format_of(line: Result) -> int:
     """The version of the format whose numbers a row has; of what has no settings, such as a count, the present one."""
     return int(line["settings"].get("format", 1)) if "settings" in line else FORMAT
-
-
-def _former(line: Result) -> bool:
-    """Whether it was made at a rate that the plan no longer tries."""
-    rates, swept = BENCHES[line["bench"]].rates, line.get("settings", {}).get("rate_of")
-    return bool(rates and swept and format_of(line) == FORMAT and line["lr"] not in rates)
 
 
 def _better_packing(line: Result) -> Result:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments
 from transformers.utils import logging
 
-from otaro.builtin import MODEL_DIR, heldout_text
+from otaro.builtin import MODEL_DIR
 from otaro.builtin.documentation import documentation_text
 from otaro.calibrate.run import SAMPLES, pack_calibrated
 from otaro.calibrate.text import LENGTH, windows_of_examples
@@ -39,12 +39,12 @@ from runs.study.plan import BENCHES, FULL, NAMES, Bench, Job, Observation, Row, 
 from runs.study.quantizers import OTHERS, precisely_for
 from runs.study.results import MOST_LOSS, Result, append, chosen_rate, finished, is_done, read
 
+Batch = dict[str, torch.Tensor]
 HELD_OUT = 0.1  # of the tuning text, its end: rates and recipes are chosen there
 MOST_FAILURES = 4
 MEASURED_TOGETHER = {"cuda": 16_384, "cpu": 4_096}  # tokens
 LONGEST_WAIT = 120  # seconds, for rows that others wait for; after that they have failed
 WORKERS = 14  # that costs are told for
-SMALL_QUESTIONS, SMALL_TEXT = 40, 60_000  # documents; characters
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class Places:
     commit: str
     device: str
 
-    def moe(self, bench: Bench) -> Path:
+    @property
+    def moe(self) -> Path:
         """The folder of the mixture of experts."""
-        return self.models / ("study-moe-small" if bench.data == "builtin" else "study-moe")
+        return self.models / "study-moe"
 
     def calibrated(self, bench: Bench) -> Path:
         """The folder of the bench's model as calibration made it."""
@@ -74,14 +75,14 @@ class Places:
         if bench.data == "wikitext":
             return self.file("wikitext-2/valid.txt"), self.file("wikitext-2/test.txt")
         tuning, measuring = scratch / "tuning.txt", scratch / "measuring.txt"
-        tuning.write_text(documentation_text("tuning")[: SMALL_TEXT if bench.data == "builtin" else None])
+        tuning.write_text(documentation_text("tuning"))
         measuring.write_text(documentation_text("heldout"))
         return tuning, measuring
 
     def file(self, name: str) -> Path:
         """A file of the data folder."""
         if self.data is None:
-            raise SystemExit("error: all but --small need --data DIR, with wikitext-2, alpaca, zeroshot")
+            raise SystemExit("error: all but the demo need --data DIR, with wikitext-2, alpaca, zeroshot")
         return self.data / name
 
     def questions(self, model: str) -> Path:
@@ -110,11 +111,10 @@ class Material:
     """What a bench tunes on and measures by."""
 
     training: TokenDataset
-    heldout: list[dict[str, torch.Tensor]]
-    judged: list[dict[str, torch.Tensor]]
+    heldout: list[Batch]
+    judged: list[Batch]
     """Of the held-out text, as much as the trainer itself would judge an average by."""
-    test: list[dict[str, torch.Tensor]]
-    questions: Callable[[], zeroshot.Questions]
+    test: list[Batch]
 
 
 class Worker:
@@ -148,20 +148,23 @@ class Worker:
                 torch.cuda.empty_cache()
         tuned_in = time.perf_counter() - started
         line |= {name: value for name, value in told.items() if value}
-        wanted = [None if name == FULL else Precision(name) for name in row.measured]
-        if "perplexity" in row.measures:
-            for text, batches in (("heldout", material.heldout), ("perplexity", material.test)):
-                losses = losses_by_precision(held.model, precisely, wanted, batches, self.half)
-                line[text] = {name: _perplexity(loss) for name, loss in zip(row.measured, losses, strict=True)}
+        texts = {"heldout": material.heldout, "perplexity": material.test}
+        for text, batches in texts.items():
+            line[text] = self._perplexities(held, precisely, row.measured, batches)
         if "others" in row.measures:
-            line["others"] = {
-                name: _perplexity(losses_by_precision(held.model, precisely, [None], material.test, self.half)[0])
-                for name in self._rounded(held.model)
-            }
+            rounded = self._rounded(held.model)
+            line["others"] = {name: self._perplexities(held, precisely, [FULL], material.test)[FULL] for name in rounded}
         if "zeroshot" in row.measures:
-            line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, material.questions())
+            questions = zeroshot.load(self.places.questions(bench.model))
+            line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, questions)
         if row.packing == "calibrated":
-            line |= self._calibrated(row, held, material, precisely, line)
+            line["plain"] = {text: dict(line[text]) for text in texts}
+            with tempfile.TemporaryDirectory() as scratch:
+                line["calibrated_in"] = self._pack_calibrated(row, held, material, Path(scratch))
+                for name in NAMES:
+                    Source(Path(scratch) / "packed", name).load_into(held.model)
+                    for text, batches in texts.items():
+                        line[text][name] = self._perplexities(held, precisely, [FULL], batches)[FULL]
         return line | {"tuning_seconds": round(tuned_in, 1)} | self.provenance(started)
 
     def provenance(self, started: float) -> Result:
@@ -182,11 +185,10 @@ class Worker:
             precisely = precisely_for(row.quantizer, 64, "midpoint")
             prepare(held.model, precisely)
             return precisely, {}
-        steps = row.steps or bench.steps or len(material.training) // bench.batch_size
         cuda = self.places.device == "cuda"
         with tempfile.TemporaryDirectory() as scratch:
             arguments = TrainingArguments(
-                scratch, per_device_train_batch_size=bench.batch_size, max_steps=steps, learning_rate=lr,
+                scratch, per_device_train_batch_size=bench.batch_size, max_steps=row.steps or bench.steps, learning_rate=lr,
                 lr_scheduler_type=row.schedule, max_grad_norm=row.clip,
                 optim="sgd" if row.optimizer == "sgd" else "adamw_torch_fused" if cuda else "adamw_torch",
                 bf16=cuda, use_cpu=not cuda, seed=row.seed, report_to=[], save_strategy="no", logging_strategy="no",
@@ -207,8 +209,7 @@ class Worker:
             if cuda and bench.compiled:
                 self._compile(trainer, held)
             trainer.remove_callback(PrinterCallback)
-            if material.heldout:
-                trainer.judge = self._judge(row, trainer, material)
+            trainer.judge = self._judge(row, trainer, material)
             trainer.train()
         told = {"path": trainer.search.state_dict().get("counts"), "average": trainer.judgement}
         return trainer.precisely, told
@@ -234,6 +235,16 @@ class Worker:
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
+    def _perplexities(
+        self, held: Held, precisely: Precisely, names: Sequence[str], batches: list[Batch]
+    ) -> dict[str, float | None]:
+        """By precision."""
+        losses = losses_by_precision(held.model, precisely, [_precision(name) for name in names], batches, self.half)
+        return {
+            name: round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
+            for name, loss in zip(names, losses, strict=True)
+        }
+
     @torch.no_grad()
     def _rounded(self, model: Any) -> Iterator[str]:
         """The names of other formats, each while the weights are rounded to it."""
@@ -246,29 +257,19 @@ class Worker:
             yield name
         torch._foreach_copy_(weights, before)
 
-    def _calibrated(self, row: Row, held: Held, material: Material, precisely: Precisely, plain: Result) -> Result:
-        """Perplexities of the tuned model as `pack_calibrated` packs it; those of plain packing beside them."""
+    def _pack_calibrated(self, row: Row, held: Held, material: Material, folder: Path) -> float:
+        """Pack the tuned model on what it was tuned on, into `packed` of the folder; the seconds that it took."""
         assert row.options is not None
-        texts = {"heldout": material.heldout, "perplexity": material.test}
-        found: dict[str, dict[str, float | None]] = {text: {FULL: plain[text][FULL]} for text in texts}
-        with tempfile.TemporaryDirectory() as scratch:
-            checkpoint, packed = Path(scratch) / "tuned", Path(scratch) / "packed"
-            held.model.config.save_pretrained(checkpoint)
-            tied = set(held.model.all_tied_weights_keys)
-            state = {name: tensor.contiguous().cpu() for name, tensor in held.model.state_dict().items() if name not in tied}
-            save_file(state, checkpoint / "model.safetensors", {"format": "pt"})
-            length = min(LENGTH, held.model.config.max_position_embeddings)
-            windows = windows_of_examples((ids for ids, _ in material.training.examples), SAMPLES, length)
-            size, device = row.options.group_size, self.places.device
-            started = time.perf_counter()
-            pack_calibrated(checkpoint, packed, windows, device=device, group_size=size)
-            seconds = round(time.perf_counter() - started, 1)
-            for name in NAMES:
-                Source(packed, name).load_into(held.model)
-                for text, batches in texts.items():
-                    loss = losses_by_precision(held.model, precisely, [None], batches, self.half)[0]
-                    found[text][name] = _perplexity(loss)
-        return {**found, "plain": {text: plain[text] for text in texts}, "calibrated_in": seconds}
+        checkpoint = folder / "tuned"
+        held.model.config.save_pretrained(checkpoint)
+        tied = set(held.model.all_tied_weights_keys)
+        state = {name: tensor.contiguous().cpu() for name, tensor in held.model.state_dict().items() if name not in tied}
+        save_file(state, checkpoint / "model.safetensors", {"format": "pt"})
+        length = min(LENGTH, held.model.config.max_position_embeddings)
+        windows = windows_of_examples((ids for ids, _ in material.training.examples), SAMPLES, length)
+        started, size = time.perf_counter(), row.options.group_size
+        pack_calibrated(checkpoint, folder / "packed", windows, device=self.places.device, group_size=size)
+        return round(time.perf_counter() - started, 1)
 
     @torch.inference_mode()
     def _accuracies(
@@ -278,9 +279,8 @@ class Worker:
         positions, found = model.config.max_position_embeddings, {}
         model.eval()
         for name in measured:
-            precision = None if name == FULL else Precision(name)
             with (
-                precisely.at(precision, self.half),
+                precisely.at(_precision(name), self.half),
                 torch.compiler.set_stance("force_eager"),
                 torch.autocast(self.places.device, self.half, enabled=self.half is not None),
             ):
@@ -290,24 +290,16 @@ class Worker:
     # Loading ----------------------------------------------------------------------------------------------------------
 
     def _prepared(self, bench: Bench, start: str) -> tuple[Held, Material]:
-        name = bench.model if bench.model != "moe" else str(self.places.moe(bench))
-        if name not in self.held:
-            self.held[name] = self._loaded(bench)
-        held = self.held[name]
+        if bench.model not in self.held:
+            directory = self.places.checkpoint(bench)
+            model = moe.load(self.places.moe, self.places.device) if bench.model == "moe" else self._model(directory)
+            self.held[bench.model] = Held(model, AutoTokenizer.from_pretrained(directory), {"plain": _weights(model)})
+        held = self.held[bench.model]
         if bench.name not in held.benches:
             held.benches[bench.name] = self._material(bench, held.tokenizer)
         if start not in held.starts:
             held.starts[start] = _weights(self._model(self.places.calibrated(bench)))
         return held, held.benches[bench.name]
-
-    def _loaded(self, bench: Bench) -> Held:
-        directory = self.places.checkpoint(bench)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        if bench.model == "moe":
-            model = moe.load(self.places.moe(bench), bench.data == "builtin").to(self.places.device)
-        else:
-            model = self._model(directory)
-        return Held(model, tokenizer, {"plain": _weights(model)})
 
     def _model(self, directory: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(self.places.device)
@@ -316,11 +308,10 @@ class Worker:
         join, length = collate(padding_id(tokenizer)), bench.sequence_length
         together = MEASURED_TOGETHER[self.places.device]
 
-        def batches(dataset: TokenDataset, count: int, length: int) -> list[dict[str, torch.Tensor]]:
+        def batches(dataset: TokenDataset, count: int, length: int) -> list[Batch]:
             size, count = max(1, together // length), min(count, len(dataset))
             return [join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
 
-        questions = partial(zeroshot.load, self.places.questions(bench.model))
         if bench.data == "alpaca":
             rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)  # two have no answer
             rows, test = split(rows, bench.held_out, 0)
@@ -332,51 +323,44 @@ class Worker:
                 # stories15M alone has a tokenizer that writes one: with it, new rows would not compare with the old ones.
                 training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
                 test = load_data(measuring, tokenizer, bench.window, bos=False)
-            if bench.data == "builtin":
-                questions = partial(zeroshot.endings, heldout_text(), tokenizer, SMALL_QUESTIONS)
         glance = bench.data == "documentation"  # as the demo itself; it has much held out, and is made on CPUs
         unseen, judged = (batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED))
-        return Material(training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window), questions)
+        return Material(training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window))
 
 
 def _weights(model: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _padded(batch: dict[str, torch.Tensor], length: int, padding: int) -> dict[str, torch.Tensor]:
+def _padded(batch: Batch, length: int, padding: int) -> Batch:
     """All batches equally long: each length would be compiled anew."""
     short = length - batch["input_ids"].shape[1]
     fills = {"input_ids": padding, "labels": -100, "attention_mask": 0}
     return {name: torch.nn.functional.pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()}
 
 
-def _perplexity(loss: float) -> float | None:
-    return round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
+def _precision(name: str) -> Precision | None:
+    return None if name == FULL else Precision(name)
 
 
 # The loop -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Claims:
+def claim(claims: Path, name: str) -> Path:
     """Who does what: a file per job, in a folder that workers share."""
-
-    folder: Path
-
-    def place(self, name: str) -> Path:
-        """The file."""
-        return self.folder / name.replace("/", "-")
-
-    def take(self, name: str) -> bool:
-        """True for the first to ask."""
-        try:
-            self.place(name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+    return claims / name.replace("/", "-")
 
 
-def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, label: str) -> None:
+def take(claims: Path, name: str) -> bool:
+    """True for the first to ask."""
+    try:
+        claim(claims, name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def work(jobs: Sequence[Job], places: Places, claims: Path, deadline: float, label: str) -> None:
     """Take jobs in their order until none is left, or none that would end in time."""
     worker, took = Worker(places), {}  # type: Worker, dict[str, float]
     left, idle_since, failures = list(jobs), time.time(), 0
@@ -385,7 +369,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         left = [job for job in left if not is_done(job, done)]
         job = next((job for job in left if _ready(job, done, places, claims)), None)
         if job is None:
-            waiting = [job for job in left if isinstance(job, Row) and not claims.place(job.key).exists()]
+            waiting = [job for job in left if isinstance(job, Row) and not claim(claims, job.key).exists()]
             if not waiting or time.time() > min(deadline, idle_since + LONGEST_WAIT):
                 return
             time.sleep(0.5)
@@ -393,7 +377,7 @@ def work(jobs: Sequence[Job], places: Places, claims: Claims, deadline: float, l
         bench = _bench(job)
         if time.time() + took.get(bench, WORKERS * cost(job)) > deadline:
             left = [other for other in left if _bench(other) != bench]
-            claims.place(job.key).unlink()
+            claim(claims, job.key).unlink()
             continue
         started = time.time()
         try:
@@ -413,24 +397,24 @@ def _bench(job: Job) -> str:
     return job.bench if isinstance(job, Row) else "observe"
 
 
-def _ready(job: Job, done: dict[str, Result], places: Places, claims: Claims) -> bool:
+def _ready(job: Job, done: dict[str, Result], places: Places, claims: Path) -> bool:
     """Whether it can be done now, and is ours to do."""
     if isinstance(job, Row):
         bench = BENCHES[job.bench]
         if chosen_rate(job, done) is None:
             return False
-        if bench.model == "moe" and not _made(places.moe(bench) / moe.WEIGHTS, claims, partial(_train_moe, bench, places)):
+        if bench.model == "moe" and not _made(places.moe / moe.WEIGHTS, claims, partial(_train_moe, places)):
             return False
         if job.start == "calibrated" and not _made(places.calibrated(bench), claims, partial(calibrate, bench, places)):
             return False
-    return claims.take(job.key)
+    return take(claims, job.key)
 
 
-def _made(path: Path, claims: Claims, make: Callable[[], str]) -> bool:
+def _made(path: Path, claims: Path, make: Callable[[], str]) -> bool:
     """Whether what rows start from is there; the first to ask makes it."""
     if path.exists():
         return True
-    if not claims.take(f"make {path.parent.name} {path.name}"):
+    if not take(claims, f"make {path.parent.name} {path.name}"):
         return False
     try:
         print(make(), flush=True)
@@ -440,11 +424,9 @@ def _made(path: Path, claims: Claims, make: Callable[[], str]) -> bool:
     return True
 
 
-def _train_moe(bench: Bench, places: Places) -> str:
-    small = bench.data == "builtin"
-    text = None if small else places.file("alpaca/alpaca_5000.json")
-    loss = moe.make(places.moe(bench), text, places.device, small=small)
-    return f"trained {places.moe(bench).name}, loss {loss:.2f}"
+def _train_moe(places: Places) -> str:
+    loss = moe.make(places.moe, places.file("alpaca/alpaca_5000.json"), places.device)
+    return f"trained {places.moe.name}, loss {loss:.2f}"
 
 
 def calibrate(bench: Bench, places: Places) -> str:
@@ -462,8 +444,7 @@ def calibrate(bench: Bench, places: Places) -> str:
 def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:
     if isinstance(job, Observation):
         started = time.perf_counter()
-        text = None if job.model == "builtin" else places.file("wikitext-2/valid.txt")
-        line = observe(job, places.models, text, places.device) | worker.provenance(started)
+        line = observe(job, places.models, places.file("wikitext-2/valid.txt"), places.device) | worker.provenance(started)
         append(places.results, line)
         return " ".join(f"{name} {cosine:.3f}" for name, cosine in zip(NAMES, line["to_fp"], strict=True))
     lr = chosen_rate(job, done)
@@ -476,7 +457,4 @@ def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> st
     append(places.results, line)
     if "error" in line:
         return str(line["error"])
-    if "perplexity" in line:
-        return " ".join(f"{name} {value:.2f}" for name, value in line["perplexity"].items() if value)
-    means = {name: sum(task[0] for task in tasks.values()) / len(tasks) for name, tasks in line["zeroshot"].items()}
-    return " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+    return " ".join(f"{name} {value:.2f}" for name, value in line["perplexity"].items() if value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 TOKENS_AT_ONCE = {"cuda": 32_768, "cpu": 2_048}
+LIMIT = 500  # documents of a task
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Question:
 Questions = dict[str, list[Question]]
 
 
-def export(names: Sequence[str], data_dir: Path, tokenizer: Any, limit: int, model: Any) -> Questions:
+def export(names: Sequence[str], data_dir: Path, tokenizer: Any, model: Any) -> Questions:
     """The questions of tasks of the harness; `model` is any model, for the harness wants one before it tokenises."""
     from otaro.evaluate.harness import Tasks, _quiet
 
@@ -44,7 +44,7 @@ def export(names: Sequence[str], data_dir: Path, tokenizer: Any, limit: int, mod
         (task,) = tasks.prepare(name)["tasks"].values()
         with _quiet():
             runner = import_module("lm_eval.models.huggingface").HFLM(pretrained=model, tokenizer=tokenizer)
-            task.build_all_requests(limit=limit, rank=0, world_size=1)
+            task.build_all_requests(limit=LIMIT, rank=0, world_size=1)
         by_norm = "acc_norm" in task.aggregation()
         by_document: dict[int, list[Any]] = {}
         for instance in task.instances:
@@ -62,19 +62,6 @@ def _question(task: Any, instances: list[Any], runner: Any, by_norm: bool) -> Qu
     lengths = [float(len(choice)) for choice in task.doc_to_choice(document)] if by_norm else [1.0] * count
     pairs: Any = [runner._encode_pair(*instance.args) for instance in instances]
     return Question(pairs, right.index(1.0), lengths)
-
-
-def endings(text: str, tokenizer: Any, count: int) -> Questions:
-    """Questions made of a text: which of four passages goes on after a context? For when there is no data."""
-    ids, draw = tokenizer(text, verbose=False)["input_ids"], random.Random(0)
-    questions = []
-    for _ in range(count):
-        starts = [draw.randrange(len(ids) - 48) for _ in range(4)]
-        gold, context = draw.randrange(4), ids[starts[0] : starts[0] + 32]
-        answers = [ids[start + 32 : start + 40] for start in starts]
-        answers[0], answers[gold] = answers[gold], answers[0]
-        questions.append(Question([(context, answer) for answer in answers], gold, [1.0] * 4))
-    return {"endings": questions}
 
 
 def save(questions: Questions, path: Path) -> None:
