@@ -12,16 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from otaro.builtin import MODEL_DIR
-from otaro.evaluate.harness import PAPER_TASKS
-from runs.study import plan, report, work, zeroshot
-from runs.study.plan import BENCHES, SMOL, Job, Row, cost
-from runs.study.results import finished, is_done, read
-from runs.study.work import Places
+if TYPE_CHECKING:
+    from runs.study.plan import Job
+    from runs.study.work import Places
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "study.jsonl"
@@ -31,10 +26,18 @@ DOCS = ROOT / "docs"
 def main() -> None:
     a = arguments().parse_args()
     if a.report:
-        print(*report.write(a.results, DOCS), sep="\n")
+        from runs.study.report import write
+
+        print(*write(a.results, DOCS), sep="\n")
         return
+
+    import torch
+
+    from runs.study import plan, work
+    from runs.study.results import finished, is_done, read
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    places = Places(a.models, a.data, a.results, a.commit or commit(), device)
+    places = work.Places(a.models, a.data, a.results, a.commit or commit(), device)
     if a.export:
         export(places)
         return
@@ -96,6 +99,9 @@ def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) 
 
 def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
     """Every row, what each block lacks, and what that would take of a GPU."""
+    from runs.study.plan import cost
+    from runs.study.results import finished, is_done, read
+
     done = finished(read(places.results))
     rows, missing, seconds = 0, 0, 0.0
     for name, jobs in blocks.items():
@@ -111,6 +117,8 @@ def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
 
 def check(jobs: Sequence[Job], places: Places) -> None:
     """Say what is not there before anything starts."""
+    from runs.study.plan import BENCHES, Row
+
     rows = [job for job in jobs if isinstance(job, Row)]
     used = [BENCHES[row.bench] for row in rows]
     models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
@@ -127,6 +135,8 @@ def check(jobs: Sequence[Job], places: Places) -> None:
 
 def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: float | None) -> int:
     """Start them, and wait; how many failed."""
+    from runs.study import work
+
     cores = os.cpu_count() or 1
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * cores // count)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
@@ -146,10 +156,17 @@ def start_workers(jobs: Sequence[Job], places: Places, count: int, minutes: floa
 
 
 def export(places: Places) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(places.models / SMOL)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from otaro.builtin import MODEL_DIR
+    from otaro.evaluate.harness import PAPER_TASKS
+    from runs.study import zeroshot
+
+    name = "SmolLM2-135M"
+    tokenizer = AutoTokenizer.from_pretrained(places.models / name)
     any_model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
     questions = zeroshot.export(list(PAPER_TASKS), places.file("zeroshot"), tokenizer, any_model)
-    out = places.questions(SMOL)
+    out = places.questions(name)
     zeroshot.save(questions, out)
     print(f"{out}: {sum(map(len, questions.values())):,} questions, {out.stat().st_size:,} bytes")
 
