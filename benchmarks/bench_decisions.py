@@ -10,21 +10,18 @@ at E5M8, in turns: share asked again, accuracy of each, and the time of each.
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import gzip
-import http.client
 import json
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import finish
+from common import arguments, finish
 
 import otaro
-from otaro.serve import server
+from otaro.serve.decisions import decisions_ask, margin
 from otaro.serve.service import Service
 from otaro.serve.settings import Settings
 
@@ -32,22 +29,15 @@ COARSE, FINE = "E5M3", "E5M8"
 _TURN = 4  # rows; never the same one twice in a row, which the cache would hold already
 
 
-Asked = tuple[dict[str, Any], str]
-"""A request, and the right answer."""
+Asked = tuple[dict[str, Any], int]
+"""A request, and which answer is right."""
 
 
 def choice(question: str, options: list[str], right: int) -> Asked:
-    """A choice by the answers' own words, and the name of the right one. Small models say A whatever is asked."""
-    names = [f"option {number + 1}" for number in range(len(options))]
-    criteria = dict(zip(names, options, strict=True))
+    """A choice by the answers' own words. Small models say A whatever is asked."""
+    criteria = {f"option {number + 1}": option for number, option in enumerate(options)}
     asked = {"type": "choice", "by": "text", "instructions": question, "criteria": criteria}
-    return {"state": "", "questions": {"q": asked}}, names[right]
-
-
-def boolq(row: dict[str, Any]) -> Asked:
-    """A question that is answered by yes or no."""
-    question = {"type": "noul", "instructions": f"{row['question'].capitalize()}?"}
-    return {"state": row["passage"], "questions": {"q": question}}, "yes" if row["label"] else "no"
+    return {"state": "", "questions": {"q": asked}}, right
 
 
 def arc(row: dict[str, Any]) -> Asked:
@@ -59,25 +49,20 @@ def piqa(row: dict[str, Any]) -> Asked:
     return choice(row["goal"], [row["sol1"], row["sol2"]], int(row["label"]))
 
 
-def winogrande(row: dict[str, Any]) -> Asked:
-    return choice(f"Who or what is _ ? {row['sentence']}", [row["option1"], row["option2"]], int(row["answer"]) - 1)
+SETS = {"piqa": piqa, "arc_easy": arc, "arc_challenge": arc, "openbookqa": arc}
 
 
-SETS = {"boolq": boolq, "piqa": piqa, "winogrande": winogrande, "arc_easy": arc, "arc_challenge": arc, "openbookqa": arc}
-
-
-@dataclass
-class Made:
+class Made(NamedTuple):
     """A decision."""
 
-    answer: str
+    answer: int
     margin: float
     precision: str
     seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", default="arc_easy,piqa")
@@ -97,9 +82,9 @@ def main() -> None:
 def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict[str, Any]:
     """One set; printed, and for the last line."""
     choosing, reported = rows[::2], rows[1::2]
-    made = ask_all(model, choosing, (COARSE, FINE), Settings())
-    margin = smallest_margin(made[COARSE], made[FINE], agreement)
-    other = ask_all(model, reported, ("auto", COARSE, FINE), Settings(auto_margin=margin))
+    made = asyncio.run(ask_all(model, choosing, (COARSE, FINE), Settings()))
+    least = smallest_margin(made[COARSE], made[FINE], agreement)
+    other = asyncio.run(ask_all(model, reported, ("auto", COARSE, FINE), Settings(auto_margin=least)))
     auto, fine = other["auto"], other[FINE]
     right = {key: share_of(decisions, [answer for _, answer in reported]) for key, decisions in other.items()}
     again = sum(one.precision == FINE for one in auto) / len(auto)
@@ -108,21 +93,16 @@ def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict
     error = math.sqrt(right[FINE] * (1 - right[FINE]) / len(fine))
     saved = 1 - seconds["auto"] / seconds[FINE]
     print(f"\n{name}: {len(choosing)} rows to choose the margin, {len(reported)} reported")
-    print(f"  margin, asked again at {FINE}           {margin:.3f}, {again:.1%}")
+    print(f"  margin, asked again at {FINE}           {least:.3f}, {again:.1%}")
     print(f"  {'':18}{COARSE:>8}{'auto':>8}{FINE:>8}")
     print("  accuracy          " + "".join(f"{right[key]:>8.3f}" for key in (COARSE, "auto", FINE)) + f"  (+- {error:.3f})")
     print(f"  decided as {FINE}   {alike:>8.1%}{same:>8.1%}{1:>8.1%}")
     print("  milliseconds      " + "".join(f"{1e3 * seconds[key]:>8.1f}" for key in (COARSE, "auto", FINE)))
     print(f"  time saved by auto  {saved:+.1%}")
     return {
-        "set": name,
-        "rows": len(reported),
-        "margin": margin,
-        "escalated": again,
-        "accuracy": right,
-        "agreement": {COARSE: alike, "auto": same},
-        "seconds": seconds,
-    }
+        "set": name, "rows": len(reported), "margin": least, "escalated": again, "accuracy": right,
+        "agreement": {COARSE: alike, "auto": same}, "seconds": seconds,
+    }  # fmt: skip
 
 
 def quiet_mean(seconds: list[float]) -> float:
@@ -132,7 +112,7 @@ def quiet_mean(seconds: list[float]) -> float:
     return sum(min(one, most) for one in seconds) / len(seconds)
 
 
-def share_of(made: list[Made], answers: list[str]) -> float:
+def share_of(made: list[Made], answers: list[int]) -> float:
     """How many decided so."""
     return sum(one.answer == answer for one, answer in zip(made, answers, strict=True)) / len(made)
 
@@ -148,38 +128,20 @@ def smallest_margin(coarse: list[Made], fine: list[Made], agreement: float) -> f
     return 1.0
 
 
-def ask_all(model: Any, rows: list[Asked], precisions: tuple[str, ...], settings: Settings) -> dict[str, list[Made]]:
-    """Every row at each precision, in turns."""
+async def ask_all(model: Any, rows: list[Asked], precisions: tuple[str, ...], settings: Settings) -> dict[str, list[Made]]:
+    """Every row at each precision, in turns, by what answers /v1/systemone."""
     service = Service(model, otaro.Engine(model, max_sequences=1), "model", settings)
-    listening = server.listen("127.0.0.1", 0)
-    running = server.make(service, listening)
-    thread = Thread(target=running.run, kwargs={"sockets": [listening]})
-    thread.start()
     made: dict[str, list[Made]] = {precision: [] for precision in precisions}
-    try:
-        connection = http.client.HTTPConnection(*listening.getsockname()[:2])
+    async with service.running():
         for start in range(0, len(rows), _TURN):
             for precision in precisions:
                 for row, _ in rows[start : start + _TURN]:
-                    made[precision].append(ask(connection, {**row, "precision": precision}))
-    finally:
-        running.should_exit = True
-        thread.join()
+                    asked, started = decisions_ask({**row, "precision": precision}), time.perf_counter()
+                    (found,) = await service.decide(asked)
+                    seconds, shares = time.perf_counter() - started, found.probabilities
+                    answer = shares.index(max(shares))
+                    made[precision].append(Made(answer, margin(shares), str(found.precision), seconds))
     return made
-
-
-def ask(connection: Any, body: dict[str, Any]) -> Made:
-    started = time.perf_counter()
-    connection.request("POST", "/v1/systemone", json.dumps(body), {"Content-Type": "application/json"})
-    response = json.loads(connection.getresponse().read())
-    seconds = time.perf_counter() - started
-    if "error" in response:
-        raise SystemExit(response["error"]["message"])
-    answer = response["answers"]["q"]
-    if answer["type"] == "noul":
-        return Made("yes" if answer["noul"] > 0.5 else "no", abs(2 * answer["noul"] - 1), answer["precision"], seconds)
-    first, second = sorted(answer["probabilities"].values(), reverse=True)[:2]
-    return Made(answer["choice"], first - second, answer["precision"], seconds)
 
 
 if __name__ == "__main__":

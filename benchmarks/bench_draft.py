@@ -21,7 +21,7 @@ from typing import Any
 import gpu
 import torch
 from common import arguments, finish
-from llama3 import ALL_PLANES, PackedModel, fill
+from llama3 import fill, packed_model
 
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.sample import argmax
@@ -75,7 +75,7 @@ def main(words: list[str] | None = None) -> None:
     accepted = [float(one) for one in asked.accept.split(",")]
     gpu.require()
     name = torch.cuda.get_device_name()
-    decoder = GpuDecoder(PackedModel(ALL_PLANES).weights)
+    decoder = GpuDecoder(packed_model())
     cache = decoder.new_cache(None, capacity=CONTEXT + TOKENS + 2 * MOST)
     fill(cache, CONTEXT)
     judge, draft = (decoder.description.all_at(one) for one in (asked.judge, asked.draft))

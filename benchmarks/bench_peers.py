@@ -91,7 +91,7 @@ def one_shape(rows: int, length: int, found: list[peers.Peer], rounds: int) -> d
                 theirs = torch.empty_like(out, dtype=torch.float16)
                 graphs[peer.name] = rotating(weights[peer.name], about / 2, peer.multiply, x, theirs)
         seconds[str(tokens)] = alternate(graphs, rounds)
-    return {"seconds": seconds, "checks": {str(one): check(packed[:1], one) for one in OURS}}
+    return {"seconds": seconds, "checks": {str(one): check([at(packed[0], one)]) for one in OURS}}
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
-import operator
 import os
 import socket
 import statistics
@@ -32,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -40,13 +38,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from common import finish
+from common import arguments, finish
 
 from otaro.builtin.documentation import documentation_text
 from otaro.export.run import export
 from otaro.sefp.precision import PRECISIONS
 
-_PATIENCE = 60  # seconds for answers that are under way when the time is up
+ROUNDS = 4  # of one client, then many
+WORDS = (5, 20, 60, 120)  # of prompts, in turns
+AGAIN = 48  # answers to prompts of their own that are asked for again
+PATIENCE = 60  # seconds for answers that are under way when the time is up
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,8 @@ class Result:
     case: int
     asked: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    tokens: int = 0
     timely: int = 0
-    """Of these, tokens that came before the round was over."""
+    """Tokens that came before the round was over."""
     prompt: int = 0
     cached: int = 0
     """Of the prompt's tokens, those that the server says it had."""
@@ -80,20 +80,16 @@ class Result:
 
 @dataclass
 class Load:
-    """A number of clients, for a while."""
+    """A number of clients, in all rounds."""
 
-    results: list[Result]
+    clients: int
     seconds: float
-    memory: list[int]
+    """Of a round."""
+    results: list[Result] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    """Tokens a second of each round, of all clients together."""
+    memory: list[int] = field(default_factory=list)
     """Resident bytes of the server, as time went on."""
-
-    def __add__(self, other: Load) -> Load:
-        return Load(self.results + other.results, self.seconds + other.seconds, self.memory + other.memory)
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, of all clients together."""
-        return sum(result.timely for result in self.results) / self.seconds
 
     @property
     def cached(self) -> float:
@@ -110,44 +106,42 @@ class DidNotStart(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=120.0, help="of the load, in all; one client gets a quarter")
-    parser.add_argument("--rounds", type=int, default=4, help="of one client, then many")
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--words", default="5,20,60,120", help="of prompts, in turns")
     parser.add_argument("--fresh", action="store_true", help="no prompt comes twice")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--against", choices=["llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable)
     args = parser.parse_args()
-    cases = make_cases(args.cases, args.tokens, [int(length) for length in args.words.split(",")])
+    cases = make_cases(args.cases, args.tokens)
     summaries = []
     with tempfile.TemporaryDirectory() as scratch:
         for contender in contenders(args, Path(scratch)):
             try:
-                with started(contender, args.threads) as (port, process):
+                with started(contender) as (port, process):
                     summaries.append(asyncio.run(measured(contender, cases, port, process, args)))
+                    print_summary(summaries[-1])
             except DidNotStart as error:
                 if not summaries:
                     sys.exit(str(error))
                 print(f"\n{contender.name}: left out. {error}")
-    ours = summaries[0]
-    finish({"benchmark": "serve", "model": args.directory.name, "clients": args.clients, "servers": summaries})
-    if ours["errors"] or ours["different"]:
+    finish({"benchmark": "serve", "model": args.directory.name, "fresh": args.fresh, "servers": summaries})
+    if summaries[0]["errors"] or summaries[0]["different"]:
         sys.exit(1)
 
 
-def make_cases(count: int, tokens: int, lengths: list[int]) -> list[dict[str, Any]]:
-    """Requests: prompts of so many words in turns, half of the answers sampled."""
-    words, cases = [word for word in documentation_text("heldout").split() if word.strip(".,;:()").isalpha()], []
-    for number in range(count):
-        length = lengths[number % len(lengths)]
-        start = 131 * number % (len(words) - length)
-        sampled = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
-        cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": number, **sampled})
+def make_cases(number: int, tokens: int) -> list[dict[str, Any]]:
+    """Requests: half of the answers are sampled."""
+    words = [word for word in documentation_text("heldout").split() if word.strip(".,;:()").isalpha()]
+    cases = []
+    for case in range(number):
+        length = WORDS[case % len(WORDS)]
+        start = 131 * case % (len(words) - length)
+        sampled = {"temperature": 0.8, "top_p": 0.95} if case % 2 else {"temperature": 0.0}
+        cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": case, **sampled})
     return cases
 
 
@@ -157,18 +151,18 @@ def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
     yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, [*map(str, PRECISIONS)])
     if args.against:
         export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
-        server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(args.threads), "--n_ctx", "2048"]
+        server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(os.cpu_count()), "--n_ctx", "2048"]
         server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
         no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
         yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
 
 
 @contextmanager
-def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Process]]:
+def started(contender: Contender) -> Iterator[tuple[int, psutil.Process]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*contender.command, str(port)], stdout=log, stderr=log, env=environment)
         try:
@@ -191,7 +185,7 @@ def started(contender: Contender, threads: int) -> Iterator[tuple[int, psutil.Pr
 async def measured(
     contender: Contender, cases: list[dict[str, Any]], port: int, process: psutil.Process, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One client and many in turns; printed, and for the last line."""
+    """One client and many in turns."""
     precisions, compared, serial = contender.precisions, contender.precisions != [""], count(1)
 
     def body(case: int) -> dict[str, Any]:
@@ -201,83 +195,77 @@ async def measured(
 
     await ask(port, 0, body(0))  # whatever a first request loads
     alone = {case: (await ask(port, case, body(case))).text for case in range(len(cases)) if compared and not args.fresh}
-    rounds: list[tuple[Load, Load]] = []
-    for number in range(args.rounds):
-        each, start = args.seconds / args.rounds, 5 * number
-        one = await load(port, body, 1, each / 4, len(cases), process, start)
-        rounds.append((one, await load(port, body, args.clients, each, len(cases), process, start)))
-    one, many = (functools.reduce(operator.add, same) for same in zip(*rounds, strict=True))
-    gains = [pair[1].rate / pair[0].rate for pair in rounds]
+    each = args.seconds / ROUNDS
+    one, many = Load(1, each / 4), Load(args.clients, each)
+    for number in range(ROUNDS):
+        for load in (one, many):
+            await round_of(load, port, body, len(cases), process, 5 * number)
     errors = [result.error for result in one.results + many.results if result.error]
-    said = [result for result in many.results if not result.error]
-    if args.fresh and compared:
-        said = said[:: max(1, len(said) // 48)]
-        different = sum([(await ask(port, one.case, one.asked)).text != one.text for one in said])
+    said = [result for result in many.results if not result.error] if compared else []
+    if args.fresh:
+        said = said[:: max(1, len(said) // AGAIN)]
+        different = sum([(await ask(port, result.case, result.asked)).text != result.text for result in said])
     else:
-        different = sum(one.text != alone.get(one.case) for one in said)
-    clients = f"{args.clients} clients for {many.seconds:.0f} s in {args.rounds} rounds"
-    told = ", ".join(f"{gain:.2f}" for gain in gains)
-    print(f"\n{contender.name}: {clients}, {len(many.results)} answers")
-    print(f"  tokens a second      {many.rate:.1f}, one client {one.rate:.1f}: {statistics.median(gains):.2f} times ({told})")
-    print(f"  prompts in the cache {many.cached:.0%} of the tokens, one client {one.cached:.0%}")
-    print(f"  errors               {len(errors)} {errors[:1] or ''}")
-    if compared:
-        print(f"  other than alone     {different} of {len(said)}")
-    memory = [many.memory[len(many.memory) // part] for part in (10, 2)] + [many.memory[-1], max(many.memory)]
-    sizes = (size / 1e6 for size in memory)
-    told = "after a tenth {:.0f} MB, a half {:.0f} MB, at the end {:.0f} MB, most {:.0f} MB".format(*sizes)
-    print(f"  memory               {told}")
-    table: dict[str, dict[str, float]] = {}
-    print(f"  first token, ms      {'':>8}{'p50':>8}{'p95':>8}{'one client':>12}")
+        different = sum(result.text != alone[result.case] for result in said)
+    table = {}
     for number, precision in enumerate(precisions):
         found, single = (some.first_tokens(number, len(precisions)) for some in (many, one))
-        if len(found) < 2:
-            continue
-        row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
-        row["one"] = statistics.median(single) if single else float("nan")
-        table[precision or "all"] = row
-        p50, p95, alone_ms = (1e3 * value for value in row.values())
-        print(f"{'':23}{precision or 'all':>8}{p50:>8.0f}{p95:>8.0f}{alone_ms:>12.0f}")
+        if len(found) > 1:
+            row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
+            table[precision or "all"] = row | {"one": statistics.median(single) if single else float("nan")}
+    gains = [rate / single for rate, single in zip(many.rates, one.rates, strict=True)]
+    resident = [many.memory[len(many.memory) // part] for part in (10, 2)] + [many.memory[-1], max(many.memory)]
     return {
-        "name": contender.name,
-        "answers": len(many.results),
-        "tokens_per_second": many.rate,
-        "one_client": one.rate,
-        "gain": statistics.median(gains),
-        "gains": gains,
-        "fresh": args.fresh,
-        "cached": [many.cached, one.cached],
-        "errors": len(errors),
-        "different": different if compared else None,
-        "memory": memory,
-        "first_token": table,
-    }
+        "name": contender.name, "clients": args.clients, "seconds": args.seconds, "answers": len(many.results),
+        "tokens_per_second": statistics.fmean(many.rates), "one_client": statistics.fmean(one.rates),
+        "gain": statistics.median(gains), "gains": gains, "cached": [many.cached, one.cached],
+        "errors": len(errors), "first_error": errors[:1], "different": different, "compared": len(said),
+        "memory": resident, "first_token": table,
+    }  # fmt: skip
 
 
-async def load(port: int, body: Any, clients: int, seconds: float, cases: int, process: psutil.Process, first: int) -> Load:
+def print_summary(found: dict[str, Any]) -> None:
+    gains = ", ".join(f"{gain:.2f}" for gain in found["gains"])
+    print(f"\n{found['name']}: {found['clients']} clients for {found['seconds']:.0f} s, {found['answers']} answers")
+    rates = f"{found['tokens_per_second']:.1f}, one client {found['one_client']:.1f}"
+    print(f"  tokens a second      {rates}: {found['gain']:.2f} times ({gains})")
+    print("  prompts in the cache {:.0%} of the tokens, one client {:.0%}".format(*found["cached"]))
+    print(f"  errors               {found['errors']} {found['first_error'] or ''}")
+    if found["compared"]:
+        print(f"  other than alone     {found['different']} of {found['compared']}")
+    told = "after a tenth {:.0f} MB, a half {:.0f} MB, at the end {:.0f} MB, most {:.0f} MB"
+    print(f"  memory               {told.format(*(size / 1e6 for size in found['memory']))}")
+    print(f"  first token, ms      {'':>8}{'p50':>8}{'p95':>8}{'one client':>12}")
+    for precision, row in found["first_token"].items():
+        p50, p95, one = (1e3 * value for value in row.values())
+        print(f"{'':23}{precision:>8}{p50:>8.0f}{p95:>8.0f}{one:>12.0f}")
+
+
+async def round_of(
+    load: Load, port: int, body: Callable[[int], dict[str, Any]], cases: int, process: psutil.Process, first: int
+) -> None:
     """Clients that ask one request after the other, each beginning at another; answers under way are waited for a while."""
-    results: list[Result] = []
-    start = time.perf_counter()
-    memory = [process.memory_info().rss]
+    start, results = time.perf_counter(), list[Result]()
+    load.memory.append(process.memory_info().rss)
 
     async def client(number: int) -> None:
         case = (first + number * 7) % cases
-        while time.perf_counter() - start < seconds:
-            results.append(await ask(port, case, body(case), start + seconds))
+        while time.perf_counter() - start < load.seconds:
+            results.append(await ask(port, case, body(case), start + load.seconds))
             case = (case + 1) % cases
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(max(seconds / 50, 0.1))
-            memory.append(process.memory_info().rss)
+            await asyncio.sleep(max(load.seconds / 50, 0.1))
+            load.memory.append(process.memory_info().rss)
 
     watching = asyncio.ensure_future(watch())
-    asking = [asyncio.ensure_future(client(number)) for number in range(clients)]
-    _, late = await asyncio.wait(asking, timeout=seconds + _PATIENCE)
+    asking = [asyncio.ensure_future(client(number)) for number in range(load.clients)]
+    _, late = await asyncio.wait(asking, timeout=load.seconds + PATIENCE)
     for task in [watching, *late]:
         task.cancel()
-    results += [Result(-1, error=f"no answer within {_PATIENCE} s of the end")] * len(late)
-    return Load(results, seconds, memory)
+    load.rates.append(sum(result.timely for result in results) / load.seconds)
+    load.results += [*results, *[Result(-1, error=f"no answer within {PATIENCE} s of the end")] * len(late)]
 
 
 async def ask(port: int, case: int, body: dict[str, Any], until: float = float("inf")) -> Result:
@@ -298,21 +286,20 @@ async def ask(port: int, case: int, body: dict[str, Any], until: float = float("
             if line.startswith(b"data: [DONE]"):
                 ended = True
                 break
-            event = json.loads(line[6:])
+            event, now = json.loads(line[6:]), time.perf_counter()
             if "error" in event:
                 result.error = str(event["error"])
             for choice in event.get("choices", ()):
                 ended = ended or choice.get("finish_reason") is not None  # not all say [DONE]
                 if choice.get("text"):
-                    now = time.perf_counter()
                     result.first = result.first or now - started_at
                     result.text += choice["text"]
-                    result.tokens, result.timely = result.tokens + 1, result.timely + (now < until)
-            if event.get("usage"):  # tokens without text of their own count too
-                usage = event["usage"]
-                result.tokens, result.prompt = usage["completion_tokens"], usage.get("prompt_tokens", 0)
+                    result.timely += now < until
+            if usage := event.get("usage"):
+                result.prompt = usage.get("prompt_tokens", 0)
                 result.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                result.timely = result.tokens if time.perf_counter() < until else result.timely
+                if now < until:  # tokens without text of their own count too
+                    result.timely = usage["completion_tokens"]
         if not ended and not result.error:
             result.error = "the stream broke off"
         writer.close()

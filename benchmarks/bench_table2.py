@@ -1,19 +1,16 @@
 """The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are made of.
 
     python benchmarks/bench_table2.py                         # everything, a few minutes
-    python benchmarks/bench_table2.py --only gemv,quantize    # some parts
+    python benchmarks/bench_table2.py --only layer,decode     # some parts
     python benchmarks/bench_table2.py --quick                 # fewer rounds
 
 Weights are random: only their shapes matter here. Parts:
 
-    gemv          every product of the model with one token, beside cuBLAS in float16
-    layer         every product of a layer with 4 to 128 tokens, beside cuBLAS in float16
+    layer         every product of a layer with 1 to 128 tokens, the head's with one, beside cuBLAS in float16
     batch         one large matrix times 1 to 128 tokens: where integers, then halves straight from the planes stop paying
     prompts       500 and 4,000 tokens read by our own decoder, in float16 and packed
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed
-    switch        what it costs to change the precision between two tokens
-    quantize      the fused quantize kernel of a tuning step, beside a copy of the same bytes
 
 Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
 replayed in turn, and medians count. Results are checked against the reference before anything is timed.
@@ -24,7 +21,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,19 +30,15 @@ import table2_products
 import torch
 from common import arguments, finish
 from gpu import say
-from table2_products import Settings
 
-from otaro.sefp.precision import PRECISIONS, Precision
+from otaro.sefp.precision import Precision
 
-SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
-    "gemv": table2_products.gemv,
+SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "layer": table2_products.layer,
     "batch": table2_products.batch,
     "prompts": table2_decode.prompts,
     "transformers": table2_decode.through_transformers,
     "decode": table2_decode.decode,
-    "switch": table2_decode.switch,
-    "quantize": table2_products.quantize,
 }
 E5M4 = Precision("E5M4")
 SUMMED = {"E5M4": 2.6, "E5M3": 3.0, "E5M8": 1.4}
@@ -55,12 +47,9 @@ TIMES_HALF = {"E5M4": {4: 2.3, 8: 2.2, 16: 2.0, 32: 1.6, 64: 1.2}, "E5M8": {8: 1
 """The same of a layer's products of so many tokens."""
 PROMPTS = {500: 1.4, 4000: 1.15}
 """How many times as long as through our own decoder in float16 a prompt of so many tokens may take."""
-OF_COPY = 0.7
-"""The share of a copy's speed that quantizing for a tuning step must reach."""
 AGAINST_TRANSFORMERS, AGAINST_OWN_HALF = 2.45, 2.0
 """How many times as fast as float16 a token at E5M4 must be."""
 MEMORY_GIB = 4.88  # of weights and cache, both at E5M4
-SWITCH_US = 50.0
 
 
 class Bar(NamedTuple):
@@ -80,8 +69,7 @@ class Bar(NamedTuple):
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="parts to run, with commas between them")
-    parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 5)")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="5 rounds of each comparison in place of 15")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to a file too")
     asked = parser.parse_args()
     parts = asked.only.split(",")
@@ -91,20 +79,17 @@ def main() -> None:
         parser.error(f"--json {asked.json}: there is no folder {asked.json.parent}")
     gpu.require()
     torch.manual_seed(torch.seed() % 2**32)  # fresh numbers every time; checks must hold for any
-    rounds = asked.rounds or (5 if asked.quick else 15)
+    rounds = 5 if asked.quick else 15
     about = gpu.machine()
-    settings = Settings(rounds, gpu.copy_rate(rounds), asked.quick)
-    gpu.release()
-    say(f"a plain copy moves {settings.copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
-    results: dict[str, Any] = {"copy_bytes_per_s": settings.copy_rate}
+    results: dict[str, Any] = {}
     for part in parts:
         try:
-            results[part] = SECTIONS[part](settings)
+            results[part] = SECTIONS[part](rounds)
         except Exception as error:  # a GPU's time is dear: other parts still run, and the failure is part of the result
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
-    table2_decode.print_summary(results)
+    table2_decode.print_table(results)
     bars = list(judged(results))
     print_bars(bars)
     outcome = {**about, "benchmark": "table2", "rounds": rounds, **results}
@@ -115,34 +100,22 @@ def main() -> None:
 
 def judged(results: dict[str, Any]) -> Iterator[Bar]:
     """What was asked for, as far as the parts that ran can tell."""
-    if total := results.get("gemv", {}).get("summed_seconds"):
-        for suffix in ("", " + quantize"):
-            for precision, factor in SUMMED.items():
-                name = precision + suffix
-                yield Bar(f"products of one token at {name}, times float16", total["float16"] / total[name], factor)
-        steps = [total[str(coarse)] / total[str(fine)] for fine, coarse in pairwise(PRECISIONS)]
-        yield Bar("time of a precision beside the next finer one, at most", max(steps), 1.0, at_least=False)
     if total := results.get("layer", {}).get("summed_seconds"):
+        model = results["layer"]["model_seconds"]
+        for precision, factor in SUMMED.items():
+            yield Bar(f"products of one token at {precision}, times float16", model["float16"] / model[precision], factor)
         for precision, by_tokens in TIMES_HALF.items():
             for tokens, factor in by_tokens.items():
                 one, what = total[str(tokens)], f"a layer's products of {tokens} tokens at {precision}, times float16"
                 yield Bar(what, one["float16"] / one[precision], factor)
         slower = max(one["E5M3"] / one["E5M4"] for one in total.values())
-        yield Bar("time of E5M3 beside E5M4 with several tokens", slower, 1.0, at_least=False)
+        yield Bar("time of E5M3 beside E5M4 with one token or several", slower, 1.0, at_least=False)
     if seconds := results.get("prompts", {}).get("seconds"):
         for tokens, factor in PROMPTS.items():
             one = seconds[str(tokens)]
             for precision in map(str, table2_products.MULTIPLIED):
                 what = f"reading {tokens} tokens at {precision}, time beside float16 of our own"
                 yield Bar(what, one[precision] / one["float16"], factor, at_least=False)
-    yield from judged_decode(results)
-    for title, result in results.get("quantize", {}).items():
-        if isinstance(result, dict) and result["best"]:
-            yield Bar(f"quantizing, {title}: share of a copy's speed", result["of_copy"], OF_COPY)
-
-
-def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
-    """Of the decoder: speed, memory, switches."""
     rows, theirs = results.get("decode", {}).get("rows", {}), results.get("transformers", {}).get("tokens_per_s")
     for cache in table2_decode.CACHES if rows else ():
         row = rows[table2_decode.row_name(E5M4, cache)]
@@ -156,9 +129,6 @@ def judged_decode(results: dict[str, Any]) -> Iterator[Bar]:
         total, held = row["accounted"]["total_gib"], row["allocated_gib"]
         yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
         yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)
-    if pairs := results.get("switch", {}).get("pairs"):
-        worst = max(pair["seconds"] for pair in pairs.values())
-        yield Bar("microseconds of a switch between two tokens", worst * 1e6, SWITCH_US, at_least=False)
 
 
 def print_bars(bars: list[Bar]) -> None:

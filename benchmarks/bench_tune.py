@@ -3,7 +3,7 @@
 Every contender trains the same model on the same random tokens for some steps, in turn, several rounds over; a first round,
 in which steps are compiled, and the first steps of each turn are not counted. `trainer` is transformers' own Trainer; `fp` is
 ours tuning at full precision. Peak memory is what tensors took on the GPU at most while counted steps ran, without the
-allocator's rounding.
+allocator's rounding. On a GPU all of them run compiled, too.
 
     python benchmarks/bench_tune.py                                   # a GPU, the shape of SmolLM2-135M, 8 x 512 tokens
     python benchmarks/bench_tune.py --device cpu --shape builtin      # two cores
@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import SMOLLM2, finish
+from common import SMOLLM2, arguments, finish
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -77,12 +77,12 @@ def turn(
     clock, cuda = Clock(a.device, a.ignored), a.device == "cuda"
     tokens = torch.randint(3, config.vocab_size, (a.batch_size * a.steps, a.sequence_length))
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
+        settings = TrainingArguments(
             scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5,
             report_to=[], use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no", disable_tqdm=True,
             logging_nan_inf_filter=False, optim="adamw_torch_fused",
         )  # fmt: skip
-        common = {"model": model, "args": arguments, "train_dataset": [{"input_ids": row, "labels": row} for row in tokens]}
+        common = {"model": model, "args": settings, "train_dataset": [{"input_ids": row, "labels": row} for row in tokens]}
         trainer = Trainer(**common) if options is None else OtaroTrainer(**common, otaro=options)
         trainer.judge = lambda: 0.0  # so that weights are averaged, though nothing is held out
         if compiled:
@@ -103,7 +103,7 @@ def turn(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=("smollm2", "builtin"), default="smollm2")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -112,20 +112,18 @@ def main() -> None:
     parser.add_argument("--ignored", type=int, default=10, help="steps of a turn that are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--compile", choices=("no", "yes", "both"), default="both")
     a = parser.parse_args()
     logging.set_verbosity_error()
 
-    shapes = {"smollm2": LlamaConfig(**SMOLLM2, max_position_embeddings=8192)}
-    config = shapes.get(a.shape) or LlamaConfig.from_pretrained(MODEL_DIR)
+    smollm2 = a.shape == "smollm2"
+    config = LlamaConfig(**SMOLLM2, max_position_embeddings=8192) if smollm2 else LlamaConfig.from_pretrained(MODEL_DIR)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
-    modes = [("", False), (", compiled", True)]
-    modes = modes if a.compile == "both" else [modes[a.compile == "yes"]]
+    modes = {"": False} | ({", compiled": True} if a.device == "cuda" else {})
     turns = {
         method + suffix: partial(turn, a, config, model.state_dict(), method, METHODS[method], compiled)
-        for suffix, compiled in modes
+        for suffix, compiled in modes.items()
         for method in a.methods
     }
     found = in_turns(turns, a.rounds, lambda name: print(name, file=sys.stderr, flush=True))

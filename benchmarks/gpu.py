@@ -77,11 +77,9 @@ def halves(rows: int, length: int) -> torch.Tensor:
     return torch.empty(rows, length, dtype=torch.float16, device=DEVICE).normal_(std=STD)
 
 
-def rotating(
-    weights: Sequence[Weights], seconds: float, call: Callable[..., Any], *arguments: Any, most: int = 1000
-) -> Captured:
+def rotating(weights: Sequence[Weights], seconds: float, call: Callable[..., Any], *arguments: Any) -> Captured:
     """Calls of about so many seconds with each copy of the weights in turn, all equally often."""
-    rounds = max(1, round(min(most, LONG_ENOUGH / seconds) / len(weights)))
+    rounds = max(1, round(LONG_ENOUGH / seconds / len(weights)))
     return capture(lambda number: call(weights[number % len(weights)], *arguments), rounds * len(weights))
 
 

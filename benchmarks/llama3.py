@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import RLock
-from types import SimpleNamespace
 from typing import Any
 
 import gpu
@@ -18,8 +16,6 @@ from otaro.kernels.kv_cache import GROUP
 from otaro.kernels.packed import Packed
 from otaro.runtime.caches import GpuCache
 from otaro.runtime.description import Description, Layer, Matrix, Rope
-from otaro.runtime.modules import SefpModule
-from otaro.runtime.precision import Attachment, set_precision
 from otaro.sefp.precision import COARSEST, FINEST, GROUP_SIZE, Precision
 
 GIB = float(1 << 30)
@@ -48,6 +44,10 @@ class Product:
     count: int
     """In the model."""
 
+    def nbytes(self, precision: Precision | None) -> int:
+        """Of the matrices in memory."""
+        return sum(matrix_bytes(rows, self.length, precision) for rows in self.rows)
+
 
 PRODUCTS = (
     Product("q k v", (HIDDEN, KEYS, KEYS), HIDDEN, LAYERS),
@@ -72,7 +72,7 @@ def weight_bytes(precision: Precision | None) -> int:
 
 def product_bytes(precision: Precision | None) -> int:
     """Of the matrices that every token is multiplied with."""
-    return sum(p.count * matrix_bytes(rows, p.length, precision) for p in PRODUCTS for rows in p.rows)
+    return sum(product.count * product.nbytes(precision) for product in PRODUCTS)
 
 
 def cache_bytes(tokens: int, precision: Precision | None) -> int:
@@ -112,41 +112,17 @@ def at(packed: Packed, precision: Precision) -> Packed:
     return packed._replace(planes=packed.planes[: precision.mantissa_bits - COARSEST])
 
 
-class PackedModel:
-    """The model with packed weights: their base nibbles, which are E5M3, and some planes; `add_plane` adds a bit."""
-
-    def __init__(self, planes: int = 0) -> None:
-        self._packed: list[Packed] = []
-        self._planes = planes
-        self.weights = _weights(self._matrix, fused=False)
-        # What a nested model has in their place, so that a switch costs what it costs there.
-        nested: Any = SimpleNamespace(require=lambda precision: None, lock=RLock())
-        weight: Any = SimpleNamespace(nested=nested, reach=lambda mantissa_bits: None)
-        count = 2 + 7 * SHAPE.num_hidden_layers
-        modules = {f"module{number}": SefpModule(weight, torch.float16) for number in range(count)}
-        self.weights.modules = list(modules.values())
-        self._model = SimpleNamespace(sefp=Attachment(nested, modules))
-
-    def add_plane(self) -> None:
-        """One bit more for every weight."""
-        for packed in self._packed:
-            add_plane(packed)
-
-    def switch(self, precision: Precision) -> None:
-        """As a nested model does."""
-        set_precision(self._model, precision)
-
-    def _matrix(self, rows: int, length: int) -> Matrix:
-        self._packed.append(random_packed(rows, length, self._planes))
-        return Matrix(self._packed[-1])
+def packed_model() -> Description:
+    """LLaMA-3-8B with packed weights, all planes there."""
+    return model_of(lambda rows, length: Matrix(random_packed(rows, length)))
 
 
-def half_weights() -> Description:
-    """The same model in float16."""
-    return _weights(lambda rows, length: Matrix(gpu.halves(rows, length)), fused=True)
+def half_model() -> Description:
+    """The same in float16."""
+    return model_of(lambda rows, length: Matrix(gpu.halves(rows, length)), fused=True)
 
 
-def _weights(matrix: Callable[[int, int], Matrix], fused: bool) -> Description:
+def model_of(matrix: Callable[[int, int], Matrix], fused: bool = False) -> Description:
     """A model of such matrices. Fused, queries, keys and values are one matrix, and so are gate and up."""
     hidden, intermediate, head = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.head_dim
     device = gpu.DEVICE

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import bench_peers
 import bench_table2 as bench
@@ -16,14 +13,11 @@ import table2_decode
 import table2_products as products
 import torch
 from peers import Peer
-from table2_products import Settings
 from transformers import LlamaConfig
 
-import otaro.tune
 from otaro.kernels import cuda, reference
 from otaro.sefp.codec import scale_values
 from otaro.sefp.precision import PRECISIONS, Precision
-from otaro.tune.fake_quant import quantize
 
 pytestmark = pytest.mark.usefixtures("swift_products")
 
@@ -49,10 +43,10 @@ def pretended(monkeypatch):
         return {name: 1e-6 * (16 if "float16" in name else int(name[3])) for name in contenders}
 
     toy = [llama3.Product(one.name, (70,) * len(one.rows), 192, one.count) for one in llama3.PRODUCTS]
-    smaller = {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "capture": capture, "alternate": alternate}
+    smaller = {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "alternate": alternate}
     for name, value in smaller.items():
         monkeypatch.setattr(products, name, value)
-    here = {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None}
+    here = {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None, "copy_rate": lambda rounds: 4e12}
     for name, value in here.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(cuda, "to_digits", lambda x, group_size, out=None: x.float())
@@ -82,16 +76,6 @@ def test_random_matrices_hold_what_they_say(pretended):
     assert stored == llama3.matrix_bytes(50, 200, PRECISIONS[0])
 
 
-def test_products_are_checked_timed_and_judged(pretended, capsys):
-    results = {"gemv": products.gemv(Settings(3, 4e12))}
-    assert not list(bench.wrong(results))
-    total = results["gemv"]["summed_seconds"]
-    assert total["float16"] / total["E5M4"] == pytest.approx(4)
-    assert all(bar.holds for bar in bench.judged(results))
-    json.dumps(results)
-    assert "E5M3" in capsys.readouterr().out
-
-
 def test_a_wrong_product_is_told(pretended, monkeypatch):
     right = cuda.products
 
@@ -100,27 +84,31 @@ def test_a_wrong_product_is_told(pretended, monkeypatch):
         outs[0] *= 1 + 2**-20
 
     monkeypatch.setattr(cuda, "products", off_by_a_bit)
-    results = {"gemv": products.gemv(Settings(1, 4e12))}
-    assert "gemv/products/head/checks/E5M4" in set(bench.wrong(results))
+    found = set(bench.wrong({"layer": products.layer(1)}))
+    assert {"layer/products/head/1/checks/E5M4", "layer/products/o/16/checks/E5M8"} <= found
+    assert not any("/32/" in path for path in found)
 
 
 def test_batches(pretended, capsys):
-    results = products.batch(Settings(1, 4e12))
+    results = products.batch(1)
     assert list(results["tokens"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert not list(bench.wrong(results))
     assert "E5M4 fastest" in capsys.readouterr().out
 
 
 def test_a_layer_of_several_tokens(pretended, capsys):
-    results = {"layer": products.layer(Settings(1, 4e12))}
+    results = {"layer": products.layer(1)}
     assert not list(bench.wrong(results))
-    assert list(results["layer"]["products"]) == ["q k v", "o", "gate up", "down"]
+    assert list(results["layer"]["products"]) == ["q k v", "o", "gate up", "down", "head"]
+    model = results["layer"]["model_seconds"]
+    assert model["float16"] / model["E5M4"] == pytest.approx(4)
     assert results["layer"]["summed_seconds"]["64"]["E5M8"] == pytest.approx(4 * 8e-6)
     bars = {bar.what: bar for bar in bench.judged(results)}
     assert bars["a layer's products of 8 tokens at E5M8, times float16"].found == pytest.approx(2)
-    assert len(bars) == 8
+    assert len(bars) == 3 + 8
     assert all(bar.holds for bar in bars.values())
     assert "a layer, us by tokens" in capsys.readouterr().out
+    json.dumps(results)
 
 
 def test_prompts_are_judged_beside_float16():
@@ -128,27 +116,6 @@ def test_prompts_are_judged_beside_float16():
     seconds = {"500": level | {"E5M8": 1.3, "E5M4": 1.5}, "4000": level}
     missed = [bar.what for bar in bench.judged({"prompts": {"seconds": seconds}}) if not bar.holds]
     assert missed == ["reading 500 tokens at E5M4, time beside float16 of our own"]
-
-
-def test_quantizing(pretended, monkeypatch, capsys):
-    class Launch(NamedTuple):
-        tile: int
-        warps: int
-
-    def quantize_all(weights, bits, group_size, reconstruction, dtype, launch):
-        return [quantize(weight, bits, group_size, reconstruction).to(dtype) for weight in weights]
-
-    fused = SimpleNamespace(BEST=Launch(4096, 8), Launch=Launch, quantize_all=quantize_all)  # the kernel itself needs Triton
-    monkeypatch.setitem(sys.modules, "otaro.tune.fused", fused)
-    monkeypatch.setattr(otaro.tune, "fused", fused, raising=False)
-    monkeypatch.setattr(products, "weight_sets", lambda quick: [("a toy", [(65, 64), (3, 128)])])
-    monkeypatch.setattr(products, "alternate", lambda contenders, rounds: dict.fromkeys(contenders, 1e-9))
-    results = {"quantize": products.quantize(Settings(1, 4e12))}
-    assert not list(bench.wrong(results))
-    bars = list(bench.judged(results))
-    assert len(bars) == 2
-    assert all(bar.holds for bar in bars)
-    assert "tile 4096, 8 warps" in capsys.readouterr().out
 
 
 def test_products_of_others_are_timed_beside_ours(pretended, monkeypatch):
@@ -176,21 +143,21 @@ def toy(pretended, monkeypatch):
 
 def test_transformers_decodes_after_its_context(toy, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    contender, _ = toy.transformers_contender()
+    contender = toy.transformers_contender()
     layers = contender.rewind.__closure__[0].cell_contents.layers
     contender.step()
     assert int(layers[1].cumulative_length) == 13
     times = toy.rounds_of({"one": contender}, 2, steps=3)
     assert int(layers[1].cumulative_length) == 15
     assert len(times["one"]) == 2
-    result = toy.through_transformers(Settings(1, 4e12))
+    result = toy.through_transformers(1)
     json.dumps(result)
     assert result["tokens_per_s"] > 0
 
 
 def test_our_decoder_runs_every_precision_and_both_caches(toy, capsys):
     results = {
-        "decode": toy.decode(Settings(2, 4e12)),
+        "decode": toy.decode(2),
         "transformers": {"tokens_per_s": 1.0, "accounted": {"total_gib": 15.2}},
     }
     rows = results["decode"]["rows"]
@@ -200,71 +167,51 @@ def test_our_decoder_runs_every_precision_and_both_caches(toy, capsys):
         assert len(row["rounds"]) == 2
         assert row["tokens_per_s"] == 1 / row["seconds"]
     assert rows["E5M4, E5M4 cache"]["cache_allocated"] < rows["E5M4, float16 cache"]["cache_allocated"]
-    assert results["decode"]["launches"]["float16"]["library"] > 0
     bars = {bar.what: bar for bar in bench.judged(results)}
     assert len(bars) == 6
     assert bars["GiB of weights and cache at E5M4, by their sizes"].holds
     capsys.readouterr()
-    toy.print_summary(results)
+    toy.print_table(results)
     table = capsys.readouterr().out
-    assert "the paper, E5M4                4.77 GB     95.65       2.45" in table
+    assert "the paper, E5M4                4.77 GB                95.65       2.45" in table
     assert "ours, E5M4, E5M4 cache" in table
     json.dumps(results)
 
 
 def test_what_was_not_measured_is_not_judged(toy, capsys):
-    failed = {"decode": {"failed": "no memory"}, "transformers": {"failed": "no compiler"}, "switch": {"failed": "no"}}
+    failed = {"decode": {"failed": "no memory"}, "transformers": {"failed": "no compiler"}}
     assert list(bench.judged(failed)) == []
-    toy.print_summary(failed)
+    toy.print_table(failed)
     assert capsys.readouterr().out == ""
 
 
 def test_logits_that_are_no_numbers_are_told(toy, monkeypatch):
     monkeypatch.setattr(gpu, "STD", float("inf"))
-    results = {"decode": toy.decode(Settings(1, 4e12))}
+    results = {"decode": toy.decode(1)}
     assert list(bench.wrong(results)) == ["decode/rows/float16"]
 
 
-def test_switches_are_what_turns_cost_more_than_either(toy, monkeypatch, capsys):
-    monkeypatch.setattr(toy, "CALLS", 12)
-    asked = []
-
-    def rounds_of(contenders, rounds):
-        for contender in contenders.values():
-            contender.rewind()
-            contender.step()
-            asked.append(contender)
-        return dict(zip(contenders, ([2e-3, 2e-3], [1e-3, 1e-3], [1.6e-3, 1.54e-3]), strict=True))
-
-    monkeypatch.setattr(toy, "rounds_of", rounds_of)
-    results = {"switch": toy.switch(Settings(2, 4e12))}
-    assert len(asked) == 3 * 2 * 3
-    for pair in results["switch"]["pairs"].values():
-        assert pair["seconds"] == pytest.approx(70e-6)
-    (bar,) = bench.judged(results)
-    assert bar.found == pytest.approx(70)
-    assert not bar.holds
-    assert results["switch"]["modules"] == 2 + 7 * 2
-    assert "set_precision by itself" in capsys.readouterr().out
+def test_prompts_are_read_at_every_precision(toy, monkeypatch):
+    monkeypatch.setattr(toy, "PROMPTS", (17, 20))
+    seconds = toy.prompts(1)["seconds"]
+    assert list(seconds) == ["17", "20"]
+    assert all(list(one) == ["float16", "E5M8", "E5M4", "E5M3"] for one in seconds.values())
 
 
-def test_a_switch_is_in_the_next_token(toy):
-    model = toy.PackedModel()
-    for _ in range(toy.ALL_PLANES):
-        model.add_plane()
-    decoder = toy.GpuDecoder(model.weights)
-    contender = toy.in_turn(model, decoder, toy.filled(decoder, None), toy.PRECISIONS[:2], True)
-    contender.rewind()
-    seen = []
-    for _ in range(3):
+def test_a_round_runs_at_its_precision_from_the_context_on(toy):
+    decoder = toy.GpuDecoder(toy.packed_model())
+    cache = toy.filled(decoder, None)
+    for precision in (Precision("E5M3"), Precision("E5M7")):
+        contender = toy.Row(decoder, cache, precision, 0).contender()
+        contender.rewind()
+        assert cache.lengths == [12]
         contender.step()
-        seen.append(set(decoder.precisions))
-    assert seen == [{8}, {7}, {8}]
+        assert cache.lengths == [13]
+        assert set(decoder.precisions) == {precision.mantissa_bits}
 
 
 def test_planes_come_one_by_one(toy):
     model, held = toy.growing_model()
     assert list(held) == list(reversed(toy.PRECISIONS))
-    assert len(model._packed[0].planes) == toy.ALL_PLANES
-    model.switch(toy.PRECISIONS[-1])
-    assert model.weights.precisions() == bytes([3]) * 16
+    assert len(model.lm_head.whole(8).planes) == llama3.ALL_PLANES
+    assert len(model.lm_head.whole(3).planes) == 0

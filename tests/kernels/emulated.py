@@ -2,16 +2,17 @@
 
 `emulated.kernel` takes the place of `nvrtc.kernel`: tensors are in the host's memory then. Assembler is replaced, function by
 function, by what emulated.h has under the same name.
+
+What was compiled is kept in build/test-emulated, under the digest of all it was made of: the processes of a run share it,
+and the next run has it already.
 """
 
-import atexit
 import ctypes
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +32,8 @@ extern "C" bool launch_{name}(const void* p, const unsigned* grid, unsigned thre
   return emulated::marked(shared);
 }}
 """
-_COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")  # its check knows no fibers
+# Not optimized: most kernels run for less time than that would take. Fortify's check knows no fibers.
+_COMPILER = ("g++", "-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-w", "-U_FORTIFY_SOURCE")
 _COMPILER += ("-g", "-fsanitize=address") if os.environ.get("OTARO_SANITIZE") else ()  # as .ci/sanitize asks
 
 
@@ -76,16 +78,22 @@ def kernel(file, name, device, **constants):
 
 @cache
 def _folder():
-    """Where kernels are compiled, with emulated.h compiled ahead: reading the library's headers takes longer than a kernel."""
-    folder = tempfile.TemporaryDirectory(prefix="otaro-emulated-")
-    atexit.register(folder.cleanup)
-    _run(*_COMPILER, "-x", "c++-header", _HERE / "emulated.h", "-o", Path(folder.name) / "emulated.h.gch")
-    return Path(folder.name)
+    """Where kernels are kept, with emulated.h compiled ahead: reading the library's headers takes longer than a kernel."""
+    headers = [_HERE / "emulated.h", *sorted(cuda_structs.FORMAT.parent.glob("*.h"))]
+    made_of = [repr(_COMPILER).encode(), *(path.read_bytes() for path in headers)]
+    folder = _HERE.parents[1] / "build" / "test-emulated" / hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    _compile("", folder / "emulated.h.gch", "-x", "c++-header", _HERE / "emulated.h")
+    return folder
 
 
-def _run(*command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
+def _compile(text, target, *options):
+    """Unless it was done before; another process may be doing it."""
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        done = subprocess.run([*_COMPILER, *options, "-o", partial], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+        partial.replace(target)
 
 
 @cache
@@ -96,9 +104,7 @@ def _library(file, name, constants):
     text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=struct, cluster=cluster)
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
-    code = path.with_suffix(".cpp")
-    code.write_text(text)
-    _run(*_COMPILER, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.FORMAT.parent}", *flags, "-o", path, code)
+    _compile(text, path, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.FORMAT.parent}", *flags, "-x", "c++", "-")
     return ctypes.CDLL(str(path))
 
 
