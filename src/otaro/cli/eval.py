@@ -132,7 +132,7 @@ def evaluate(
         )
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None
-        record = Record(subject.identity if place is not None else "0" * 64, place, subject.older_coding)
+        record = Record(subject.identity if place is not None else "0" * 64, place)
     try:
         with console.progress_bar("evaluating") as progress:
             entries = evaluation.run(record, console.versions(), again=again, progress=progress)

@@ -11,8 +11,8 @@ measuring the same again replaces it. The rest is the outcome, and under which c
 versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
 
 `bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not in the type of
-the model. An entry without `bos` is of a version in which only the first window had one: it is of its own kind. A precision
-may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit of this name.
+the model. A precision may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit
+of this name.
 
 Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
 nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,8 @@ def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def coding_of(entry: Mapping[str, Any]) -> Coding | None:
-    """How weights became codes; None for full precision, and where an older version did not say."""
-    return Coding(*(entry[field] for field in CODING)) if all(field in entry for field in CODING) else None
-
-
-def with_coding(entry: Entry, coding: Coding | None) -> Entry:
-    """The entry, saying that its weights became codes in this way; full precision has none."""
-    return entry if coding is None or entry["precision"] == FULL else {**entry, **asdict(coding)}
+    """How weights became codes; None for full precision."""
+    return None if entry["precision"] == FULL else Coding(*(entry[field] for field in CODING))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -114,19 +109,15 @@ class Quality:
         return {"schema": SCHEMA, "model": self.model, "entries": list(self.entries)}
 
 
-def read_quality(directory: Path, model: str | None = None, older: Coding | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused.
-
-    `older` is how weights became codes in entries of versions that did not say so: as a nested model's file has it, and for
-    a checkpoint, whatever it was tuned for, by default. With None nobody knows, and such entries stand alone.
-    """
+def read_quality(directory: Path, model: str | None = None) -> Quality | None:
+    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused."""
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
     if path.stat().st_size > _LARGEST:
         raise QualityError(f"{path} is larger than any quality record; move it away")
     try:
-        quality = parse_quality(path.read_text(encoding="utf-8"), older)
+        quality = parse_quality(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON, of UTF-8, or ours
         raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
     if model is not None and quality.model != model:
@@ -136,13 +127,12 @@ def read_quality(directory: Path, model: str | None = None, older: Coding | None
     return quality
 
 
-def parse_quality(text: str, older: Coding | None = None) -> Quality:
-    """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
+def parse_quality(text: str) -> Quality:
+    """Check every field of every entry; a ValueError says what is wrong."""
     raw = records.check(records.Quality, untrusted_json(text))
-    entries = tuple(entry if coding_of(entry) else with_coding(entry, older) for entry in raw["entries"])
-    if len({identity(entry) for entry in entries}) != len(entries):
+    if len({identity(entry) for entry in raw["entries"]}) != len(raw["entries"]):
         raise ValueError("two entries are about the same measurement")
-    return Quality(raw["model"], entries)
+    return Quality(raw["model"], tuple(raw["entries"]))
 
 
 @dataclass(frozen=True)
@@ -166,19 +156,19 @@ class Alike:
     """What entries about tasks have in common that are averaged."""
 
     limit: int | None
-    device: str | None
+    device: str
     coding: Coding | None
-    """None for full precision alone, and where nobody knows."""
+    """None for full precision alone."""
     reference_model: str | None = None
     """Whose full precision it is, if not the model's own."""
 
 
 def comparable_tasks(entries: Iterable[Entry]) -> dict[Alike, list[Entry]]:
     """The entries about tasks by what they agree in: only such are averaged. Full precision goes with every coding."""
-    near: dict[tuple[int | None, str | None], list[Entry]] = {}
+    near: dict[tuple[int | None, str], list[Entry]] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            near.setdefault((entry["limit"], entry.get("device")), []).append(entry)
+            near.setdefault((entry["limit"], entry["device"]), []).append(entry)
     return {
         Alike(limit, device, coding, reference): [
             entry for entry in some
@@ -200,7 +190,7 @@ def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
     names: dict[tuple[Any, ...], str] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            key = (entry["task"], entry["limit"], entry.get("data_sha256"), entry.get("device"))
+            key = (entry["task"], entry["limit"], entry["data_sha256"], entry["device"])
             by_precision.setdefault(entry["precision"], {})[key] = entry
             names[key] = entry["task"]
     is_paper = PAPER_TASKS.keys() <= set(names.values())
@@ -220,9 +210,8 @@ def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
 class Record:
     """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory only."""
 
-    def __init__(self, model: str, directory: Path | None, older: Coding | None = None) -> None:
-        """`older` is as `read_quality` has it."""
-        self._model, self._directory, self._older = model, directory, older
+    def __init__(self, model: str, directory: Path | None) -> None:
+        self._model, self._directory, self._quality = model, directory, Quality(model)
         self._quality = self._read()
 
     @property
@@ -253,5 +242,5 @@ class Record:
 
     def _read(self) -> Quality:
         if self._directory is None:
-            return getattr(self, "_quality", Quality(self._model))
-        return read_quality(self._directory, self._model, self._older) or Quality(self._model)
+            return self._quality
+        return read_quality(self._directory, self._model) or Quality(self._model)
