@@ -252,7 +252,7 @@ class _Readings:
         seconds = read(reader, windows, every, report, with_logits=bool(meters))
         self._read += len(windows.ids)
         if kept is not None and isinstance(reader, ModelReader):
-            kept.finish(reader.sliced, None if reading.precision == FULL else self._subject.packed, reading.precision)
+            kept.finish(reader.sliced)
             self._reference = kept
         for key, meter in meters.items():
             if isinstance(meter, Loss):
