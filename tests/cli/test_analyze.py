@@ -71,9 +71,7 @@ def test_gradients_leaves_figures_and_the_numbers_behind_them(text, tmp_path):
     assert "43 modules" in shown
     assert all(name in shown for name in NAMES)
     assert sorted(path.name for path in out.iterdir()) == [
-        "gradients-accumulated.svg",
         "gradients-by-layer.svg",
-        "gradients-norm.svg",
         "gradients-similarity.svg",
         "gradients.json",
     ]
@@ -93,7 +91,6 @@ def test_gradients_leaves_figures_and_the_numbers_behind_them(text, tmp_path):
     assert cosines == sorted(cosines, reverse=True)  # the coarser, the less like E5M8
     assert "self_attn.q_proj" in words_of(out / "gradients-by-layer.svg")
     assert "1.00" in words_of(out / "gradients-similarity.svg")
-    assert "batches added up (N)" in words_of(out / "gradients-accumulated.svg")
 
 
 def test_the_command_in_the_file_makes_the_files_again_and_prints_a_summary_as_json(text, tmp_path):

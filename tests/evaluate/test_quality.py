@@ -8,16 +8,13 @@ import pytest
 from otaro.errors import TargetError
 from otaro.evaluate.harness import PAPER_TASKS
 from otaro.evaluate.quality import (
-    Alike,
     Quality,
     QualityError,
     Record,
-    comparable_tasks,
+    averages,
     read_quality,
     series,
-    task_averages,
 )
-from otaro.file.coding import Coding
 
 MODEL, OTHER = "a" * 64, "b" * 64
 MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
@@ -166,33 +163,34 @@ def test_averages_are_of_precisions_that_have_all_tasks():
         {**TASK, "precision": "E5M3", **CODING},
         PERPLEXITY,
     ]
-    averages = task_averages(tasks)
-    assert list(averages) == ["fp"]
-    assert averages["fp"].value == pytest.approx(0.6)
-    assert averages["fp"].stderr == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
-    assert task_averages([{**tasks[0], "stderr": None}, tasks[1]])["fp"].stderr is None
-    assert averages["fp"].name == "average of 2"
-    assert task_averages(tasks[:1]) == {}
-    assert task_averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == {}
+    (average,) = averages(tasks)
+    assert (average["task"], average["precision"]) == ("average of 2", "fp")
+    assert average["value"] == pytest.approx(0.6)
+    assert average["stderr"] == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
+    assert averages([{**tasks[0], "stderr": None}, tasks[1]])[0]["stderr"] is None
+    assert averages(tasks[:1]) == []
+    assert averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == []
+    (other,) = averages([tasks[0], {**tasks[1], "task": "hellaswag"}])
+    assert other["data_sha256"] != average["data_sha256"]  # which never stand side by side
 
 
 def test_the_average_of_the_papers_eight_stays_whatever_else_was_measured():
     eight = [{**TASK, "task": task, "value": 0.1 * number} for number, task in enumerate(PAPER_TASKS)]
     other = {**TASK, "task": "lambada", "metric": "perplexity", "value": 90.0}
-    for entries in (eight, [other, *eight], [*eight, {**other, "precision": "E5M3"}]):
-        average = task_averages(entries)["fp"]
-        assert (average.name, average.tasks) == ("zeroshot8", tuple(PAPER_TASKS))
-        assert average.value == pytest.approx(0.35)
-    assert task_averages([other, *eight[1:]]) == {}
+    for entries in (eight, [other, *eight], [*eight, {**other, "precision": "E5M3", **CODING}]):
+        (average,) = averages(entries)
+        assert (average["task"], average["value"]) == ("zeroshot8", pytest.approx(0.35))
+    assert averages([other, *eight[1:]]) == []
 
 
-def test_tasks_are_comparable_at_one_limit_on_one_device():
-    entries = [TASK, {**TASK, "limit": 5}, {**TASK, "device": "a GPU"}, {**TASK, "task": "piqa"}, PERPLEXITY]
-    assert comparable_tasks(entries) == {
-        Alike(None, "cpu", None): [entries[0], entries[3]],
-        Alike(5, "cpu", None): [entries[1]],
-        Alike(None, "a GPU", None): [entries[2]],
-    }
+def test_tasks_are_averaged_at_one_limit_on_one_device():
+    both = [TASK, {**TASK, "task": "piqa", "value": 0.7}]
+    others = [{**entry, **odd, "value": 0.1} for odd in ({"limit": 5}, {"device": "a GPU"}) for entry in both]
+    assert [(one["limit"], one["device"], one["value"]) for one in averages([*both, *others, PERPLEXITY])] == [
+        (None, "cpu", pytest.approx(0.6)),
+        (5, "cpu", pytest.approx(0.1)),
+        (None, "a GPU", pytest.approx(0.1)),
+    ]
 
 
 def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other():
@@ -206,8 +204,8 @@ def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other
             [("fp", full), ("E5M8", coded[3]), ("E5M3", coded[2])],
         ]
     tasks = [{**TASK, "task": task, **coding} for task in ("boolq", "piqa") for coding in ({}, {**paper, "precision": "E5M3"})]
-    ((common, alike),) = comparable_tasks(tasks).items()
-    assert (common.coding, list(task_averages(alike))) == (Coding(64, "truncate"), ["fp", "E5M3"])
+    (group,) = series(averages(tasks))
+    assert [(name, one["task"]) for name, one in group.items()] == [("fp", "average of 2"), ("E5M3", "average of 2")]
 
 
 @pytest.mark.parametrize(

@@ -179,19 +179,13 @@ def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 
 def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
-    from otaro.evaluate.quality import comparable_tasks, task_averages
+    from otaro.evaluate.quality import averages, coding_of
 
-    for common, alike in comparable_tasks(entries).items():
-        some = f"\nfirst {common.limit}" if common.limit is not None else ""
-        some += _apart(entries, common.device, common.coding)
-        for group in _grouped(alike, "task"):
-            first = next(iter(group.values()))
-            scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
-            yield _Column(f"{first['task']}\n{first['metric']}{some}", scores)
-        if averages := task_averages(alike):
-            cells = {precision: _score(average.value, average.stderr) for precision, average in averages.items()}
-            name = next(iter(averages.values())).name.replace(" ", "\n", 1)
-            yield _Column(f"{name}{some}", cells)
+    for group in _grouped([*entries, *averages(entries)], "task"):
+        last = list(group.values())[-1]  # the first may be full precision, which has no coding
+        first = f"\nfirst {last['limit']}" if last["limit"] is not None else ""
+        heading = f"{last['task']}\n{last['metric']}{first}{_apart(entries, last['device'], coding_of(last))}"
+        yield _Column(heading, _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"])))
 
 
 def _legend(entries: list[Entry]) -> Iterator[str]:
@@ -219,7 +213,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
 
 
-def _score(value: float, stderr: float | None, metric: str = "acc") -> str:
+def _score(value: float, stderr: float | None, metric: str) -> str:
     from otaro.evaluate.quality import is_share
 
     scale = 100 if is_share(metric) else 1

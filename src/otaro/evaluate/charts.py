@@ -273,42 +273,6 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     return _finish(chart.add_params(pair).properties(name="cells"), height)
 
 
-def norm_error(gradients: dict[str, Any]) -> Spec:
-    """Relative error of the gradient's norm, batch by batch."""
-    rows = [
-        {"precision": shown(name), "batch": number, "error": error}
-        for name, errors in gradients["norm_error"].items()
-        for number, error in enumerate(errors, 1)
-        if math.isfinite(error)
-    ]
-    chart = of_rows(rows).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
-        x=alt.X("batch:Q", title="batch", axis=_step_axis()),
-        y=alt.Y("error:Q", title="relative error of the gradient norm"),
-        color=_precision_colour({row["precision"] for row in rows}),
-        tooltip=_tips("precision:N", "batch:Q", ("error:Q", None, ".4f")),
-    )  # fmt: skip
-    return _finish(chart.properties(name="lines"))
-
-
-def noise(gradients: dict[str, Any]) -> Spec:
-    """How the noise of low precisions averages out over N batches, beside a fall as 1/sqrt(N)."""
-    rows = [
-        {"precision": shown(name), "n": n, "ratio": ratio, "expected": expected}
-        for name, figures in gradients["noise"].items()
-        for n, ratio, expected in zip(figures["n"], figures["ratio"], figures["one_over_sqrt_n"], strict=True)
-        if n > 0 and ratio > 0 and expected > 0 and math.isfinite(ratio)
-    ]
-    base = of_rows(rows).encode(
-        x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
-        color=_precision_colour({row["precision"] for row in rows}),
-    )
-    tooltip = _tips("precision:N", ("n:Q", "N"), ("ratio:Q", None, ".4f"), ("expected:Q", "as 1/√N", ".4f"))
-    y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
-    lines = base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, tooltip=tooltip).properties(name="lines")
-    expected = base.mark_line(strokeDash=[5, 4], opacity=0.6).encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
-    return _finish(alt.layer(expected, lines))
-
-
 def _finish(chart: Any, height: int = 240) -> Spec:
     spec: Spec = chart.properties(width="container", height=height).to_dict()
     del spec["config"]  # `CONFIG` is that of all
@@ -380,18 +344,6 @@ GRADIENTS = (
         "Similarity by layer and projection",
         "The same in every layer, between the finest and the coarsest precision, on a page between any two.",
         similarity_by_module,
-    ),
-    Figure(
-        "norm",
-        "Error of the gradient norm",
-        "Relative to the gradient of the unquantized model, batch by batch.",
-        norm_error,
-    ),
-    Figure(
-        "accumulated",
-        "Noise left after adding up N batches",
-        "Dashed: a fall as 1/√N, as that of independent noise.",
-        noise,
     ),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from otaro.evaluate.charts import shown
-from otaro.evaluate.quality import coding_of, comparable_tasks, task_averages
+from otaro.evaluate.quality import averages, coding_of
 from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, Run
 
@@ -53,30 +53,17 @@ _FIGURES = {"perplexity": ("value", ""), "divergence": ("kl", "agreement"), "tas
 
 
 def measured(runs: Sequence[Run], kind: str) -> Compared:
-    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task; models before tuning come first."""
+    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task, with averages over tasks before these."""
     value, beside = _FIGURES[kind]
     found: dict[About, dict[str, Series]] = {}
-    for run in runs:
-        for entry in run.quality:
-            if entry["kind"] == kind:
-                series = _of_run(found, _about(run, entry), run)
-                series.add(entry["precision"], entry[value], entry.get(beside), [entry["command"]])
-    return _before_first({about: list(series.values()) for about, series in found.items()})
-
-
-def averages(runs: Sequence[Run]) -> Compared:
-    """Averages over tasks, those over the same tasks with the same data together."""
-    found: dict[About, dict[str, Series]] = {}
-    for run in runs:
-        for common, entries in comparable_tasks(run.quality).items():
-            apart = max(_otherwise(run, entry) for entry in entries)
-            for precision, average in task_averages(entries).items():
-                own = [entry for entry in entries if entry["precision"] == precision and entry["task"] in average.tasks]
-                data = sorted((entry["task"], entry.get("data_sha256") or "") for entry in own)
-                told = "; ".join(f"{task}: {digest or 'its own data'}" for task, digest in data)
-                first = f", first {common.limit}" if common.limit else ""
-                series = _of_run(found, About(f"{average.name}{first}{apart}", told), run)
-                series.add(precision, average.value, average.stderr, [entry["command"] for entry in own])
+    for means in (True, False):
+        for run in runs:
+            for entry in averages(run.quality) if means else run.quality:
+                if entry["kind"] == kind:
+                    by_run = found.setdefault(_about(run, entry), {})
+                    series = by_run.setdefault(run.name, Series(run.name, stage_of(run.name)))
+                    commands = entry.get("commands", [entry["command"]])
+                    series.add(entry["precision"], entry[value], entry.get(beside), commands)
     return _before_first({about: list(series.values()) for about, series in found.items()})
 
 
@@ -103,10 +90,6 @@ def held_out(runs: Sequence[Run]) -> Compared:
 def stage_of(run: str) -> str:
     """Whether a run of this name was measured before or after tuning."""
     return "before" if run == BEFORE else "after"
-
-
-def _of_run(found: dict[About, dict[str, Series]], about: About, run: Run) -> Series:
-    return found.setdefault(about, {}).setdefault(run.name, Series(run.name, stage_of(run.name)))
 
 
 def _before_first(found: Compared) -> Compared:

@@ -11,12 +11,12 @@ six gradients g. All of them concern the packed weights; norms and biases are no
               paper, which shows the absolute difference; the relative one compares between batches and models.
   fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would have more
               unknowns than any number of batches has equations, and Y would vanish; here X is a number, <g, f> / <f, f>.
-              y_mean and y_std are taken over all entries and batches. `y_share` is |Y| / |f|.
+              `y_share` is |Y| / |f|.
               (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each entry's own
               mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root mean square norm of a
               batch's Y: about 1/sqrt(batches) if Y is independent noise around zero, 1 if Y is always the same.
-  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches, beside the first of these values over sqrt(n).
-              `exponent` is the slope of log ratio over log n by least squares: -1/2 is the paper's law.
+  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio over log n by
+              least squares: -1/2 is the paper's law.
 
 All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is summed up in
 float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
@@ -106,7 +106,6 @@ class GradientTally:
         self._sums = {name: torch.zeros(len(ROWS), count, device=device) for name, count in entries.items()}
         self._grams = {name: torch.zeros(len(ROWS), len(ROWS), dtype=torch.float64) for name in entries}
         self._norms: list[torch.Tensor] = []  # per batch, of all modules together
-        self._totals = torch.zeros(len(ROWS), dtype=torch.float64)  # of all entries
         self._grams_of_sums: dict[int, torch.Tensor] = {}  # after 1, 2, 4, ... batches
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -118,7 +117,6 @@ class GradientTally:
                 raise OtaroError(f"{name}: the gradient of batch {len(self._norms) + 1} is not finite")
             self._grams[name] += gram
             self._sums[name] += rows
-            self._totals += rows.sum(1, dtype=torch.float64).cpu()
             norms += gram.diagonal()
         if not norms[0]:
             raise OtaroError(
@@ -154,13 +152,8 @@ class GradientTally:
         batches, sums = len(self._norms), self._grams_of_sums
         x = float(gram[row, 0] / gram[0, 0])  # no batch without a gradient was let in
         y_square = _y_square(gram, row, x)
-        values = batches * sum(found.shape[1] for found in self._sums.values())
-        y_mean = float(self._totals[row] - x * self._totals[0]) / values
-        y_std = max(y_square / values - y_mean**2, 0.0) ** 0.5
         fit = {
             "x": x,
-            "y_mean": y_mean,
-            "y_std": y_std,
             "y_share": (y_square / float(gram[0, 0])) ** 0.5,
             "y_bias": (_y_square(sums[batches], row, x) / batches / y_square) ** 0.5 if y_square else None,
         }
@@ -169,7 +162,6 @@ class GradientTally:
         noise = {
             "n": n,
             "ratio": ratio,
-            "one_over_sqrt_n": [ratio[0] / count**0.5 for count in n],
             "exponent": _slope(n, ratio),
         }
         return fit, noise

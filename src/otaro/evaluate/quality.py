@@ -22,6 +22,7 @@ A record travels with its model and so comes from strangers: nothing in it is be
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -135,76 +136,39 @@ def parse_quality(text: str) -> Quality:
     return Quality(raw["model"], tuple(raw["entries"]))
 
 
-@dataclass(frozen=True)
-class Average:
-    """The mean score of several tasks, and its standard error, for the tasks' samples are independent."""
-
-    name: str
-    """zeroshot8 for the paper's eight."""
-    value: float
-    stderr: float | None
-    tasks: tuple[str, ...]
-
-
 def is_share(metric: str) -> bool:
     """Whether a metric is a share of samples, so that it can be averaged over tasks and shown in percent."""
     return metric.startswith(("acc", "exact_match"))
 
 
-@dataclass(frozen=True)
-class Alike:
-    """What entries about tasks have in common that are averaged."""
-
-    limit: int | None
-    device: str
-    coding: Coding | None
-    """None for full precision alone."""
-    reference_model: str | None = None
-    """Whose full precision it is, if not the model's own."""
-
-
-def comparable_tasks(entries: Iterable[Entry]) -> dict[Alike, list[Entry]]:
-    """The entries about tasks by what they agree in: only such are averaged. Full precision goes with every coding."""
-    near: dict[tuple[int | None, str], list[Entry]] = {}
-    for entry in entries:
-        if entry["kind"] == "task":
-            near.setdefault((entry["limit"], entry["device"]), []).append(entry)
-    return {
-        Alike(limit, device, coding, reference): [
-            entry for entry in some
-            if (entry.get("reference_model") == reference if entry["precision"] == FULL else coding_of(entry) == coding)
-        ]
-        for (limit, device), some in near.items()
-        for coding in dict.fromkeys(coding_of(entry) for entry in some if entry["precision"] != FULL) or [None]
-        for reference in dict.fromkeys(e.get("reference_model") for e in some if e["precision"] == FULL) or [None]
-    }  # fmt: skip
-
-
-def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
-    """The average over tasks for every precision that has been measured on all of them; `entries` are comparable.
+def averages(entries: Iterable[Entry]) -> list[Entry]:
+    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all of these.
 
     Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else was measured.
-    Empty for less than two tasks, and for tasks whose scores are no shares.
+    None of less than two tasks, or of scores that are no shares. Samples are independent, so errors add up by their squares.
     """
-    by_precision: dict[str, dict[tuple[Any, ...], Entry]] = {}
-    names: dict[tuple[Any, ...], str] = {}
+    alike: dict[tuple[int | None, str], dict[tuple[Any, ...], dict[tuple[str, str | None], Entry]]] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            key = (entry["task"], entry["limit"], entry["data_sha256"], entry["device"])
-            by_precision.setdefault(entry["precision"], {})[key] = entry
-            names[key] = entry["task"]
-    is_paper = PAPER_TASKS.keys() <= set(names.values())
-    tasks = {key: task for key, task in names.items() if task in PAPER_TASKS or not is_paper}
-    averages = {}
-    for precision, measured in by_precision.items():
-        chosen = [measured[key] for key in tasks if key in measured]
-        if 1 < len(chosen) == len(tasks) and all(is_share(entry["metric"]) for entry in chosen):
-            errors = [entry["stderr"] for entry in chosen]
-            stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
-            name = ZEROSHOT8 if is_paper else f"average of {len(tasks)}"
-            value = sum(entry["value"] for entry in chosen) / len(tasks)
-            averages[precision] = Average(name, value, stderr, tuple(tasks.values()))
-    return averages
+            model = tuple(entry.get(field) for field in ("precision", *CODING, "fit_sha256", "reference_model"))
+            by_model = alike.setdefault((entry["limit"], entry["device"]), {})
+            by_model.setdefault(model, {})[entry["task"], entry["data_sha256"]] = entry
+    found = []
+    for by_model in alike.values():
+        every = dict.fromkeys(task for measured in by_model.values() for task in measured)
+        is_paper = PAPER_TASKS.keys() <= {name for name, _ in every}
+        tasks = [task for task in every if task[0] in PAPER_TASKS or not is_paper]
+        data = hashlib.sha256(json.dumps(sorted(tasks, key=str)).encode()).hexdigest()
+        about = {"task": ZEROSHOT8 if is_paper else f"average of {len(tasks)}", "metric": "acc", "data_sha256": data}
+        for measured in by_model.values():
+            own = [measured[task] for task in tasks if task in measured]
+            if 1 < len(own) == len(tasks) and all(is_share(entry["metric"]) for entry in own):
+                errors = [entry["stderr"] for entry in own]
+                stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(own)
+                value = sum(entry["value"] for entry in own) / len(own)
+                commands = [entry["command"] for entry in own]
+                found.append({**own[0], **about, "value": value, "stderr": stderr, "commands": commands})
+    return found
 
 
 class Record:

@@ -148,22 +148,10 @@ class _Module(TypedDict):
     matrix: Matrix
 
 
-class _Noise(TypedDict):
-    n: list[Number]
-    ratio: list[Number]
-    one_over_sqrt_n: list[Number]
-
-
 class _Gradients(TypedDict):
     precisions: Annotated[list[PrecisionName], Field(min_length=1)]
     overall: Matrix
     modules: list[_Module]
-    noise: dict[PrecisionName, Annotated[_Noise, AfterValidator(_rule(_is_even, "its lists are uneven"))]]
-    norm_error: dict[PrecisionName, list[Number]]
-
-
-def _is_even(noise: _Noise) -> bool:
-    return len(noise["n"]) == len(noise["ratio"]) == len(noise["one_over_sqrt_n"])
 
 
 def _are_square(found: _Gradients) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import BITS, shown
-from otaro.evaluate.comparable import About, Compared, Series, averages, held_out, measured, stage_of
+from otaro.evaluate.comparable import About, Series, held_out, measured, stage_of
 from otaro.evaluate.page import Cell, Page, escape, made_by, table
 from otaro.evaluate.records import FULL
 from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, FULL_PASS, NAMES, Run, has_full_pass, is_finite, recipe_of
@@ -118,8 +118,7 @@ class _Report:
         return name if [other.what.partition(" (")[0] for other in self.perplexities].count(name) == 1 else text.what
 
     def _tasks(self) -> str:
-        tasks: Compared = {**averages(self.runs), **measured(self.runs, "task")}
-        if not tasks:
+        if not (tasks := measured(self.runs, "task")):
             return self._missing("task accuracies", "otaro eval {model} --precision all --tasks zeroshot8")
         figures = ""
         for task, series in tasks.items():
