@@ -69,7 +69,7 @@ class _Report:
         caption = f"Perplexity of {run.name} on {text.what}, lower is better; size; {BITS}." if after else f"Size; {BITS}."
         return (
             f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl class=tiles>{tiles}</dl>"
-            f"<p class=caption>{escape(caption)} {made_by(commands)}</p>"
+            f"<div class=caption>{escape(caption)} {made_by(commands)}</div>"
         )
 
     # Quality.
