@@ -287,14 +287,6 @@ def test_an_interruption_says_where_to_go_on(model, text, monkeypatch):
     assert "the same command goes on from there" in result.stderr
 
 
-def test_the_report_draws_fits_beside_what_they_replace(fitted, tmp_path):
-    run("report", fitted[0], "--out", tmp_path / "report.html", "--no-samples")
-    page = (tmp_path / "report.html").read_text()
-    assert "Fits of model: divergence by size, held.txt" in page
-    assert page.count("fit:800kB") >= 2  # drawn, and in the table
-    assert "--budget 800kB --tokens 128" in page
-
-
 def test_a_fit_is_exported_exactly_where_tensors_may_differ(fitted, tmp_path):
     told = json.loads(run("export", fitted[0], tmp_path / "hf", "-p", "fit:800kB", "--to", "hf", "--json").stdout)
     assert (told["precision"], told["exact"]) == ("fit:800kB", True)
