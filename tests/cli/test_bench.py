@@ -56,7 +56,6 @@ def test_json_is_one_line(tiny):
         (["--precision", "E5M9"], PrecisionError, "unknown precision 'E5M9'"),
         (["--kv", "fp8"], PrecisionError, "unknown precision 'fp8'"),
         (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
-        (["--gguf-dir", "x"], OtaroError, "--gguf-dir keeps the files of --against llama.cpp, which is not given"),
         (["--device", "cuda"], OtaroError, "device 'cuda': this torch sees no NVIDIA GPU; use cpu"),
         (["--device", "meta"], OtaroError, "device 'meta': this torch cannot compute on meta"),
         (["--device", "gpu"], OtaroError, "unknown device 'gpu'; use cpu, cuda, cuda:1, ..."),
@@ -89,17 +88,14 @@ def test_without_llama_cpp_the_comparison_says_how_to_get_it(tiny, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
-def test_against_llama_cpp_four_pairs_are_shown_and_files_kept(tiny, tmp_path):
-    flags = [*QUICK, "--against", "llama.cpp", "--gguf-dir", tmp_path / "gguf"]
+def test_against_llama_cpp_four_pairs_are_shown(tiny):
+    flags = [*QUICK, "--against", "llama.cpp"]
     result = json.loads(bench(tiny, *flags, "--json").stdout)
     pairs = [(ratio["precision"], ratio["against"].split()[-1]) for ratio in result["ratios"]]
     assert pairs == [("E5M8", "F16"), ("E5M7", "Q8_0"), ("E5M4", "Q5_0"), ("E5M3", "Q4_0")]
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "gguf").iterdir()}
-    assert len(files) == 4
     shown = bench(tiny, *flags, "--precision", "E5M3").stdout
     assert "llama.cpp Q4_0" in shown
     assert "E5M7" not in shown
-    assert {path: path.stat().st_mtime_ns for path in files} == files, "used again"
 
 
 # Several sequences at once
@@ -124,8 +120,8 @@ def test_parallel_sequences_in_a_table_and_as_json(tiny):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
-def test_parallel_against_llama_cpp(tiny, tmp_path):
-    flags = [*SHORT, "--parallel", "1,2", "-p", "E5M4", "--against", "llama.cpp", "--gguf-dir", tmp_path / "gguf"]
+def test_parallel_against_llama_cpp(tiny):
+    flags = [*SHORT, "--parallel", "1,2", "-p", "E5M4", "--against", "llama.cpp"]
     rows = [(row["what"], row["sequences"]) for row in json.loads(bench(tiny, *flags, "--json").stdout)["rows"]]
     assert rows[-2:] == [("llama.cpp Q5_0", 1), ("llama.cpp Q5_0", 2)]
 

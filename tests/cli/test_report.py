@@ -62,7 +62,7 @@ def test_a_page_never_joins_a_model_with_itself_quantized_otherwise(run_folder, 
     own = perplexities(run / "nested", text)
     assert perplexities(run / "model", text) == own
     other = perplexities(run / "model", text, "--reconstruction", "midpoint", "--group-size", 64)
-    done("report", run, "--no-samples")
+    done("report", run)
     page = (run / "report.html").read_text()
     apart = page.index("quantized in groups of 64, midpoint")
     for values, together in ((own, True), (other, False)):
@@ -76,7 +76,7 @@ def cell(value):
 
 
 def test_a_run_of_tune_becomes_a_page_in_its_folder(run_folder):
-    result = report(run_folder, "--prompt", "Return a list", "--prompt", "The class", "--max-new-tokens", 3, "--json")
+    result = report(run_folder, "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
     target = run_folder / "report.html"
     assert json.loads(result.stdout) == {"out": str(target), "bytes": target.stat().st_size, "runs": ["run"]}
@@ -84,19 +84,15 @@ def test_a_run_of_tune_becomes_a_page_in_its_folder(run_folder):
     stored = json.loads((run_folder / "perplexity.json").read_text())
     for stage in ("before", "after"):
         assert all(f">{value:.2f} <small>" in page for value in stored[stage].values())
-    kept = json.loads((run_folder / "samples.json").read_text())
-    assert list(kept["texts"]) == ["Return a list", "The class"]
-    assert all(list(texts) == list(map(str, otaro.PRECISIONS)) for texts in kept["texts"].values())
-    assert "Return a list …" in page
 
 
 def test_runs_side_by_side_go_where_it_is_said(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert report(run_folder, run_folder / "nested", "--no-samples").stdout.startswith("report.html (")
+    assert report(run_folder, run_folder / "nested").stdout.startswith("report.html (")
     assert "<title>OTARo report: run and nested</title>" in (tmp_path / "report.html").read_text()
-    result = report(run_folder, "--no-samples", "--out", tmp_path / "new" / "page.html")
+    result = report(run_folder, "--out", tmp_path / "new" / "page.html")
     assert result.exit_code == 0, result.output + repr(result.exception)
-    assert "without --no-samples" in (tmp_path / "new" / "page.html").read_text()
+    assert "One model, six precisions" in (tmp_path / "new" / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -104,8 +100,7 @@ def test_runs_side_by_side_go_where_it_is_said(run_folder, tmp_path, monkeypatch
     [
         (["nowhere"], "nowhere is not a directory"),
         (["."], "is neither a run folder"),
-        (["{run}", "--no-samples", "--out", "."], ". is a directory; name the file to write"),
-        (["{run}", "--prompt", ""], "holds no token"),
+        (["{run}", "--out", "."], ". is a directory; name the file to write"),
     ],
 )
 def test_what_cannot_be_reported_is_refused(run_folder, tmp_path, monkeypatch, arguments, words):

@@ -26,11 +26,11 @@ def by_definition(model, reference, window, bos):
     return sum(kl) / len(kl), sum(agreed) / len(agreed)
 
 
-def kept(model, windows, packed=None, precision="E5M8"):
+def kept(model, windows):
     """What a model says of a text, to be compared with."""
     states, reader = KeptStates(), ModelReader(model)
     read(reader, windows, [states], lambda done, total: None, with_logits=False)
-    states.finish(reader.sliced, packed, precision)
+    states.finish(reader.sliced)
     return states
 
 
@@ -46,7 +46,7 @@ def test_it_is_the_mean_over_all_positions(make_nested, window, bos, monkeypatch
     monkeypatch.setattr("otaro.evaluate.logits.SLICE", 120 * 9)  # nine positions at a time
     decoded = DecodedModel(otaro.load(make_nested("llama")))
     windows = Windows(IDS, window, bos=bos)
-    reference = kept(decoded.at("E5M8"), windows, decoded.nested, "E5M8")
+    reference = kept(decoded.at("E5M8"), windows)
     measured = divergence(decoded.at("E5M3"), reference, windows)  # the reference's weights are gone
     models = [otaro.load(make_nested("llama"), precision) for precision in ("E5M3", "E5M8")]
     kl, agreement = by_definition(*models, window, bos)

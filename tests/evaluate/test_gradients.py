@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro.errors import OtaroError
-from otaro.evaluate import gradients
-from otaro.evaluate.gradients import ROWS, GradientTally, analyze_gradients
+from otaro.evaluate.gradients import ROWS, GradientTally, analyze_gradients, place
 from otaro.file.checkpoint import Checkpoint
 from otaro.tune.fake_quant import Precisely, prepare
 
@@ -121,17 +120,10 @@ def test_the_summary_says_of_the_gradients_what_a_plain_computation_says(checkpo
         x = float(torch.linalg.lstsq(full, together[row].flatten().unsqueeze(1)).solution)
         y = together[row] - x * together[0]
         assert fit["x"] == pytest.approx(x)
-        assert fit["y_mean"] == pytest.approx(float(y.mean()), rel=1e-4, abs=1e-10)
-        assert fit["y_std"] == pytest.approx(float(y.std(correction=0)), rel=1e-5)
         assert fit["y_share"] == pytest.approx(float(y.norm() / full.norm()), rel=1e-5)
-        assert sum(fit["y_histogram"]["counts"]) == 3 * gradients.SAMPLED_ENTRIES
         assert noise["n"] == [1, 2, 3]
         sums = [(float(y[:n].sum(0).norm()), float(together[0, :n].sum(0).norm())) for n in noise["n"]]
-        assert noise["y_norm"] == pytest.approx([of_y for of_y, _ in sums], rel=1e-5)
         assert noise["ratio"] == pytest.approx([of_y / of_f for of_y, of_f in sums], rel=1e-5)
-    values = torch.tensor(result["y_values"]["by_batch"])  # at the coarsest, so of the last y
-    assert values.shape == (3, gradients.SHOWN_ENTRIES)
-    assert all(bool(((y[0] - value).abs() < 1e-6).any()) for value in values[0])
 
 
 def test_modules_have_their_layer_and_projection(checkpoint_dir):
@@ -165,19 +157,14 @@ def test_least_squares_finds_the_x_and_y_that_were_put_in():
     for name in NAMES:
         fit = result["fit"][name]
         assert fit["x"] == pytest.approx(0.7, abs=1e-6)
-        assert fit["y_mean"] == pytest.approx(0.3, abs=0.03)
-        assert fit["y_std"] == pytest.approx(1.0, abs=0.03)
         assert fit["y_share"] == pytest.approx(math.sqrt(1 + 0.3**2) / float(f.norm() / len(f) ** 0.5), abs=0.03)
-    edges, counts = fit["y_histogram"]["edges"], fit["y_histogram"]["counts"]
-    above = sum(count for edge, count in zip(edges, counts, strict=False) if edge >= 0.3)
-    assert above / sum(counts) == pytest.approx(0.5, abs=0.1)  # symmetric around 0.3
 
 
 def test_independent_noise_fades_as_one_over_the_root_of_n():
     result, _ = synthetic(lambda entries, generator: torch.randn(entries, generator=generator), batches=64)
     noise = result["noise"]["E5M3"]
     assert noise["n"] == [1, 2, 4, 8, 16, 32, 64]
-    assert noise["ratio"] == pytest.approx(noise["one_over_sqrt_n"], rel=0.1)
+    assert noise["ratio"] == pytest.approx([noise["ratio"][0] / n**0.5 for n in noise["n"]], rel=0.1)
     assert noise["exponent"] == pytest.approx(-0.5, abs=0.02)
     assert result["fit"]["E5M3"]["y_bias"] == pytest.approx(1 / 8, rel=0.1)
 
@@ -199,7 +186,7 @@ def test_a_module_without_gradient_has_no_cosine_and_harms_nobody():
     result = tally.summary()
     assert result["overall"] == [[1.0] * 6] * 6
     assert result["modules"][1]["matrix"] == [[None] * 6] * 6
-    assert result["modules"][1]["x"] == [None] * 6
+    assert result["modules"][1]["to_fp"] == [None] * 6
     assert result["fit"]["E5M8"]["y_bias"] is None  # Y is zero
     assert result["noise"]["E5M8"]["exponent"] is None
 
@@ -228,3 +215,16 @@ def test_what_cannot_be_compared_is_refused(checkpoint_dir):
         tally.add({"a.weight": torch.zeros(7, 3)})
     with pytest.raises(OtaroError, match=r"a\.weight: the gradient of batch 1 is not finite"):
         tally.add({"a.weight": torch.full((7, 3), math.inf)})
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "projection"),
+    [
+        ("model.layers.12.self_attn.q_proj.weight", 12, "self_attn.q_proj"),
+        ("model.layers.0.mlp.experts.gate_up_proj", 0, "mlp.experts.gate_up_proj"),
+        ("model.embed_tokens.weight", None, "embed_tokens"),
+        ("lm_head.weight", None, "lm_head"),
+    ],
+)
+def test_places_are_read_from_names(name, layer, projection):
+    assert place(name) == {"module": name.removesuffix(".weight"), "layer": layer, "projection": projection}

@@ -30,20 +30,18 @@ def test_is_the_best_of_all_choices(items: list[tuple[int, list[float]]], capaci
     problem = Knapsack(sizes, losses)
     found = problem.solve(capacity)
     assert problem.exact
-    assert found.loss == found.bound == _least(items, capacity)
+    assert found.loss == _least(items, capacity)
     assert found.loss == sum(loss[option] for option, loss in zip(found.options, losses, strict=True))
     assert found.cost == sum(option * size for option, size in zip(found.options, sizes, strict=True)) <= capacity
 
 
 @given(_ITEMS, st.integers(0, 400))
-def test_rounded_sizes_fit_and_the_bound_holds(items: list[tuple[int, list[float]]], capacity: int) -> None:
+def test_rounded_sizes_fit(items: list[tuple[int, list[float]]], capacity: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(knapsack, "_MOST_UNITS", 7)
         problem = Knapsack([size for size, _ in items], [loss for _, loss in items])
     found, least = problem.solve(capacity), _least(items, capacity)
-    rounding = 1e-9 * (1 + least)  # slopes are divided
     assert found.cost <= capacity
-    assert found.bound <= least + rounding
     assert least <= found.loss
 
 

@@ -20,15 +20,6 @@ needs_llama = pytest.mark.skipif(
 )
 
 
-def test_a_file_is_named_by_its_model_and_written_once(tiny, nested_dir, tmp_path):
-    first, second = (gguf_file(NestedDirectory(directory), "F16", tmp_path / "new") for directory in (tiny, nested_dir))
-    assert first != second
-    assert first.name.endswith("E5M8-F16.gguf")
-    written = first.stat().st_mtime_ns
-    assert gguf_file(NestedDirectory(tiny), "F16", tmp_path / "new") == first
-    assert first.stat().st_mtime_ns == written
-
-
 @pytest.mark.parametrize(("kind", "levels"), [("Q8_0", 127), ("Q5_0", 16), ("Q4_0", 8)])
 def test_quantized_files_are_near_the_weights(tiny, tmp_path, kind, levels):
     tensors = {t.name: t for t in gguf.GGUFReader(gguf_file(NestedDirectory(tiny), kind, tmp_path)).tensors}

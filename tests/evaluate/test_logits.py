@@ -95,7 +95,7 @@ def test_a_frozen_head_takes_16_bits_where_that_loses_nothing(dtype, kept):
     linear = torch.nn.Linear(32, 50, bias=True)
     if dtype:
         linear.weight.data = linear.weight.to(getattr(torch, dtype)).float()
-    frozen = logits._FrozenLinear.copied(linear)
+    frozen = logits._FrozenLinear(linear)
     assert str(frozen.kept.dtype) == f"torch.{kept}"
     x = torch.randn(2, 3, 32)
     before = linear(x).detach()

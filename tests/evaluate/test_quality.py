@@ -8,26 +8,24 @@ import pytest
 from otaro.errors import TargetError
 from otaro.evaluate.harness import PAPER_TASKS
 from otaro.evaluate.quality import (
-    Alike,
     Quality,
     QualityError,
     Record,
-    comparable_tasks,
+    averages,
     read_quality,
     series,
-    task_averages,
 )
-from otaro.file.coding import Coding
 
 MODEL, OTHER = "a" * 64, "b" * 64
 MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
+CODING = {"group_size": 64, "reconstruction": "midpoint"}
 PERPLEXITY = {
     "kind": "perplexity", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "stride": 256,
-    "tokens": 1000, "value": 19.5, "tokens_per_second": 100.0, **MADE,
+    "tokens": 1000, "bos": True, "value": 19.5, "tokens_per_second": 100.0, **CODING, **MADE,
 }  # fmt: skip
 DIVERGENCE = {
     "kind": "divergence", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "tokens": 1000,
-    "reference": "fp", "kl": 0.1, "agreement": 0.9, **MADE,
+    "bos": True, "reference": "fp", "kl": 0.1, "agreement": 0.9, **CODING, **MADE,
 }  # fmt: skip
 TASK = {
     "kind": "task", "precision": "fp", "task": "boolq", "limit": None, "data_sha256": None, "metric": "acc", "value": 0.5,
@@ -64,13 +62,6 @@ def test_measuring_again_replaces_and_anything_else_adds():
     assert quality.find({key: TASK[key] for key in ("kind", "precision", "device", "task", "limit", "data_sha256")}) == TASK
 
 
-def test_fields_that_only_we_write_may_be_absent(tmp_path):
-    entries = [{key: value for key, value in TASK.items() if key not in ("data_sha256", "truncated", "device")}]
-    quality = read_quality(stored(tmp_path, entries=entries))
-    assert quality.find({**TASK, "device": None}) == entries[0]
-    assert quality.find(TASK) is None  # nobody knows what the other was measured on
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -88,7 +79,7 @@ def test_an_entry_with_a_bad_field_is_refused(tmp_path, field, value):
         read_quality(stored(tmp_path, entries=[{**PERPLEXITY, field: value}]))
 
 
-@pytest.mark.parametrize("field", ["value", "text", "stride", "command", "kind"])
+@pytest.mark.parametrize("field", ["value", "text", "stride", "command", "kind", "bos", "device", *CODING])
 def test_an_entry_that_lacks_a_field_is_refused(tmp_path, field):
     with pytest.raises(QualityError, match="no quality record"):
         read_quality(stored(tmp_path, entries=[{key: value for key, value in PERPLEXITY.items() if key != field}]))
@@ -169,74 +160,58 @@ def test_averages_are_of_precisions_that_have_all_tasks():
     tasks = [
         TASK,
         {**TASK, "task": "piqa", "value": 0.7, "stderr": 0.2},
-        {**TASK, "precision": "E5M3"},
+        {**TASK, "precision": "E5M3", **CODING},
         PERPLEXITY,
     ]
-    averages = task_averages(tasks)
-    assert list(averages) == ["fp"]
-    assert averages["fp"].value == pytest.approx(0.6)
-    assert averages["fp"].stderr == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
-    assert task_averages([{**tasks[0], "stderr": None}, tasks[1]])["fp"].stderr is None
-    assert averages["fp"].name == "average of 2"
-    assert task_averages(tasks[:1]) == {}
-    assert task_averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == {}
+    (average,) = averages(tasks)
+    assert (average["task"], average["precision"]) == ("average of 2", "fp")
+    assert average["value"] == pytest.approx(0.6)
+    assert average["stderr"] == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
+    assert averages([{**tasks[0], "stderr": None}, tasks[1]])[0]["stderr"] is None
+    assert averages(tasks[:1]) == []
+    assert averages([tasks[0], {**tasks[1], "metric": "word_perplexity", "value": 20.0}]) == []
+    (other,) = averages([tasks[0], {**tasks[1], "task": "hellaswag"}])
+    assert other["data_sha256"] != average["data_sha256"]  # which never stand side by side
 
 
 def test_the_average_of_the_papers_eight_stays_whatever_else_was_measured():
     eight = [{**TASK, "task": task, "value": 0.1 * number} for number, task in enumerate(PAPER_TASKS)]
     other = {**TASK, "task": "lambada", "metric": "perplexity", "value": 90.0}
-    for entries in (eight, [other, *eight], [*eight, {**other, "precision": "E5M3"}]):
-        average = task_averages(entries)["fp"]
-        assert (average.name, average.tasks) == ("zeroshot8", tuple(PAPER_TASKS))
-        assert average.value == pytest.approx(0.35)
-    assert task_averages([other, *eight[1:]]) == {}
+    for entries in (eight, [other, *eight], [*eight, {**other, "precision": "E5M3", **CODING}]):
+        (average,) = averages(entries)
+        assert (average["task"], average["value"]) == ("zeroshot8", pytest.approx(0.35))
+    assert averages([other, *eight[1:]]) == []
 
 
-def test_tasks_are_comparable_at_one_limit_on_one_device():
-    entries = [TASK, {**TASK, "limit": 5}, {**TASK, "device": "a GPU"}, {**TASK, "task": "piqa"}, PERPLEXITY]
-    assert comparable_tasks(entries) == {
-        Alike(None, "cpu", None): [entries[0], entries[3]],
-        Alike(5, "cpu", None): [entries[1]],
-        Alike(None, "a GPU", None): [entries[2]],
-    }
+def test_tasks_are_averaged_at_one_limit_on_one_device():
+    both = [TASK, {**TASK, "task": "piqa", "value": 0.7}]
+    others = [{**entry, **odd, "value": 0.1} for odd in ({"limit": 5}, {"device": "a GPU"}) for entry in both]
+    assert [(one["limit"], one["device"], one["value"]) for one in averages([*both, *others, PERPLEXITY])] == [
+        (None, "cpu", pytest.approx(0.6)),
+        (5, "cpu", pytest.approx(0.1)),
+        (None, "a GPU", pytest.approx(0.1)),
+    ]
 
 
 def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other():
     paper, ours = ({"group_size": 64, "reconstruction": kind} for kind in ("truncate", "midpoint"))
     for kind in (PERPLEXITY, {**TASK, "precision": "E5M4"}):
-        full = {**kind, "precision": "fp", "value": 0.9}
+        full = {field: value for field, value in kind.items() if field not in CODING} | {"precision": "fp", "value": 0.9}
         coded = [{**kind, **coding, "precision": p} for coding in (paper, ours) for p in ("E5M3", "E5M8")]
-        unknown = {**kind, "precision": "E5M3"}
-        groups = series([coded[0], full, *coded[1:], unknown])
+        groups = series([coded[0], full, *coded[1:]])
         assert [list(group.items()) for group in groups] == [
             [("fp", full), ("E5M8", coded[1]), ("E5M3", coded[0])],
             [("fp", full), ("E5M8", coded[3]), ("E5M3", coded[2])],
-            [("fp", full), ("E5M3", unknown)],
         ]
     tasks = [{**TASK, "task": task, **coding} for task in ("boolq", "piqa") for coding in ({}, {**paper, "precision": "E5M3"})]
-    ((common, alike),) = comparable_tasks(tasks).items()
-    assert (common.coding, list(task_averages(alike))) == (Coding(64, "truncate"), ["fp", "E5M3"])
-
-
-def test_entries_of_older_versions_say_how_they_were_quantized_only_where_that_is_known(tmp_path):
-    new = {**PERPLEXITY, "group_size": 64, "reconstruction": "truncate"}
-    stored(tmp_path, entries=[PERPLEXITY, TASK])
-    assert read_quality(tmp_path).entries[0] == PERPLEXITY
-    assert read_quality(tmp_path).find(new) is None
-    assert read_quality(tmp_path, older=Coding()).find(new) is None
-    told = read_quality(tmp_path, older=Coding(64, "truncate"))
-    assert told.find(new) == new
-    assert told.entries[1] == TASK  # full precision has no coding
-    Record(MODEL, tmp_path, Coding(64, "truncate")).add({**new, "value": 18.0})
-    assert [entry["value"] for entry in read_quality(tmp_path).entries] == [18.0, 0.5]
+    (group,) = series(averages(tasks))
+    assert [(name, one["task"]) for name, one in group.items()] == [("fp", "average of 2"), ("E5M3", "average of 2")]
 
 
 @pytest.mark.parametrize(
     "coding",
     [
-        {"group_size": 64}, {"reconstruction": "midpoint"}, {"group_size": 33, "reconstruction": "midpoint"},
-        {"group_size": True, "reconstruction": "midpoint"}, {"group_size": 64, "reconstruction": "\x1b[2J"},
-        {"group_size": 64, "reconstruction": None}, {"group_size": 64, "reconstruction": "midpoint", "precision": "fp"},
+        {"group_size": 33}, {"group_size": True}, {"reconstruction": "\x1b[2J"}, {"reconstruction": None}, {"precision": "fp"},
         {"reference_model": "abc"},
     ],
     ids=str,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import otaro
 from otaro.errors import WeightError
-from otaro.evaluate.weights import MOST_SHIFT, WeightTally, analyze_weights, place
+from otaro.evaluate.weights import analyze_weights, counted, shares
 from otaro.file.checkpoint import Checkpoint
 from tests.sefp import oracle
 from tests.sefp.exact import fractions
@@ -17,51 +17,34 @@ from tests.sefp.exact import fractions
 NAMES = [str(p) for p in otaro.PRECISIONS]
 
 
-def exponent(value):
-    """The smallest e with |value| < 2^e."""
-    return math.frexp(value)[1]
-
-
 def by_hand(pieces, group_size, reconstruction):
     """The definitions at the head of the module, one weight at a time; scales and codes are the oracle's."""
-    counted, shifts, kinds, lost = Counter(), Counter(), {True: [], False: []}, Counter()
-    squares, errors = 0.0, Counter()
+    total, lost, squares, errors = Counter(), Counter(), 0.0, Counter()
     for piece in pieces:
         groups = [fractions(group) for row in piece for group in row.split(group_size)]
         _, scales, codes = oracle.encoded(groups, reconstruction)
         for group, s, finest in zip(groups, scales, codes, strict=True):
             sizes = [abs(w) for w in group]
-            first = sizes.index(max(sizes))
             ranked = sorted(sizes, reverse=True)
             dominated = len(group) > 1 and ranked[0] > 0 and ranked[0] >= 4 * ranked[1]
-            counted["groups"] += 1
-            counted["dominated"] += dominated
-            for index, (w, code) in enumerate(zip(group, finest, strict=True)):
-                counted["weights"] += 1
-                counted["zeros"] += w == 0
+            total["groups"] += 1
+            total["dominated"] += dominated
+            for w, code in zip(group, finest, strict=True):
+                total["nonzero"] += w != 0
                 squares += float(w) ** 2
-                if index != first and w:
-                    shift = min(exponent(ranked[0]) - exponent(w), MOST_SHIFT)
-                    shifts[shift] += 1
-                    kinds[dominated].append(shift)
                 for m, name in zip(range(8, 2, -1), NAMES, strict=True):
                     value = oracle.value(oracle.shifted(code, m), s, m, reconstruction)
                     lost[name] += bool(w) and abs(value - w) >= abs(w)
                     errors[name] += float(value - w) ** 2
-    total = sum(shifts.values())
-    mean = {kind: sum(found) / len(found) if found else None for kind, found in kinds.items()}
     return {
-        "shifts": {str(s): shifts[s] / total if total else None for s in range(MOST_SHIFT + 1)},
-        "mean_shift": {"outlier_groups": mean[True], "other_groups": mean[False]},
-        "outlier_groups": counted["dominated"] / counted["groups"],
-        "zeros": counted["zeros"] / counted["weights"],
-        "lost": {name: lost[name] / (counted["weights"] - counted["zeros"]) for name in NAMES},
+        "outlier_groups": total["dominated"] / total["groups"],
+        "lost": {name: lost[name] / total["nonzero"] for name in NAMES},
         "error": {name: math.sqrt(errors[name] / squares) for name in NAMES},
     }
 
 
 def assert_same(found, expected):
-    for key in ("shifts", "mean_shift", "outlier_groups", "zeros", "lost"):
+    for key in ("outlier_groups", "lost"):
         assert found[key] == expected[key], key
     assert found["error"] == pytest.approx(expected["error"], rel=1e-6)
 
@@ -78,28 +61,20 @@ def awkward(rows, length):
     return weights
 
 
-@pytest.mark.parametrize("group_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("group_size", [5, 16, 64])
 @pytest.mark.parametrize("length", [33, 40])
 def test_counts_are_those_of_a_plain_loop(group_size, length, reconstruction):
     weights = awkward(24, length)  # 33 ends in a group of one weight at group size 16, and in short groups at the others
-    tally = WeightTally(group_size, reconstruction)
-    tally.add(weights[:10])
-    tally.add(weights[10:])
+    found = sum(counted(some, group_size, reconstruction) for some in (weights[:10], weights[10:]))
     expected = by_hand([weights[:10], weights[10:]], group_size, reconstruction)
-    assert_same(tally.summary(), expected)
+    assert_same(shares(found), expected)
     assert sum(expected["lost"].values()) > 0
-    if group_size > 1:
-        assert 0 < expected["outlier_groups"] < 1
+    assert 0 < expected["outlier_groups"] < 1
 
 
 def test_the_group_worked_by_hand():
     weights = torch.tensor([[0.5, 0.04, -0.007, 0.0]])
-    shown = {}
-    for kind in ("truncate", "midpoint"):
-        tally = WeightTally(64, kind)
-        tally.add(weights)
-        shown[kind] = tally.summary()
-    assert shown["truncate"]["shifts"] | {"4": 0.5, "7": 0.5} == shown["truncate"]["shifts"]
+    shown = {kind: shares(counted(weights, 64, kind)) for kind in ("truncate", "midpoint")}
     assert shown["truncate"]["outlier_groups"] == 1
     assert shown["truncate"]["lost"]["E5M4"] == pytest.approx(2 / 3)
     assert shown["midpoint"]["lost"]["E5M4"] == pytest.approx(1 / 3)
@@ -113,12 +88,11 @@ def test_a_checkpoint_is_counted_tensor_by_tensor(make_checkpoint):
         checkpoint, group_sizes=(16, 64), progress=lambda name, done, total: seen.append((name, done, total))
     )
     assert [module["module"] for module in result["modules"]] == [name.removesuffix(".weight") for name in checkpoint.packed]
-    assert result["weights"] == sum(module["weights"] for module in result["modules"])
+    assert result["weights"] == sum(tensor.numel() for tensor in map(checkpoint.read, checkpoint.packed))
     assert {name for name, _, _ in seen} == set(checkpoint.packed)
     tensors = {name: checkpoint.read(name).flatten(0, -2).float() for name in checkpoint.packed}
     name = "model.layers.1.mlp.experts.down_proj"
     module = next(module for module in result["modules"] if module["module"] == name)
-    assert (module["layer"], module["projection"]) == (1, "mlp.experts.down_proj")
     assert_same(module["by_group_size"]["16"], by_hand([tensors[name]], 16, "midpoint"))
     # Overall is not the mean of the modules' shares but the share in all their weights.
     lost = sum(
@@ -145,16 +119,3 @@ def test_a_weight_that_cannot_be_encoded_is_named(checkpoint_dir, copy_of, monke
     monkeypatch.setattr("otaro.evaluate.weights._CHUNK", 1000)
     with pytest.raises(WeightError, match=r"model\.layers\.1\.mlp\.up_proj\.weight\[70, 3\] is nan"):
         analyze_weights(Checkpoint(directory))
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "projection"),
-    [
-        ("model.layers.12.self_attn.q_proj.weight", 12, "self_attn.q_proj"),
-        ("model.layers.0.mlp.experts.gate_up_proj", 0, "mlp.experts.gate_up_proj"),
-        ("model.embed_tokens.weight", None, "embed_tokens"),
-        ("lm_head.weight", None, "lm_head"),
-    ],
-)
-def test_places_are_read_from_names(name, layer, projection):
-    assert place(name) == {"module": name.removesuffix(".weight"), "layer": layer, "projection": projection}

@@ -1,4 +1,4 @@
-"""`otaro analyze gradients|weights|path`: the paper's observations on any model and text, as figures and JSON."""
+"""`otaro analyze gradients|weights`: the paper's observations on any model and text, as tables, figures and JSON."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ if TYPE_CHECKING:
     from otaro.file.checkpoint import Checkpoint
     from otaro.file.hub import Hub
 
-app = App(
-    help="Repeat the paper's observations: gradients and weights of a model, the path of a tuning run.", no_args_is_help=True
-)
+app = App(help="Repeat the paper's observations: gradients and weights of a model.", no_args_is_help=True)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
 OutOption = Annotated[Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.")]
 
 NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
-
-# What --json leaves to the file.
-DETAILS = ("modules", "y_values", "sequence", "applied")
 
 
 @app.command()
@@ -55,13 +50,12 @@ def gradients(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Compare the gradients at all precisions, in every layer and projection (Figs. 4 to 6, eqs. 14 to 17).
+    """Compare the gradients at all precisions, in every layer and projection (Figs. 4 and 5, eqs. 14 to 17).
 
     A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
     """
-    from otaro.evaluate.charts import altair
+    from otaro.evaluate.charts import altair, gradient_files
     from otaro.evaluate.gradients import analyze_gradients
-    from otaro.evaluate.plots import gradient_figures
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
@@ -88,7 +82,7 @@ def gradients(
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
     result = {**_provenance("gradients", model, options), **facts, **result}
-    _finish(out, "gradients", result, gradient_figures(result), json, _show_gradients)
+    _finish(out, "gradients", result, gradient_files(result), json, _show_gradients)
 
 
 @app.command()
@@ -102,17 +96,14 @@ def weights(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Count what sharing a scale costs the weights, for groups of 16 to 256: shifts, outliers, losses, errors.
+    """Count what sharing a scale costs the weights, for groups of 16 to 256: outliers, losses, errors.
 
     Reads the checkpoint a few thousand rows at a time.
     """
-    from otaro.evaluate.charts import altair
-    from otaro.evaluate.plots import weight_figures
     from otaro.evaluate.weights import analyze_weights
     from otaro.file.coding import choose_coding
     from otaro.file.hub import Hub
 
-    altair()  # is refused now if it is missing, not after the work
     out = _out(model, out)
     checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
     kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
@@ -120,25 +111,7 @@ def weights(
         result = analyze_weights(checkpoint, reconstruction=kind, progress=progress)
     options = {"out": out, "reconstruction": kind, "revision": revision, "cache-dir": cache_dir}
     result = {**_provenance("weights", model, options), **result}
-    _finish(out, "weights", result, weight_figures(result), json, _show_weights)
-
-
-@app.command()
-@page(examples="otaro analyze path run")
-def path(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `otaro tune --out` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where figure and JSON go; RUN/analysis.")] = None,
-    json: console.JsonOption = False,
-) -> None:
-    """Show which precisions a tuning run took, how often over time, and the scores it went by."""
-    from otaro.evaluate.charts import altair
-    from otaro.evaluate.path import analyze_path
-    from otaro.evaluate.plots import path_figures
-
-    altair()  # is refused now if it is missing, not after the work
-    out = out or run / "analysis"
-    result = {**_provenance("path", str(run), {"out": out}), **analyze_path(run)}
-    _finish(out, "path", result, path_figures(result), json, _show_path)
+    _finish(out, "weights", result, {}, json, _show_weights)
 
 
 def _checkpoint(model: str, hub: Hub) -> Checkpoint:
@@ -218,7 +191,7 @@ def _finish(out: Path, name: str, result: dict[str, Any], figures: Mapping[str, 
     write_text(out / f"{name}.json", json_module.dumps(result, allow_nan=False) + "\n")
     files = [str(out / file) for file in (f"{name}.json", *figures)]
     if json:
-        console.print_json({**{key: value for key, value in result.items() if key not in DETAILS}, "files": files})
+        console.print_json({**{key: value for key, value in result.items() if key != "modules"}, "files": files})
     else:
         show(result)
         console.out.print(f"in {console.escape(str(out))}: {', '.join(Path(file).name for file in files)}", highlight=False)
@@ -255,49 +228,18 @@ def _show_weights(result: dict[str, Any]) -> None:
     shown = ("E5M4", "E5M3")
     table = console.table(
         f"{result['weights']:,} weights in {len(result['modules'])} tensors, {result['reconstruction']}",
-        "groups of", "outlier groups", "mean shift", "zeros",
+        "groups of", "outlier groups",
         *(f"{kind} {name}" for kind in ("lost", "error") for name in shown),
     )  # fmt: skip
     for size, found in result["overall"].items():
         table.add_row(
             size,
             f"{found['outlier_groups']:.3%}",
-            f"{sum(int(shift) * (share or 0.0) for shift, share in found['shifts'].items()):.2f}",
-            f"{found['zeros']:.2%}",
             *(f"{found[kind][name] or 0.0:.1%}" for kind in ("lost", "error") for name in shown),
         )
     console.out.print(table)
     console.out.print(
         "outlier group: its largest weight is at least 4 times the second. "
-        "shift: bits of a weight below the largest of its group. "
         "lost: zero would be as close. error: root mean square, relative to the weights'.",
         highlight=False,
     )
-
-
-def _show_path(result: dict[str, Any]) -> None:
-    from otaro.evaluate.records import FULL
-    from otaro.evaluate.run_folder import FULL_PASS
-
-    sequence, applied, steps = result["sequence"], result["applied"], result["steps"]
-    half = steps // 2
-    recipe = f", recipe {result['recipe']}" if result["recipe"] else ""
-    headings = ("steps", "share", "first half", "second half", "held back", "last score")
-    table = console.table(f"{steps} steps{console.escape(recipe)}", "precision", *headings)
-    if result["full_pass"]:
-        table.add_row("full, besides", str(steps), "100.0%", str(half), str(steps - half), "-", "-")
-    for name in result["precisions"]:
-        taken = sequence.count(name)
-        scores = [score for score in result["scores"].get(name, []) if score is not None]
-        table.add_row(
-            "full" if name == FULL else name,
-            str(taken),
-            f"{taken / steps:.1%}",
-            str(sequence[:half].count(name)),
-            str(sequence[half:].count(name)),
-            str(sum(1 for p, a in zip(sequence, applied, strict=True) if p == name and not a)),
-            f"{scores[-1]:.3f}" if scores else "-",
-        )
-    console.out.print(table)
-    if result["full_pass"]:
-        console.out.print(f"every step has {FULL_PASS}", highlight=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +25,7 @@ LLAMA = "llama.cpp"
     {
         "What is timed": "prompt_tokens tokens context rounds threads kv",
         "Something else instead": "parallel draft text",
-        "Beside others": "transformers against gguf_dir",
+        "Beside others": "transformers against",
     },
     examples="""
     otaro bench DIR
@@ -81,10 +80,6 @@ def bench(
         typer.Option("--transformers", help="Also time transformers on the decoded weights: in float32, on a GPU in float16."),
     ] = False,
     against: Annotated[str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.")] = None,
-    gguf_dir: Annotated[
-        Path | None,
-        typer.Option(help="Keep the GGUF files in this folder, and use those that are there."),
-    ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -104,8 +99,6 @@ def bench(
 
     if against not in (None, LLAMA):
         raise otaro.OtaroError(f"--against {against}: {LLAMA} is what there is to compare with")
-    if gguf_dir is not None and against is None:
-        raise otaro.OtaroError("--gguf-dir keeps the files of --against llama.cpp, which is not given")
     if parallel is not None and transformers:
         raise otaro.OtaroError("--transformers reads one sequence, and --parallel several: give either")
     if text is not None and draft is None:
@@ -119,7 +112,6 @@ def bench(
     ours = {"prompt_tokens": prompt_tokens, "tokens": tokens, "context": context, "rounds": rounds, "threads": threads}
     given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
     given["kv"] = otaro.Precision(kv) if kv else None
-    llama: dict[str, Any] = {"with_llama": against == LLAMA, "gguf_dir": gguf_dir}
     result: Bench | Parallel | Drafts
     with console.progress_bar("timing") as progress:
         options: dict[str, Any] = {"device": device, "hub": Hub(revision, token, cache_dir), "progress": progress}
@@ -130,10 +122,12 @@ def bench(
             result = drafting.bench(directory, drafts, drafting.Settings(**given), passages, alone, **options)
         elif parallel is not None:
             settings = speed.Settings(**{"tokens": 32, "context": 64, "rounds": 3, **given})
-            result = together.bench(directory, _counts(parallel), settings, chosen, **llama, **options)
+            result = together.bench(directory, _counts(parallel), settings, chosen, with_llama=against == LLAMA, **options)
         else:
             settings = speed.Settings(**given)
-            result = speed.bench(directory, settings, chosen, with_transformers=transformers, **llama, **options)
+            result = speed.bench(
+                directory, settings, chosen, with_transformers=transformers, with_llama=against == LLAMA, **options
+            )
     if json:
         console.print_json({**result.to_dict(), "versions": console.versions()})
     elif isinstance(result, drafting.Drafts):

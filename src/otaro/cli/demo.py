@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 BEFORE, USUAL, OURS, UPGRADE = "before", "usual", "otaro", "upgrade"
 TITLES = {USUAL: "tuned as usual", OURS: "tuned once for all"}
 PROMPT = "Returns a new tensor"
-SAMPLE_TOKENS = 30
 LEVEL = 0.002  # a difference in perplexity from which on a model is called ahead
 SEEN = 0.0005  # one that the table shows
 CHOSEN = (
@@ -80,7 +79,6 @@ def demo(
     from otaro.evaluate.charts import altair
     from otaro.evaluate.report import write_report
     from otaro.evaluate.run_folder import read_runs
-    from otaro.evaluate.samples import sample
     from otaro.evaluate.subject import Subject
     from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
@@ -111,16 +109,12 @@ def demo(
     bench = demo_story.timed(nested, folders[OURS] / "bench.json", device)
     parts = demo_story.changing(nested, prompt, device)
     upgraded = demo_story.upgrade(nested, folders[UPGRADE], prompt, device)
-    _say("5 of 5: samples and report")
-    with console.progress_bar("samples") as progress:
-        samples = {OURS: sample(nested, folders[OURS] / "samples.json", [prompt], SAMPLE_TOKENS, progress)}
+    _say("5 of 5: a report")
     report = out / "report.html"
-    write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), samples, report)
+    write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), report)
     summary = summarize(NestedDirectory(nested))
     if json:
-        said = samples[OURS].texts[prompt]
         shown: dict[str, Any] = {"out": str(out), "report": str(report), "perplexity": measured, "changing": parts}
-        shown["samples"] = {name: said[name] for name in (max(said), min(said))}
         shown["bytes"] = {row.precision: row.bytes for row in summary.precisions}
         shown["decode"] = {row.precision: row.decode for row in bench.precisions}
         shown["switch"] = {row.precision: row.switch for row in bench.precisions}
@@ -175,7 +169,7 @@ def _measure(subject: Subject, text: Text, keep: Path) -> Measured:
 
     with console.progress_bar("measuring") as progress:
         evaluation = Evaluation(subject, Wanted(text))
-        record = Record(subject.identity, keep, subject.older_coding)
+        record = Record(subject.identity, keep)
         entries = evaluation.run(record, console.versions(), progress=progress)
     return {entry["precision"]: entry["value"] for entry in entries}
 

@@ -132,7 +132,7 @@ def evaluate(
         )
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None
-        record = Record(subject.identity if place is not None else "0" * 64, place, subject.older_coding)
+        record = Record(subject.identity if place is not None else "0" * 64, place)
     try:
         with console.progress_bar("evaluating") as progress:
             entries = evaluation.run(record, console.versions(), again=again, progress=progress)
@@ -159,7 +159,7 @@ def open_text(source: str) -> Text:
 
 
 def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    from otaro.evaluate.quality import task_averages
+    from otaro.evaluate.quality import averages
     from otaro.evaluate.records import FULL
 
     subject = evaluation.subject
@@ -172,6 +172,6 @@ def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, A
         "window": evaluation.window or None,
         "stride": evaluation.stride or None,
         "entries": entries,
-        "averages": {precision: asdict(average) for precision, average in task_averages(entries).items()},
+        "averages": {one["precision"]: {name: one[name] for name in ("task", "value", "stderr")} for one in averages(entries)},
         "quality": path and str(path),
     }

@@ -106,10 +106,9 @@ def _calibrated(directory: Path) -> CalibratedOn | None:
 def _quality(directory: Path, summary: Summary) -> Quality | None:
     """What was measured of a model, where a record says so that can be read."""
     from otaro.evaluate.quality import QualityError, read_quality
-    from otaro.file.coding import Coding
 
     try:
-        return read_quality(directory, summary.model, Coding(summary.group_size, summary.reconstruction))
+        return read_quality(directory, summary.model)
     except QualityError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False)
         return None

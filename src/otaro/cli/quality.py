@@ -101,15 +101,15 @@ def _cells(group: dict[str, Entry], write: Callable[[Entry], str]) -> dict[str, 
     return {precision: write(entry) for precision, entry in group.items()}
 
 
-def _apart(entries: list[Entry], device: str | None, coding: Coding | None) -> str:
+def _apart(entries: list[Entry], device: str, coding: Coding | None) -> str:
     """The lines of a heading that name device and coding, where there is more than one."""
     from otaro.evaluate.quality import coding_of
     from otaro.evaluate.records import FULL
 
-    devices = {entry.get("device") for entry in entries}
+    devices = {entry["device"] for entry in entries}
     codings = {coding_of(entry) for entry in entries if entry["precision"] != FULL}
-    on = f"\non {device or 'an unnamed device'}" if len(devices) > 1 else ""
-    return on + (f"\n{coding or 'coding unknown'}".replace(", ", "\n") if len(codings) > 1 else "")
+    on = f"\non {device}" if len(devices) > 1 else ""
+    return on + (f"\n{coding}".replace(", ", "\n") if len(codings) > 1 else "")
 
 
 def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
@@ -118,14 +118,12 @@ def _apart_of(entries: list[Entry], group: dict[str, Entry]) -> str:
 
     last = list(group.values())[-1]  # the first may be full precision, which has no coding
     told = ""
-    if len({entry.get("bos") for entry in entries if "text" in entry}) > 1:
-        told += {None: "\nBOS first only", True: "\nwith BOS", False: "\nwithout BOS"}[last.get("bos")]
-    return told + _apart(entries, last.get("device"), coding_of(last))
+    if len({entry["bos"] for entry in entries if "text" in entry}) > 1:
+        told += "\nwith BOS" if last["bos"] else "\nwithout BOS"
+    return told + _apart(entries, last["device"], coding_of(last))
 
 
 def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
-    from otaro.evaluate.records import FULL
-
     for group in _grouped(entries, "perplexity"):
         best, first = next(iter(group.items()))
         full = first["value"]
@@ -136,7 +134,7 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
             yield _Column(f"cost\nvs {best}", {**costs, best: ""})
     for group in _grouped(entries, "divergence"):
         first = next(iter(group.values()))
-        reference, on = first.get("reference", FULL), _apart_of(entries, group)
+        reference, on = first["reference"], _apart_of(entries, group)
         yield _Column(f"KL\nvs {reference}{on}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
         yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
 
@@ -181,19 +179,13 @@ def _speed_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 
 def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
-    from otaro.evaluate.quality import comparable_tasks, task_averages
+    from otaro.evaluate.quality import averages, coding_of
 
-    for common, alike in comparable_tasks(entries).items():
-        some = f"\nfirst {common.limit}" if common.limit is not None else ""
-        some += _apart(entries, common.device, common.coding)
-        for group in _grouped(alike, "task"):
-            first = next(iter(group.values()))
-            scores = _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
-            yield _Column(f"{first['task']}\n{first['metric']}{some}", scores)
-        if averages := task_averages(alike):
-            cells = {precision: _score(average.value, average.stderr) for precision, average in averages.items()}
-            name = next(iter(averages.values())).name.replace(" ", "\n", 1)
-            yield _Column(f"{name}{some}", cells)
+    for group in _grouped([*entries, *averages(entries)], "task"):
+        last = list(group.values())[-1]  # the first may be full precision, which has no coding
+        first = f"\nfirst {last['limit']}" if last["limit"] is not None else ""
+        heading = f"{last['task']}\n{last['metric']}{first}{_apart(entries, last['device'], coding_of(last))}"
+        yield _Column(heading, _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"])))
 
 
 def _legend(entries: list[Entry]) -> Iterator[str]:
@@ -221,7 +213,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10_000 else f"{value:.3g}"
 
 
-def _score(value: float, stderr: float | None, metric: str = "acc") -> str:
+def _score(value: float, stderr: float | None, metric: str) -> str:
     from otaro.evaluate.quality import is_share
 
     scale = 100 if is_share(metric) else 1

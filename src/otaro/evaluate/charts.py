@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from itertools import cycle, islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from otaro.errors import OtaroError, install
 from otaro.evaluate.records import FULL
@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "axisQuantitative": {"tickCount": 6},
     "axisY": {"domain": False, "ticks": False, "labelPadding": 8},
     "legend": {**_TEXT, "labelColor": "var(--ink)", "labelFontSize": 13, "symbolSize": 90, "columnPadding": 14, "offset": 14},
-    "title": {"color": "var(--ink)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
+    "title": {"color": "var(--ink)", "subtitleColor": "var(--muted)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
     "header": {"labelColor": "var(--ink)", "labelFontSize": 13, "labelFontWeight": 600},
     "text": {"fill": "var(--ink)", "fontSize": 12},
 }
@@ -116,22 +116,20 @@ def by_precision(
     runs: Sequence[str],
     title: str,
     *,
-    bits: Mapping[str, float] | None = None,
     from_zero: bool = False,
     height: int = 240,
 ) -> Spec:
     """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
 
-    The unquantized model stands apart, to the right. `bits` by precision are told below the axis.
+    The unquantized model stands apart, to the right.
     """
     data = [
-        {**row, "name": shown(row["precision"]), "at": _tick(row["precision"], bits), "full": row["precision"] == FULL}
+        {**row, "precision": shown(row["precision"]), "full": row["precision"] == FULL}
         for row in rows
         if math.isfinite(row["value"])
     ]
-    order = [_tick(name, bits) for name in [*reversed(NAMES[1:]), FULL]]
-    axis = alt.Axis(labelExpr="split(datum.label, '|')", labelAngle=0, labelPadding=6, labelFontSize=12 if bits else 10)
-    x = alt.X("at:N", sort=order, title=f"precision and {BITS}" if bits else "precision", axis=axis)
+    order = [shown(name) for name in [*reversed(NAMES[1:]), FULL]]
+    x = alt.X("precision:N", sort=order, title="precision", axis=alt.Axis(labelAngle=0, labelPadding=6))
     scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(data, 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
@@ -141,7 +139,7 @@ def by_precision(
     shape = alt.Shape("run:N", scale=shapes, legend=colour["legend"])
     stages = alt.Scale(domain=["before", "after"], range=[[5, 4], [1, 0]])
     dash = alt.StrokeDash("stage:N", scale=stages, legend=_legend() if dashed else None)
-    tooltip = _tips("run:N", ("name:N", "precision"), ("value:Q", title, ",.4~g"))
+    tooltip = _tips("run:N", "precision:N", ("value:Q", title, ",.4~g"))
     tooltip += _tips(("stage:N", "tuning")) if dashed else []
     tooltip += _tips(("error:Q", "standard error", ".2~g")) if has_errors else []
     base = of_rows(data).encode(x=x, y=y, color=colour, detail="stage:N")
@@ -154,20 +152,6 @@ def by_precision(
         )
         layers.insert(0, whiskers.mark_rule(opacity=0.5).encode(y=alt.Y("low:Q", title=title), y2="high:Q"))
     return _finish(alt.layer(*layers), height)
-
-
-def sizes(rows: Sequence[Row]) -> Spec:
-    """Bytes at each precision beside 16-bit weights; `rows` have name, megabytes and text."""
-    order = [row["name"] for row in rows]
-    base = of_rows(rows).encode(
-        y=alt.Y("name:N", sort=order, title=None, axis=alt.Axis(domain=False, labelPadding=8)),
-        x=alt.X("megabytes:Q", title="megabytes", axis=alt.Axis(grid=True)),
-        tooltip=_tips(("name:N", "precision"), ("text:N", "size")),
-    )
-    bars = base.mark_bar(cornerRadiusEnd=2, height=18).properties(name="bars")
-    bars = bars.encode(color=alt.Color("name:N", scale=_precision_scale("FP16"), legend=None))
-    labels = base.mark_text(align="left", dx=6).encode(text="text:N")
-    return _finish(alt.layer(bars, labels), 32 * len(order))
 
 
 def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
@@ -188,18 +172,6 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     return _finish(alt.layer(*_lines_and_points(base), names), 260)
 
 
-def by_size(rows: Sequence[Row]) -> Spec:
-    """What fits and single precisions lose, against bits per weight; `rows` have bits, value, kind and name."""
-    kinds = alt.Scale(domain=["fit", "one precision"], range=["var(--run-1)", "var(--before)"])
-    base = of_rows(rows).encode(
-        x=alt.X("bits:Q", title=BITS, scale=alt.Scale(zero=False)),
-        y=alt.Y("value:Q", title="divergence (nats)", scale=alt.Scale(zero=True)),
-        color=alt.Color("kind:N", scale=kinds, legend=_legend()),
-        tooltip=_tips(("name:N", "precision"), ("bits:Q", BITS, ".3f"), ("value:Q", "divergence", ".4f")),
-    )
-    return _finish(alt.layer(*_lines_and_points(base, 2)))
-
-
 def training(log: Sequence[Step]) -> Spec:
     """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and means of stretches."""
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
@@ -218,7 +190,7 @@ def training(log: Sequence[Step]) -> Spec:
     encoding = {
         "x": _step_x(),
         "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
-        "color": precision_colour({row["precision"] for row in points}),
+        "color": _precision_colour({row["precision"] for row in points}),
     }
     tooltip = _tips("step:Q", "precision:N", ("loss:Q", None, ".4f"))
     steps = of_rows(points).mark_circle(size=22, opacity=0.45).encode(**encoding, tooltip=tooltip)
@@ -246,28 +218,11 @@ def path(log: Sequence[Step]) -> Spec:
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis()),
         x2="to:Q",
         y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
-        color=precision_colour(present, legend=False),
+        color=_precision_colour(present, legend=False),
         opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
         tooltip=_tips(("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back")),
     )  # fmt: skip
     return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
-
-
-def scores(log: Sequence[Step]) -> Spec:
-    """The scores by which the path search chose."""
-    rows: list[Row] = [
-        {"step": step.step, "precision": shown(name), "score": score}
-        for step in log[:: max(1, len(log) // 300)]
-        for name, score in step.scores.items()
-        if score is not None
-    ]
-    chart = of_rows(rows).mark_line(strokeWidth=1.5).encode(
-        x=_step_x(),
-        y=alt.Y("score:Q", title="score", scale=alt.Scale(zero=False)),
-        color=precision_colour({row["precision"] for row in rows}),
-        tooltip=_tips("step:Q", "precision:N", ("score:Q", None, ".3f")),
-    )  # fmt: skip
-    return _finish(chart.properties(name="lines"), 200)
 
 
 def similarity(gradients: dict[str, Any]) -> Spec:
@@ -284,16 +239,11 @@ def similarity(gradients: dict[str, Any]) -> Spec:
         y=alt.Y("other:N", sort=order, title=None, axis=alt.Axis(domain=False)),
         tooltip=_tips("one:N", "other:N", ("similarity:Q", None, ".4f")),
     )
-    low = low_end(row["similarity"] for row in rows)
-    cells, numbers = with_numbers(base, low, "similarity", legend=False, size=12)
-    return _finish(alt.layer(cells.properties(name="cells"), numbers), 44 * len(order))
-
-
-def with_numbers(base: Any, low: float, field: str = "value", *, legend: bool = True, size: int = 10) -> tuple[Any, Any]:
-    """The cells of a heat map of cosines above `low`, and the number in each."""
-    ink = alt.condition(f"datum.{field} < {(low + 1) / 2}", alt.value("#fff"), alt.value("#111"))
-    numbers = base.mark_text(fontSize=size).encode(text=alt.Text(f"{field}:Q", format=".2f"), color=ink)
-    return base.mark_rect().encode(color=_similarity_colour(low, field, legend=legend)), numbers
+    low = _low_end(rows)
+    ink = alt.condition(f"datum.similarity < {(low + 1) / 2}", alt.value("#fff"), alt.value("#111"))
+    numbers = base.mark_text().encode(text=alt.Text("similarity:Q", format=".2f"), color=ink)
+    cells = base.mark_rect().encode(color=_similarity_colour(low, legend=None)).properties(name="cells")
+    return _finish(alt.layer(cells, numbers), 44 * len(order))
 
 
 def similarity_by_module(gradients: dict[str, Any]) -> Spec:
@@ -314,60 +264,19 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect().encode(
         x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
         y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
-        color=_similarity_colour(low_end(row["similarity"] for row in rows), legend=True),
+        color=_similarity_colour(
+            _low_end(rows), alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f")
+        ),
         tooltip=_tips("module:N", "pair:N", ("similarity:Q", None, ".4f")),
     )  # fmt: skip
     height = 24 * len({row["projection"] for row in rows}) + 20
     return _finish(chart.add_params(pair).properties(name="cells"), height)
 
 
-def norm_error(gradients: dict[str, Any]) -> Spec:
-    """Relative error of the gradient's norm, batch by batch."""
-    rows = [
-        {"precision": shown(name), "batch": number, "error": error}
-        for name, errors in gradients["norm_error"].items()
-        for number, error in enumerate(errors, 1)
-        if math.isfinite(error)
-    ]
-    chart = of_rows(rows).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=18)).encode(
-        x=alt.X("batch:Q", title="batch", axis=_step_axis()),
-        y=alt.Y("error:Q", title="relative error of the gradient norm"),
-        color=precision_colour({row["precision"] for row in rows}),
-        tooltip=_tips("precision:N", "batch:Q", ("error:Q", None, ".4f")),
-    )  # fmt: skip
-    return _finish(chart.properties(name="lines"))
-
-
-def noise(gradients: dict[str, Any]) -> Spec:
-    """How the noise of low precisions averages out over N batches, beside a fall as 1/sqrt(N)."""
-    rows = [
-        {"precision": shown(name), "n": n, "ratio": ratio, "expected": expected}
-        for name, figures in gradients["noise"].items()
-        for n, ratio, expected in zip(figures["n"], figures["ratio"], figures["one_over_sqrt_n"], strict=True)
-        if n > 0 and ratio > 0 and expected > 0 and math.isfinite(ratio)
-    ]
-    base = of_rows(rows).encode(
-        x=alt.X("n:Q", title="batches added up (N)", scale=alt.Scale(type="log", base=2), axis=alt.Axis(grid=False)),
-        color=precision_colour({row["precision"] for row in rows}),
-    )
-    tooltip = _tips("precision:N", ("n:Q", "N"), ("ratio:Q", None, ".4f"), ("expected:Q", "as 1/√N", ".4f"))
-    y = alt.Y("ratio:Q", title="‖ΣY‖ / ‖Σ∇‖", scale=alt.Scale(type="log", nice=False, padding=8))
-    lines = base.mark_line(point=alt.OverlayMarkDef(size=40)).encode(y=y, tooltip=tooltip).properties(name="lines")
-    expected = base.mark_line(strokeDash=[5, 4], opacity=0.6).encode(y=alt.Y("expected:Q", title="‖ΣY‖ / ‖Σ∇‖"))
-    return _finish(alt.layer(expected, lines))
-
-
 def _finish(chart: Any, height: int = 240) -> Spec:
     spec: Spec = chart.properties(width="container", height=height).to_dict()
     del spec["config"]  # `CONFIG` is that of all
     return spec
-
-
-def _tick(precision: str, bits: Mapping[str, float] | None) -> str:
-    """`E5M4|5.159`: two lines under the axis."""
-    if precision == FULL:
-        return shown(precision)
-    return f"{precision}|{bits[precision]:.3f}" if bits else precision
 
 
 def _step_axis() -> Any:
@@ -385,9 +294,9 @@ def _value_scale(data: Sequence[Row], padding: int) -> Any:
     return alt.Scale(type="log", nice=False, padding=padding) if wide else alt.Scale(zero=False, padding=padding)
 
 
-def low_end(values: Any) -> float:
+def _low_end(rows: Sequence[Row]) -> float:
     """The lower end of a scale of similarities that ends at 1."""
-    lowest = math.floor(10 * min(values, default=0.0)) / 10
+    lowest = math.floor(10 * min((row["similarity"] for row in rows), default=0.0)) / 10
     return lowest if lowest < 1 else 0.0
 
 
@@ -402,18 +311,48 @@ def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
     return alt.Color("run:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 
 
-def _precision_scale(full: str = "full") -> Any:
-    names = [full, *map(str, PRECISIONS)]
-    return alt.Scale(domain=names, range=["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)])
-
-
-def precision_colour(present: set[str], *, legend: bool = True, channel: str = "Color") -> Any:
+def _precision_colour(present: set[str], *, legend: bool = True) -> Any:
     """Every precision has its own, everywhere."""
     values = [shown(name) for name in NAMES if shown(name) in present]
     told = _legend(values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1) if legend else None
-    return getattr(alt, channel)("precision:N", scale=_precision_scale(), legend=told)
+    colours = ["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)]
+    return alt.Color("precision:N", scale=alt.Scale(domain=list(map(shown, NAMES)), range=colours), legend=told)
 
 
-def _similarity_colour(low: float, field: str = "similarity", *, legend: bool = True) -> Any:
-    bar = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f") if legend else None
-    return alt.Color(f"{field}:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=bar)
+def _similarity_colour(low: float, legend: Any) -> Any:
+    return alt.Color("similarity:Q", scale=alt.Scale(scheme="cividis", domain=[low, 1]), legend=legend)
+
+
+class Figure(NamedTuple):
+    """A figure of gradients.json, for the report and for a file of its own."""
+
+    name: str
+    title: str
+    note: str
+    draw: Callable[[dict[str, Any]], Spec]
+
+
+GRADIENTS = (
+    Figure(
+        "similarity",
+        "Similarity of gradients",
+        "Cosine between the gradients of all weights at two precisions; 1 is the same direction.",
+        similarity,
+    ),
+    Figure(
+        "by-layer",
+        "Similarity by layer and projection",
+        "The same in every layer, between the finest and the coarsest precision, on a page between any two.",
+        similarity_by_module,
+    ),
+)
+
+
+def gradient_files(gradients: dict[str, Any]) -> dict[str, str]:
+    """The same figures as SVG, by file name."""
+    return {
+        f"gradients-{figure.name}.svg": svg(
+            figure.draw(gradients) | {"width": 480, "title": {"text": figure.title, "subtitle": figure.note}}
+        )
+        for figure in GRADIENTS
+    }

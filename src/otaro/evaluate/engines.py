@@ -7,7 +7,7 @@ for all others. `plain_model` makes an ordinary model of the decoded weights, th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,27 +23,26 @@ from otaro.sefp.precision import Precision
 _GROWTH = 64  # tokens by which a decoder's cache grows
 
 
-class Engine(Protocol):
+class Engine:
     """Reads tokens and remembers them."""
 
     def feed(self, ids: list[int]) -> None:
         """Read these tokens after those before; the logits after the last one are computed when this returns."""
+        raise NotImplementedError
 
     def keep(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
+        raise NotImplementedError
 
     def decode(self, ids: list[int]) -> None:
         """Read these tokens one by one."""
         for token in ids:
             self.feed([token])
 
-
-class OurEngine(Engine, Protocol):
-    """One that tells what its keys and values take."""
-
     @property
     def kv_bytes_per_token(self) -> float:
         """Of keys and values, once something was read."""
+        raise NotImplementedError
 
     def kv_bytes(self, tokens: int) -> int:
         """Held for so many tokens."""
@@ -55,7 +54,7 @@ class OurEngine(Engine, Protocol):
         return None
 
 
-def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -> tuple[OurEngine, str | None]:
+def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -> tuple[Engine, str | None]:
     """What runs a nested model here, and why it is not the decode path, if it is not."""
     if why_not := GpuDecoder.why_not(model) if on_gpu else Decoder.why_not(model):
         if kv:
@@ -64,7 +63,7 @@ def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -
     return DecodePath(model, kv, positions if on_gpu else 0), None
 
 
-class DecodePath(OurEngine):
+class DecodePath(Engine):
     """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the precision `kv`.
 
     With `positions`, that of a GPU, whose memory for so many tokens is of one size from the start.
@@ -132,7 +131,7 @@ class _Loop(Loop):
         raise error
 
 
-class Forward(OurEngine):
+class Forward(Engine):
     """A transformers model, packed or plain, called token by token with its own cache."""
 
     def __init__(self, model: Any) -> None:

@@ -66,8 +66,6 @@ class Outcome:
     """What was found."""
 
     fit: Fit
-    bound: float
-    """No choice is expected to lose less."""
     mixed: bool
     """Whether the choice by tensor was the better one on the text it was checked on."""
     mixed_measured: float
@@ -189,7 +187,7 @@ class Fitting:
         notes = [*limit.notes, *_replaced(read_fits(nested).get(budget.name), fit)]
         write_fit(nested, fit)
         curve = self.curve(sensitivity)
-        return Outcome(fit, found.bound, better, mixed_measured, found.loss, curve, len(self._check_ids), notes)
+        return Outcome(fit, better, mixed_measured, found.loss, curve, len(self._check_ids), notes)
 
     def curve(self, sensitivity: Sensitivity) -> list[Point]:
         """What is expected to be lost, over sizes: at those of the single precisions and halfway between."""
@@ -223,7 +221,7 @@ class Fitting:
         if self._reference is None:
             reader, kept = ModelReader(decoded.at(self.finest)), KeptStates()
             read(reader, windows, [kept], report, with_logits=False)
-            kept.finish(reader.sliced, self._model, str(self.finest))
+            kept.finish(reader.sliced)
             self._reference, read_before = kept, len(self._check_ids)
         for key, choice in new.items():
             meter = Divergence(self._reference)

@@ -1,4 +1,4 @@
-"""Gradients at every precision: the paper's Figs. 4 to 6 and eq. 17, for every packed module instead of one layer.
+"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module instead of one layer.
 
 The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is (eqs. 1 to 3): that
 of a model that simply holds the decoded weights. So one float model is enough. For each batch it gets its original weights and
@@ -11,13 +11,12 @@ six gradients g. All of them concern the packed weights; norms and biases are no
               paper, which shows the absolute difference; the relative one compares between batches and models.
   fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would have more
               unknowns than any number of batches has equations, and Y would vanish; here X is a number, <g, f> / <f, f>.
-              y_mean and y_std are taken over all entries and batches, the histogram and `y_values` (Fig. 6) over a random
-              sample of the entries. `y_share` is |Y| / |f|.
+              `y_share` is |Y| / |f|.
               (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each entry's own
               mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root mean square norm of a
               batch's Y: about 1/sqrt(batches) if Y is independent noise around zero, 1 if Y is always the same.
-  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches, beside the first of these values over sqrt(n), and
-              both norms. `exponent` is the slope of log ratio over log n by least squares: -1/2 is the paper's law.
+  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio over log n by
+              least squares: -1/2 is the paper's law.
 
 All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is summed up in
 float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
@@ -29,6 +28,7 @@ the gradient at hand, 28 for the seven of a batch, 28 for their sums. For a larg
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -40,15 +40,12 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.records import FULL
-from otaro.evaluate.weights import place
+from otaro.file.summary import module_type
 from otaro.packable import Kind, packable
 from otaro.sefp.codec import Reconstruction, encode
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
 ROWS: tuple[Precision | None, ...] = (None, *PRECISIONS)  # of Gram matrices: full precision, then the finest to the coarsest
-SAMPLED_ENTRIES = 4096  # of all gradients, for the histogram of Y
-SHOWN_ENTRIES = 30  # as many as Fig. 6 shows
-HISTOGRAM_BINS = 41  # from -3 to +3 standard deviations; the outermost also hold what lies beyond
 _CHUNK = 1 << 20  # entries whose inner products are taken at a time, as float64 needs twice the room
 
 
@@ -109,16 +106,7 @@ class GradientTally:
         self._sums = {name: torch.zeros(len(ROWS), count, device=device) for name, count in entries.items()}
         self._grams = {name: torch.zeros(len(ROWS), len(ROWS), dtype=torch.float64) for name in entries}
         self._norms: list[torch.Tensor] = []  # per batch, of all modules together
-        self._totals = torch.zeros(len(ROWS), dtype=torch.float64)  # of all entries
         self._grams_of_sums: dict[int, torch.Tensor] = {}  # after 1, 2, 4, ... batches
-        self._sampled: list[torch.Tensor] = []
-        generator = torch.Generator().manual_seed(0)
-        everywhere = torch.randint(sum(entries.values()), (SAMPLED_ENTRIES,), generator=generator)
-        self._positions, start = {}, 0
-        for name, count in entries.items():
-            here = everywhere[(everywhere >= start) & (everywhere < start + count)] - start
-            self._positions[name] = here.to(device)
-            start += count
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take in one batch: for each module the gradients in the order of `ROWS`."""
@@ -129,14 +117,12 @@ class GradientTally:
                 raise OtaroError(f"{name}: the gradient of batch {len(self._norms) + 1} is not finite")
             self._grams[name] += gram
             self._sums[name] += rows
-            self._totals += rows.sum(1, dtype=torch.float64).cpu()
             norms += gram.diagonal()
         if not norms[0]:
             raise OtaroError(
                 f"the gradient of batch {len(self._norms) + 1} is zero at full precision; there is nothing to compare"
             )
         self._norms.append(norms.sqrt())
-        self._sampled.append(torch.cat([rows[:, self._positions[name]].cpu() for name, rows in gradients.items()], 1))
         batches = len(self._norms)
         if batches.bit_count() == 1:  # a power of two
             self._grams_of_sums[batches] = self._gram_of_sums()
@@ -150,9 +136,6 @@ class GradientTally:
         fits, noise = {}, {}
         for row, precision in enumerate(PRECISIONS, 1):
             fits[str(precision)], noise[str(precision)] = self._fit(gram, row)
-        coarsest = str(PRECISIONS[-1])
-        every = SAMPLED_ENTRIES // SHOWN_ENTRIES  # so that many modules are among them
-        shown = [(rows[-1] - fits[coarsest]["x"] * rows[0])[: every * SHOWN_ENTRIES : every].tolist() for rows in self._sampled]
         together = _similarities(gram)
         return {
             "precisions": [str(precision) for precision in PRECISIONS],
@@ -161,46 +144,41 @@ class GradientTally:
             "to_fp": together["to_fp"],
             "norm_error": {str(p): (norms[:, row] / norms[:, 0] - 1).tolist() for row, p in enumerate(PRECISIONS, 1)},
             "fit": fits,
-            "y_values": {"precision": coarsest, "by_batch": shown},
             "noise": noise,
         }
 
     def _fit(self, gram: torch.Tensor, row: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Eqs. 14, 15 and 17 for the precision in `row`."""
         batches, sums = len(self._norms), self._grams_of_sums
-        x = _x(gram, row)
-        assert x is not None  # no batch without a gradient was let in
+        x = float(gram[row, 0] / gram[0, 0])  # no batch without a gradient was let in
         y_square = _y_square(gram, row, x)
-        values = batches * sum(found.shape[1] for found in self._sums.values())
-        y_mean = float(self._totals[row] - x * self._totals[0]) / values
-        y_std = max(y_square / values - y_mean**2, 0.0) ** 0.5
-        sampled = torch.cat([rows[row] - x * rows[0] for rows in self._sampled])
-        edges = torch.linspace(-3, 3, HISTOGRAM_BINS + 1) * (y_std or 1.0)
-        counts = torch.histogram(sampled.clamp(edges[0], edges[-1]), edges).hist
         fit = {
             "x": x,
-            "y_mean": y_mean,
-            "y_std": y_std,
             "y_share": (y_square / float(gram[0, 0])) ** 0.5,
             "y_bias": (_y_square(sums[batches], row, x) / batches / y_square) ** 0.5 if y_square else None,
-            "y_histogram": {"edges": edges.tolist(), "counts": [int(count) for count in counts]},
         }
         n = sorted(sums)
-        y_norms = [_y_square(sums[count], row, x) ** 0.5 for count in n]
-        norms = [float(sums[count][0, 0]) ** 0.5 for count in n]
-        ratio = [y / f for y, f in zip(y_norms, norms, strict=True)]
+        ratio = [(_y_square(sums[count], row, x) / float(sums[count][0, 0])) ** 0.5 for count in n]
         noise = {
             "n": n,
             "ratio": ratio,
-            "one_over_sqrt_n": [ratio[0] / count**0.5 for count in n],
-            "y_norm": y_norms,
-            "gradient_norm": norms,
             "exponent": _slope(n, ratio),
         }
         return fit, noise
 
     def _gram_of_sums(self) -> torch.Tensor:
         return torch.stack([_gram(rows) for rows in self._sums.values()]).sum(0)
+
+
+def place(name: str) -> dict[str, Any]:
+    """Where a tensor sits: `model.layers.3.self_attn.q_proj.weight` is self_attn.q_proj of layer 3."""
+    module = name.removesuffix(".weight")
+    layer = re.search(r"\.(\d+)\.", module)
+    return {
+        "module": module,
+        "layer": int(layer[1]) if layer else None,
+        "projection": module[layer.end() :] if layer else module_type(name),
+    }
 
 
 def _gram(rows: torch.Tensor) -> torch.Tensor:
@@ -213,23 +191,13 @@ def _gram(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _similarities(gram: torch.Tensor) -> dict[str, Any]:
-    """Cosines, X and |Y|/|f| from a Gram matrix; None where a gradient is zero."""
+    """Cosines from a Gram matrix; None where a gradient is zero."""
     squares = gram.diagonal()
     cosines = gram / torch.outer(squares, squares).sqrt()  # NaN where a gradient is zero
-    x = [_x(gram, row) for row in range(1, len(ROWS))]
-    shares = [None if a is None else (_y_square(gram, r, a) / float(gram[0, 0])) ** 0.5 for r, a in enumerate(x, 1)]
     return {
         "matrix": [[_number(value) for value in line] for line in cosines[1:, 1:].tolist()],
         "to_fp": [_number(value) for value in cosines[0, 1:].tolist()],
-        "x": x,
-        "y_share": shares,
     }
-
-
-def _x(gram: torch.Tensor, row: int) -> float | None:
-    """X of eq. 14: the multiple of f that is nearest to g."""
-    square = float(gram[0, 0])
-    return None if square == 0 else float(gram[row, 0]) / square
 
 
 def _y_square(gram: torch.Tensor, row: int, x: float) -> float:

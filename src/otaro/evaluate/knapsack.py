@@ -3,15 +3,13 @@
 Items are a model's tensors, options the planes that each may have. All planes of a tensor have one size, and sizes of a model's
 tensors have a large common divisor; so dynamic programming over multiples of it is exact and takes milliseconds: after each
 item, the least loss for every capacity, and which option gives it. Where the divisor is too small for that, sizes are rounded
-up to a unit, so that what is found still fits. How far it may then be from the optimum, `bound` tells: no choice within the
-capacity can lose less, for not even one that may mix options can (the lower convex hulls, filled from the steepest on).
+up to a unit, so that what is found still fits; some of `_MOST_UNITS` of the capacity may then stay unused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 
 import torch
@@ -26,24 +24,22 @@ class Solution:
     options: list[int]
     loss: float
     cost: int
-    bound: float
-    """No choice loses less; equal to `loss` where it is exact."""
 
 
 class Knapsack:
     """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved once for all capacities."""
 
     def __init__(self, sizes: Sequence[int], losses: Sequence[Sequence[float]]) -> None:
-        self._sizes, self._losses = list(sizes), [list(one) for one in losses]
+        self._sizes = list(sizes)
         most = sum(size * (len(loss) - 1) for size, loss in zip(sizes, losses, strict=True))
         divisor = gcd(*sizes) or 1
         self._unit = max(divisor, -(-most // _MOST_UNITS))
         self.exact = self._unit == divisor
         units = [-(-size // self._unit) for size in sizes]
-        length = 1 + sum(size * (len(loss) - 1) for size, loss in zip(units, self._losses, strict=True))
+        length = 1 + sum(size * (len(loss) - 1) for size, loss in zip(units, losses, strict=True))
         best = torch.zeros(length, dtype=torch.float64)
         self._chosen = torch.zeros(len(units), length, dtype=torch.uint8)
-        for number, (size, loss) in enumerate(zip(units, self._losses, strict=True)):
+        for number, (size, loss) in enumerate(zip(units, losses, strict=True)):
             before, best = best, torch.full_like(best, torch.inf)
             for option, value in enumerate(loss):
                 left = length - option * size
@@ -64,30 +60,4 @@ class Knapsack:
             at -= option * self._units[number]
         options.reverse()
         cost = sum(option * size for option, size in zip(options, self._sizes, strict=True))
-        return Solution(options, loss, cost, loss if self.exact else min(loss, self._relaxed(capacity)))
-
-    def _relaxed(self, capacity: int) -> float:
-        """The least loss if options could be mixed."""
-        loss, steps = 0.0, list[tuple[float, int]]()
-        for size, values in zip(self._sizes, self._losses, strict=True):
-            if not size:
-                loss += min(values)
-                continue
-            hull = [0]
-            for option in range(1, len(values)):
-                while len(hull) > 1 and _slope(values, hull[-2], hull[-1]) >= _slope(values, hull[-2], option):
-                    hull.pop()
-                hull.append(option)
-            loss += values[0]
-            for low, high in pairwise(hull):
-                steps.append((_slope(values, low, high) / size, (high - low) * size))
-        for slope, cost in sorted(steps):
-            if slope >= 0 or capacity <= 0:
-                break
-            loss += slope * min(cost, capacity)
-            capacity -= cost
-        return loss
-
-
-def _slope(values: Sequence[float], low: int, high: int) -> float:
-    return (values[high] - values[low]) / (high - low)
+        return Solution(options, loss, cost)

@@ -26,17 +26,12 @@ KINDS = {"E5M8": "F16", "E5M7": "Q8_0", "E5M4": "Q5_0", "E5M3": "Q4_0"}
 
 
 def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
-    """The weights as a GGUF file of type F16, Q8_0, Q5_0 or Q4_0, written if it is not there yet.
-
-    Its name is the model's identity, so it is never taken for other weights.
-    """
-    path = folder / f"{nested.model[:16]}-{nested.finest}-{kind}.gguf"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        report = export(nested.path, path, precision=nested.finest, to="gguf", type=kind)
-        if report.types.keys() - {kind, "F32"}:  # export takes float16 there, which would be another contender
-            path.unlink()
-            raise OtaroError(f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out")
+    """The weights, written into a folder as a GGUF file of type F16, Q8_0, Q5_0 or Q4_0."""
+    path = folder / f"{kind}.gguf"
+    report = export(nested.path, path, precision=nested.finest, to="gguf", type=kind)
+    if report.types.keys() - {kind, "F32"}:  # export takes float16 there, which would be another contender
+        path.unlink()
+        raise OtaroError(f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out")
     return path
 
 

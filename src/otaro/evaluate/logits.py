@@ -17,15 +17,12 @@ stays as it was when they were made, so that a model can be compared with one th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-
-from otaro.runtime.modules import SefpLinear
-from otaro.sefp.precision import Precision
 
 SLICE = 1 << 24  # logits made at once, 64 MB in float32: a comparison takes five times that
 _TRIED = 4  # tokens that show whether the head can be run apart
@@ -82,17 +79,14 @@ class SlicedModel:
         """The logits [positions, vocabulary] of some states."""
         return states if self.is_whole else _run_head(self._head, self._output, states)
 
-    def frozen_head(self, linear: nn.Module | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From states to logits as now, whatever becomes of the model's weights.
-
-        Unless a `linear` is given that stays as it is, the weights of the head are copied, in 16 bits where they fit.
-        """
+    def frozen_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From states to logits as now, whatever becomes of the model's weights: the head's are copied."""
         if self.is_whole:
             return lambda states: states
         head, output = _without_layers(self.model, self._path), self._output
         own = self.model.get_output_embeddings()
         place = next(name for name, module in self.model.named_modules() if module is own)
-        _set(head, place, linear if linear is not None else _FrozenLinear.copied(own))
+        _set(head, place, _FrozenLinear(own))
         return lambda states: _run_head(head, output, states)
 
     def _batch(self, ids: torch.Tensor) -> torch.Tensor:
@@ -159,42 +153,19 @@ def _run_head(head: Any, output: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 class _FrozenLinear(nn.Module):
-    """A linear whose weights stay as they are: some `rows` at a time come from where they are kept, and are multiplied."""
+    """A linear with a copy of the weights, in 16 bits where that loses nothing; they are multiplied some rows at a time."""
 
-    kept: torch.Tensor | None = None
-    """The weights, if they were copied."""
-
-    def __init__(
-        self, rows: Callable[[slice], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, bias: torch.Tensor | None
-    ) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
-        self._rows, (self._count, self._width), self.bias = rows, shape, bias
-        self.weight = torch.empty(shape, dtype=dtype, device="meta")  # without numbers: Mamba's forward asks for its type
-
-    @classmethod
-    def copied(cls, linear: Any) -> Self:
-        """With a copy of the weights, in 16 bits where that loses nothing."""
         weight, bias = linear.weight.detach(), getattr(linear, "bias", None)
         kinds = [kind for kind in (torch.bfloat16, torch.float16) if _holds(weight, kind)]
-        kept = weight.to(kinds[0], copy=True) if kinds else weight.clone()
-        bias = None if bias is None else bias.detach().clone()
-        frozen = cls(lambda some: kept[some].to(weight.dtype), weight.shape, weight.dtype, bias)
-        frozen.kept = kept
-        return frozen
-
-    @classmethod
-    def packed(cls, linear: SefpLinear, precision: Precision, dtype: torch.dtype) -> Self:
-        """With packed weights, at a precision of their own; never on integers, as few positions would be by themselves."""
-        weight, bits = linear.packed, precision.mantissa_bits
-        weight.reach(bits)
-        return cls(lambda some: weight.decode(bits, dtype, some), weight.shape, dtype, linear.bias)
+        self.kept = weight.to(kinds[0], copy=True) if kinds else weight.clone()
+        self.bias = None if bias is None else bias.detach().clone()
+        self.weight = torch.empty_like(weight, device="meta")  # without numbers: Mamba's forward asks for its type
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = torch.empty(*x.shape[:-1], self._count, dtype=x.dtype, device=x.device)
-        at_once = max(1, _ROWS // self._width)
-        for start in range(0, self._count, at_once):
-            some = slice(start, min(start + at_once, self._count))
-            product[..., some] = nn.functional.linear(x, self._rows(some))
+        rows = self.kept.split(max(1, _ROWS // self.kept.shape[-1]))
+        product = torch.cat([nn.functional.linear(x, some.to(self.weight.dtype)) for some in rows], -1)
         return product if self.bias is None else product.add_(self.bias)
 
 
@@ -221,12 +192,9 @@ class KeptStates:
         self._width, self._dtype = states.shape[-1], states.dtype
         self._file.write(states.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
-    def finish(self, model: SlicedModel, packed: Any, precision: str) -> None:
-        """Keep the head too, at the precision of the model; `packed` is the nested model that it came from, if any."""
-        head = None if packed is None else packed.get_output_embeddings()  # if it is not packed, it is for all precisions
-        if isinstance(head, SefpLinear):
-            head = _FrozenLinear.packed(head, Precision(precision), self._dtype)
-        self._head = model.frozen_head(head)
+    def finish(self, model: SlicedModel) -> None:
+        """Keep the head too."""
+        self._head = model.frozen_head()
 
     @torch.inference_mode()
     def logits(self, first: int, count: int, device: torch.device | str) -> torch.Tensor:

@@ -76,7 +76,6 @@ def bench(
     *,
     device: str = "cpu",
     with_llama: bool = False,
-    gguf_dir: Path | None = None,
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Parallel:
@@ -101,7 +100,7 @@ def bench(
             for count in counts:
                 turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], settings.tokens)
             if with_llama and (kind := KINDS.get(str(precision))) is not None:
-                path = gguf_file(nested, kind, gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory())))
+                path = gguf_file(nested, kind, Path(stack.enter_context(tempfile.TemporaryDirectory())))
                 positions = settings.context + settings.tokens + 1
                 theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
                 stack.callback(theirs.close)

@@ -11,8 +11,8 @@ measuring the same again replaces it. The rest is the outcome, and under which c
 versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
 
 `bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not in the type of
-the model. An entry without `bos` is of a version in which only the first window had one: it is of its own kind. A precision
-may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit of this name.
+the model. A precision may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit
+of this name.
 
 Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
 nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
@@ -22,9 +22,10 @@ A record travels with its model and so comes from strangers: nothing in it is be
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,8 @@ def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def coding_of(entry: Mapping[str, Any]) -> Coding | None:
-    """How weights became codes; None for full precision, and where an older version did not say."""
-    return Coding(*(entry[field] for field in CODING)) if all(field in entry for field in CODING) else None
-
-
-def with_coding(entry: Entry, coding: Coding | None) -> Entry:
-    """The entry, saying that its weights became codes in this way; full precision has none."""
-    return entry if coding is None or entry["precision"] == FULL else {**entry, **asdict(coding)}
+    """How weights became codes; None for full precision."""
+    return None if entry["precision"] == FULL else Coding(*(entry[field] for field in CODING))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -114,19 +110,15 @@ class Quality:
         return {"schema": SCHEMA, "model": self.model, "entries": list(self.entries)}
 
 
-def read_quality(directory: Path, model: str | None = None, older: Coding | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused.
-
-    `older` is how weights became codes in entries of versions that did not say so: as a nested model's file has it, and for
-    a checkpoint, whatever it was tuned for, by default. With None nobody knows, and such entries stand alone.
-    """
+def read_quality(directory: Path, model: str | None = None) -> Quality | None:
+    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused."""
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
     if path.stat().st_size > _LARGEST:
         raise QualityError(f"{path} is larger than any quality record; move it away")
     try:
-        quality = parse_quality(path.read_text(encoding="utf-8"), older)
+        quality = parse_quality(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON, of UTF-8, or ours
         raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
     if model is not None and quality.model != model:
@@ -136,24 +128,12 @@ def read_quality(directory: Path, model: str | None = None, older: Coding | None
     return quality
 
 
-def parse_quality(text: str, older: Coding | None = None) -> Quality:
-    """Check every field of every entry; a ValueError says what is wrong. `older` is as `read_quality` has it."""
+def parse_quality(text: str) -> Quality:
+    """Check every field of every entry; a ValueError says what is wrong."""
     raw = records.check(records.Quality, untrusted_json(text))
-    entries = tuple(entry if coding_of(entry) else with_coding(entry, older) for entry in raw["entries"])
-    if len({identity(entry) for entry in entries}) != len(entries):
+    if len({identity(entry) for entry in raw["entries"]}) != len(raw["entries"]):
         raise ValueError("two entries are about the same measurement")
-    return Quality(raw["model"], entries)
-
-
-@dataclass(frozen=True)
-class Average:
-    """The mean score of several tasks, and its standard error, for the tasks' samples are independent."""
-
-    name: str
-    """zeroshot8 for the paper's eight."""
-    value: float
-    stderr: float | None
-    tasks: tuple[str, ...]
+    return Quality(raw["model"], tuple(raw["entries"]))
 
 
 def is_share(metric: str) -> bool:
@@ -161,68 +141,41 @@ def is_share(metric: str) -> bool:
     return metric.startswith(("acc", "exact_match"))
 
 
-@dataclass(frozen=True)
-class Alike:
-    """What entries about tasks have in common that are averaged."""
-
-    limit: int | None
-    device: str | None
-    coding: Coding | None
-    """None for full precision alone, and where nobody knows."""
-    reference_model: str | None = None
-    """Whose full precision it is, if not the model's own."""
-
-
-def comparable_tasks(entries: Iterable[Entry]) -> dict[Alike, list[Entry]]:
-    """The entries about tasks by what they agree in: only such are averaged. Full precision goes with every coding."""
-    near: dict[tuple[int | None, str | None], list[Entry]] = {}
-    for entry in entries:
-        if entry["kind"] == "task":
-            near.setdefault((entry["limit"], entry.get("device")), []).append(entry)
-    return {
-        Alike(limit, device, coding, reference): [
-            entry for entry in some
-            if (entry.get("reference_model") == reference if entry["precision"] == FULL else coding_of(entry) == coding)
-        ]
-        for (limit, device), some in near.items()
-        for coding in dict.fromkeys(coding_of(entry) for entry in some if entry["precision"] != FULL) or [None]
-        for reference in dict.fromkeys(e.get("reference_model") for e in some if e["precision"] == FULL) or [None]
-    }  # fmt: skip
-
-
-def task_averages(entries: Iterable[Entry]) -> dict[str, Average]:
-    """The average over tasks for every precision that has been measured on all of them; `entries` are comparable.
+def averages(entries: Iterable[Entry]) -> list[Entry]:
+    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all of these.
 
     Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else was measured.
-    Empty for less than two tasks, and for tasks whose scores are no shares.
+    None of less than two tasks, or of scores that are no shares. Samples are independent, so errors add up by their squares.
     """
-    by_precision: dict[str, dict[tuple[Any, ...], Entry]] = {}
-    names: dict[tuple[Any, ...], str] = {}
+    alike: dict[tuple[int | None, str], dict[tuple[Any, ...], dict[tuple[str, str | None], Entry]]] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            key = (entry["task"], entry["limit"], entry.get("data_sha256"), entry.get("device"))
-            by_precision.setdefault(entry["precision"], {})[key] = entry
-            names[key] = entry["task"]
-    is_paper = PAPER_TASKS.keys() <= set(names.values())
-    tasks = {key: task for key, task in names.items() if task in PAPER_TASKS or not is_paper}
-    averages = {}
-    for precision, measured in by_precision.items():
-        chosen = [measured[key] for key in tasks if key in measured]
-        if 1 < len(chosen) == len(tasks) and all(is_share(entry["metric"]) for entry in chosen):
-            errors = [entry["stderr"] for entry in chosen]
-            stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
-            name = ZEROSHOT8 if is_paper else f"average of {len(tasks)}"
-            value = sum(entry["value"] for entry in chosen) / len(tasks)
-            averages[precision] = Average(name, value, stderr, tuple(tasks.values()))
-    return averages
+            model = tuple(entry.get(field) for field in ("precision", *CODING, "fit_sha256", "reference_model"))
+            by_model = alike.setdefault((entry["limit"], entry["device"]), {})
+            by_model.setdefault(model, {})[entry["task"], entry["data_sha256"]] = entry
+    found = []
+    for by_model in alike.values():
+        every = dict.fromkeys(task for measured in by_model.values() for task in measured)
+        is_paper = PAPER_TASKS.keys() <= {name for name, _ in every}
+        tasks = [task for task in every if task[0] in PAPER_TASKS or not is_paper]
+        data = hashlib.sha256(json.dumps(sorted(tasks, key=str)).encode()).hexdigest()
+        about = {"task": ZEROSHOT8 if is_paper else f"average of {len(tasks)}", "metric": "acc", "data_sha256": data}
+        for measured in by_model.values():
+            own = [measured[task] for task in tasks if task in measured]
+            if 1 < len(own) == len(tasks) and all(is_share(entry["metric"]) for entry in own):
+                errors = [entry["stderr"] for entry in own]
+                stderr = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(own)
+                value = sum(entry["value"] for entry in own) / len(own)
+                commands = [entry["command"] for entry in own]
+                found.append({**own[0], **about, "value": value, "stderr": stderr, "commands": commands})
+    return found
 
 
 class Record:
     """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory only."""
 
-    def __init__(self, model: str, directory: Path | None, older: Coding | None = None) -> None:
-        """`older` is as `read_quality` has it."""
-        self._model, self._directory, self._older = model, directory, older
+    def __init__(self, model: str, directory: Path | None) -> None:
+        self._model, self._directory, self._quality = model, directory, Quality(model)
         self._quality = self._read()
 
     @property
@@ -253,5 +206,5 @@ class Record:
 
     def _read(self) -> Quality:
         if self._directory is None:
-            return getattr(self, "_quality", Quality(self._model))
-        return read_quality(self._directory, self._model, self._older) or Quality(self._model)
+            return self._quality
+        return read_quality(self._directory, self._model) or Quality(self._model)

@@ -112,7 +112,6 @@ class TrainedStep(TypedDict):
     precision: PrecisionName
     loss: Number
     cross_entropy: NotRequired[Number]
-    scores: NotRequired[dict[PrecisionName, Any] | None]
 
 
 class _Timed(TypedDict):
@@ -120,7 +119,6 @@ class _Timed(TypedDict):
     prefill: Above
     decode: Above
     weight_bytes: Above
-    switch: NotRequired[Number | None]
 
 
 class BenchSettings(TypedDict):
@@ -150,58 +148,20 @@ class _Module(TypedDict):
     matrix: Matrix
 
 
-class _Noise(TypedDict):
-    n: list[Number]
-    ratio: list[Number]
-    one_over_sqrt_n: list[Number]
-
-
-class _LineFit(TypedDict):
-    x: Number
-    y_mean: Number
-    y_std: Number
-
-
 class _Gradients(TypedDict):
     precisions: Annotated[list[PrecisionName], Field(min_length=1)]
     overall: Matrix
-    modules: NotRequired[list[_Module]]
-    noise: NotRequired[dict[PrecisionName, Annotated[_Noise, AfterValidator(_rule(_is_even, "its lists are uneven"))]]]
-    fit: NotRequired[dict[PrecisionName, _LineFit]]
-    norm_error: NotRequired[dict[PrecisionName, list[Number]]]
-
-
-def _is_even(noise: _Noise) -> bool:
-    return len(noise["n"]) == len(noise["ratio"]) == len(noise["one_over_sqrt_n"])
+    modules: list[_Module]
 
 
 def _are_square(found: _Gradients) -> bool:
     size = len(found["precisions"])
-    matrices = [found["overall"], *(module["matrix"] for module in found.get("modules", []))]
+    matrices = [found["overall"], *(module["matrix"] for module in found["modules"])]
     return all(len(matrix) == size and all(len(row) == size for row in matrix) for matrix in matrices)
 
 
 Gradients = Annotated[_Gradients, AfterValidator(_rule(_are_square, "overall or a module is not a matrix of the precisions"))]
 """gradients.json of `otaro analyze`."""
-
-
-class _Groups(TypedDict):
-    outlier_groups: NotRequired[Number | None]
-    zeros: NotRequired[Number | None]
-    lost: dict[PrecisionName, Number | None]
-    error: dict[PrecisionName, Number | None]
-
-
-class Weights(TypedDict):
-    """weights.json of `otaro analyze`, by group size."""
-
-    overall: Annotated[dict[Annotated[str, Field(pattern=r"^\d+$")], _Groups], Field(min_length=1)]
-
-
-class Samples(TypedDict):
-    """samples.json of `otaro report`: texts by prompt, then by precision."""
-
-    texts: dict[str, dict[str, str]]
 
 
 # The quality record ---------------------------------------------------------------------------------------------------
@@ -223,7 +183,7 @@ class At(TypedDict):
     fit_sha256: NotRequired[Digest]
     group_size: NotRequired[Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]]
     reconstruction: NotRequired[Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]]
-    device: NotRequired[Name]
+    device: Name
     reference_model: NotRequired[Digest]
 
 
@@ -234,7 +194,7 @@ class OnText(At):
     text_sha256: Digest
     window: Count
     tokens: Count
-    bos: NotRequired[bool]
+    bos: bool
     kv: NotRequired[Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]]
 
 
@@ -255,7 +215,7 @@ class _Perplexity(OnText, _Made):
 @_closed
 class _Divergence(OnText, _Made):
     kind: Literal["divergence"]
-    reference: NotRequired[PrecisionName]
+    reference: PrecisionName
     kl: Figure
     agreement: Annotated[float, Field(ge=0, le=1)]
 
@@ -265,12 +225,12 @@ class _Task(At, _Made):
     kind: Literal["task"]
     task: Name
     limit: Count | None
-    data_sha256: NotRequired[Digest | None]
+    data_sha256: Digest | None
     metric: Name
     value: Figure
     stderr: Figure | None
     samples: Count
-    truncated: NotRequired[Annotated[int, Field(ge=0, lt=1 << 63)]]
+    truncated: Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def _has_its_fit(entry: At) -> bool:
@@ -278,14 +238,13 @@ def _has_its_fit(entry: At) -> bool:
 
 
 def _has_its_coding(entry: At) -> bool:
-    stated = entry.keys() & {"group_size", "reconstruction"}
-    return len(stated) == 0 or (len(stated) == 2 and entry["precision"] != FULL)
+    return len(entry.keys() & {"group_size", "reconstruction"}) == (0 if entry["precision"] == FULL else 2)
 
 
 Entry = Annotated[
     Annotated[_Perplexity | _Divergence | _Task, Field(discriminator="kind")],
     AfterValidator(_rule(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision")),
-    AfterValidator(_rule(_has_its_coding, "group_size and reconstruction go together, and full precision has neither")),
+    AfterValidator(_rule(_has_its_coding, "group_size and reconstruction go with every precision but full")),
 ]
 
 

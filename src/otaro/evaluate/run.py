@@ -24,9 +24,10 @@ import torch
 from otaro.errors import OtaroError
 from otaro.evaluate.harness import Tasks
 from otaro.evaluate.logits import KeptStates
+from otaro.evaluate.machine import device_name
 from otaro.evaluate.meters import Divergence, Loss
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.quality import Entry, Record, identity, with_coding
+from otaro.evaluate.quality import Entry, Record, identity
 from otaro.evaluate.records import FULL, LONGEST
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
@@ -139,12 +140,11 @@ class Evaluation:
     def _entries_at(self, precision: str, kv: str | None) -> Iterator[Entry]:
         """What identifies the measurements at a precision."""
         subject, windows, text = self.subject, self._windows, self.wanted.text
-        at = with_coding({"precision": precision, "device": subject.device_name}, subject.coding)
+        elsewhere = {"reference_model": subject.original.identity} if subject.original is not None else {}
+        at = {"precision": precision, "device": device_name(subject.device)}
+        at |= elsewhere if precision == FULL else asdict(subject.coding)
         if precision in subject.fits:
             at["fit_sha256"] = subject.fits[precision].sha256
-        elsewhere = {"reference_model": subject.original.identity} if subject.original is not None else {}
-        if precision == FULL:
-            at |= elsewhere
         if text is not None and windows is not None:
             size = {"window": windows.window, "tokens": len(windows.ids), "bos": windows.bos is not None}
             on_text = {"text": text.name, "text_sha256": text.sha256, **size, **({} if kv is None else {"kv": kv})}
@@ -252,7 +252,7 @@ class _Readings:
         seconds = read(reader, windows, every, report, with_logits=bool(meters))
         self._read += len(windows.ids)
         if kept is not None and isinstance(reader, ModelReader):
-            kept.finish(reader.sliced, None if reading.precision == FULL else self._subject.packed, reading.precision)
+            kept.finish(reader.sliced)
             self._reference = kept
         for key, meter in meters.items():
             if isinstance(meter, Loss):

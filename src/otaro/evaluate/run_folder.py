@@ -3,8 +3,8 @@
 A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model, `nested` and
 `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or ordinary, may be given in its
 own right: it then stands for itself, and serves as a baseline. So does a folder that holds nothing but a quality.json, as
-`otaro eval --out` makes. A baseline in a folder called `before` is the model before tuning. Findings of `otaro analyze` lie
-in `analysis` folders; its path.json is not needed, as log.jsonl says the same.
+`otaro eval --out` makes. A baseline in a folder called `before` is the model before tuning. Findings of `otaro analyze
+gradients` lie in `analysis` folders.
 
 Whatever is absent stays empty here; whatever is present must make sense, or the file is refused by name.
 """
@@ -15,7 +15,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,9 +24,8 @@ from otaro.errors import OtaroError
 from otaro.evaluate import records
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import Entry, coding_of, identity, read_quality
-from otaro.evaluate.records import FULL, PRECISION_NAMES
-from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
-from otaro.file.fits import Fit, read_fits
+from otaro.evaluate.records import PRECISION_NAMES
+from otaro.file.coding import Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.replace import QUALITY_FILE
@@ -58,8 +57,6 @@ class Step:
     cross_entropy: float
     """Of the labels alone, which compares across precisions; of logs that do not tell it, the loss."""
     applied: bool
-    scores: dict[str, float | None]
-    """What the search went by; None for a precision that it had not tried."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +77,12 @@ class Run:
     coding: Coding | None
     """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was measured first."""
     gradients: dict[str, Any] | None
-    weights: dict[str, Any] | None
     checkpoint: Path | None
     """The directory of the model as an ordinary checkpoint, or where tuning would put it."""
     nested: Path | None
     """The nested directory."""
     summary: Summary | None
     """Sizes of the nested directory."""
-    fits: list[Fit] = field(default_factory=list)
-    """What `otaro fit` found for it."""
     bench: dict[str, Any] | None = None
     """What `otaro bench --json` printed, kept as bench.json."""
 
@@ -139,12 +133,12 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
     identities = {nested: directory.base.header.model} if directory else {}
     schema = directory.schema if directory else None
     coding = Coding(schema.group_size, schema.reconstruction) if schema else None
-    checkpoints = [model for model in models if (model / "config.json").is_file() or model == path / "model"]
-    older: dict[Path | None, Coding | None] = {**dict.fromkeys(checkpoints, DEFAULT_CODING), nested: coding}
     measured: dict[tuple[Any, ...], Entry] = {}
     for model in models:  # what was measured of both counts once, as measured of the nested model
-        for entry in _quality_of(model, identities.get(model), older.get(model)):
-            measured.setdefault(identity(entry), entry)
+        found = read_quality(model, identities.get(model))
+        for entry in found.entries if found else ():
+            if entry["precision"] in NAMES:  # fits are no step of the scale
+                measured.setdefault(identity(entry), entry)
     quality = list(measured.values())
     homes = dict.fromkeys([path, *models])
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
@@ -158,12 +152,10 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         quality=quality,
         coding=coding or _coding_of(models, quality),
         gradients=_first(read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes),
-        weights=_first(read_record(home / "analysis" / "weights.json", records.Weights) for home in homes),
         checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
         bench=_first(_read_bench(home / "bench.json") for home in homes),
-        fits=list(read_fits(directory).values()) if directory else [],
     )
 
 
@@ -184,14 +176,6 @@ def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | Non
     """How a model that is not nested is quantized, if anything tells."""
     checkpoint = next((model for model in models if (model / "config.json").is_file()), None)
     return choose_coding(checkpoint) if checkpoint else _first(map(coding_of, quality))
-
-
-def _quality_of(directory: Path, model: str | None, older: Coding | None) -> list[Entry]:
-    """What was measured of a model, in quality.json in its directory; `model` identifies a nested one."""
-    quality = read_quality(directory, model, older)
-    blank = {"stderr": None, "tokens_per_second": None, "reference": FULL}
-    entries = quality.entries if quality else ()
-    return [{**blank, **entry} for entry in entries if entry["precision"] in NAMES]  # fits are no step of the scale
 
 
 def read_json(path: Path) -> Any:
@@ -246,10 +230,8 @@ def read_log(path: Path) -> list[Step]:
         if isinstance(record, dict) and "precision" not in record:
             continue
         check_record(path, records.TrainedStep, record, f"line {number}: ")
-        plain, scores = record.get("cross_entropy", record["loss"]), record.get("scores") or {}
-        finite = {name: one if records.is_exact(one) and math.isfinite(one) else None for name, one in scores.items()}
-        applied = record.get("applied") is not False
-        steps.append(Step(record["step"], record["precision"], record["loss"], plain, applied, finite))
+        plain, applied = record.get("cross_entropy", record["loss"]), record.get("applied") is not False
+        steps.append(Step(record["step"], record["precision"], record["loss"], plain, applied))
     return steps
 
 

@@ -176,7 +176,6 @@ def bench(
     device: str = "cpu",
     with_transformers: bool = False,
     with_llama: bool = False,
-    gguf_dir: Path | None = None,
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
@@ -216,7 +215,7 @@ def bench(
             plain = plain_model(model, torch.float16 if on_gpu else torch.float32)
             others[TRANSFORMERS] = sum(tensor.nbytes for tensor in plain.parameters())
             add(TRANSFORMERS, Forward(plain))
-        folder = gguf_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="otaro-gguf-")))
         for kind in kinds:
             progress(f"a GGUF file of type {kind}", len(turns), total)
             path = gguf_file(nested, kind, folder)

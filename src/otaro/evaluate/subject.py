@@ -26,12 +26,11 @@ import torch
 
 from otaro.errors import CheckpointError, OtaroError, PrecisionError
 from otaro.evaluate.decoded import DecodedModel
-from otaro.evaluate.machine import device_name
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import in_order
 from otaro.evaluate.records import FULL, PRECISION_NAMES
 from otaro.file.checkpoint import HUB, brief, resolve_model, resolve_nested
-from otaro.file.coding import DEFAULT_CODING, Coding, choose_coding
+from otaro.file.coding import Coding, choose_coding
 from otaro.file.fits import Fit, finest_of, fit_name, is_fit, known
 from otaro.file.header import BASE, shard_name
 from otaro.file.hub import Hub
@@ -142,11 +141,6 @@ class Subject:
                 "their predictions cannot be compared"
             )
 
-    @property
-    def older_coding(self) -> Coding:
-        """How weights became codes in measurements that do not say so: as the file has it, for a checkpoint by default."""
-        return self.coding if self.is_nested else DEFAULT_CODING
-
     @cached_property
     def identity(self) -> str:
         """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a checkpoint's files."""
@@ -164,11 +158,6 @@ class Subject:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return load_tokenizer(self.path)
-
-    @property
-    def device_name(self) -> str:
-        """What it runs on, in words."""
-        return device_name(self.device)
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
         """An ordinary model with the weights of this precision, until the next call; `progress` is that of packing."""

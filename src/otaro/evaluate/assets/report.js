@@ -1,4 +1,4 @@
-// Draws the charts, sorts the tables, switches between light and dark. Colours are the style sheet's: see report.css.
+// Draws the charts, switches between light and dark. Colours are the style sheet's: see report.css.
 "use strict";
 (() => {
   const page = document.documentElement;
@@ -35,30 +35,6 @@
       }
     }
     page.dataset.drawn = drawn;
-  }
-
-  function compare(one, other) {
-    const [a, b] = [one, other].map((cell) => (cell.dataset.value === undefined ? NaN : Number(cell.dataset.value)));
-    if (Number.isNaN(a) !== Number.isNaN(b)) return Number.isNaN(a) ? 1 : -1; // cells without a number stay last
-    return Number.isNaN(a) ? one.textContent.localeCompare(other.textContent) : a - b;
-  }
-
-  function sort(heading) {
-    const direction = heading.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
-    const sign = direction === "ascending" ? 1 : -1;
-    for (const other of heading.parentElement.children) other.setAttribute("aria-sort", "none");
-    heading.setAttribute("aria-sort", direction);
-    const [column, body] = [heading.cellIndex, heading.closest("table").tBodies[0]];
-    const numbers = (row) => row.cells[column].dataset.value !== undefined;
-    const rows = [...body.rows].sort((a, b) => {
-      const order = compare(a.cells[column], b.cells[column]);
-      return numbers(a) === numbers(b) ? sign * order : order;
-    });
-    body.append(...rows);
-  }
-
-  for (const button of document.querySelectorAll("table.sortable th button")) {
-    button.addEventListener("click", () => sort(button.parentElement));
   }
 
   const toggle = document.getElementById("theme");
