@@ -321,8 +321,8 @@ def boundaries(lines: Iterable[Result]) -> str:
     """How many weights lie on a border between two cells, by precision."""
     counted = [line for line in lines if line["bench"] == "boundaries"]
     rows = [[one["name"], *(f"{one['on_border'][p]:.4%}" for p in NAMES), f"{one['zeros']:.4%}"] for one in counted]
-    told = "".join(f"\n`{one['command']}`; commit {one['commit']}.\n" for one in counted)
-    return table(["share of the weights", *NAMES, "exactly zero"], rows) + told
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in counted))
+    return table(["share of the weights", *NAMES, "exactly zero"], rows) + f"\nCounted at commit {commits}.\n"
 
 
 def observed(lines: Iterable[Result], model: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
 from otaro.cli.tune import _show
 from otaro.cli.tune_ends import explained
+from otaro.evaluate.run_folder import Run
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.tune.trainer import OtaroTrainer
@@ -122,6 +124,7 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
         (["--method", "fp", "--calibrate"], 5e-5, {"full": 0.0, "calibrate": True, "average": 0.0}),
         (["--method", "bps", "--l2-sp", "5"], 5e-5, {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0}),
         (["--method", "fixed:E5M4", "--lr", "2e-4", "--full", "0.5"], 2e-4, {"full": 0.5, "distill": 0.0}),
+        (["--no-calibrate"], 5e-5, {"full": None, "calibrate": False}),
         (["--average", "0"], 5e-5, {"full": None, "distill": 0.5, "average": 0.0}),
         (["--method", "uniform"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "calibrate": False}),
         (["--full", "0.25", "--no-calibrate"], 5e-5, {"full": 0.25, "distill": 0.5, "calibrate": False}),
@@ -137,6 +140,9 @@ def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch
     stated = chosen[0].stated
     assert stated["training"]["lr"] == rate
     assert {name: stated["options"][name] for name in added} == added
+    told = Run("run", tmp_path, stated, *[None] * 9).command  # as the report has it: it makes the same run again
+    assert CliRunner().invoke(app, [*shlex.split(told)[1:], "--json"]).exit_code == 0
+    assert chosen[1].stated == {**stated, "recipe": "best"}
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "4"]], ids=" ".join)  # of other methods: tests/tune/test_resume.py

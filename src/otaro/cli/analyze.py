@@ -13,6 +13,7 @@ import typer
 from otaro.cli import console
 from otaro.cli.generate import DeviceOption
 from otaro.cli.help import App, page
+from otaro.sefp.precision import GROUP_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,7 @@ def gradients(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Compare the gradients at all precisions, in every layer and projection (Figs. 4 and 5, eqs. 14 to 17).
+    """Compare the gradients at all precisions, in every layer and projection, as the paper's figures 4 and 5 do.
 
     A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
     """
@@ -106,7 +107,7 @@ def weights(
 
     out = _out(model, out)
     checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
-    kind = choose_coding(checkpoint.directory, reconstruction=reconstruction).reconstruction
+    kind = choose_coding(checkpoint.directory, GROUP_SIZE, reconstruction).reconstruction  # it looks at sizes of its own
     with console.progress_bar("weights (million)", 1_000_000) as progress:
         result = analyze_weights(checkpoint, reconstruction=kind, progress=progress)
     options = {"out": out, "reconstruction": kind, "revision": revision, "cache-dir": cache_dir}

@@ -342,7 +342,7 @@ GRADIENTS = (
     Figure(
         "by-layer",
         "Similarity by layer and projection",
-        "The same in every layer, between the finest and the coarsest precision, on a page between any two.",
+        "The same in every layer, between the finest and the coarsest precision; in a report, between any two.",
         similarity_by_module,
     ),
 )

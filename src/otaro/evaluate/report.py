@@ -179,7 +179,7 @@ class _Report:
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better."
             parts.append(self.page.figure(f"Decode speed on {place}", note, commands, chart))
-            headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token"]
+            headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "weights per token"]
             rows = [
                 [row["precision"], name, f"{row['decode']:,.0f}", f"{row['prefill']:,.0f}", size(row["weight_bytes"])]
                 for name, row in timed

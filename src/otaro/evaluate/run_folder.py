@@ -94,8 +94,12 @@ class Run:
         words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
         words += ["tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
+        of_recipe = said.get("full", 0.0) is None  # its own share in full precision, which a named method would take away
         for name, value in said.items():
-            if value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):
+            if of_recipe and name == "calibrate" and value is False:
+                words.append("--no-calibrate")  # which the recipe does
+            untold = of_recipe and name == "method"
+            if untold or value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):
                 continue
             flag = "--" + _FLAGS.get(name, name).replace("_", "-")
             words += [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
@@ -194,7 +198,7 @@ def read_json(path: Path) -> Any:
 def read_record(path: Path, kind: Any) -> Any:
     """The same, checked to be a record of a kind."""
     stored = read_json(path)
-    return stored and check_record(path, kind, stored)
+    return None if stored is None else check_record(path, kind, stored)
 
 
 def check_record(path: Path, kind: Any, stored: Any, where: str = "") -> Any:
@@ -226,7 +230,8 @@ def read_log(path: Path) -> list[Step]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            raise OtaroError(f"{path} is damaged: line {number} is not JSON; `otaro tune --resume` mends it") from None
+            remedy = "remove it, or `otaro tune --resume` a run that was stopped"
+            raise OtaroError(f"{path} is damaged: line {number} is not JSON; {remedy}") from None
         if isinstance(record, dict) and "precision" not in record:
             continue
         check_record(path, records.TrainedStep, record, f"line {number}: ")
@@ -236,7 +241,10 @@ def read_log(path: Path) -> list[Step]:
 
 
 def _read_bench(path: Path) -> dict[str, Any] | None:
-    stored = read_record(path, records.Bench)
+    try:
+        stored = read_record(path, records.Bench)
+    except OtaroError as error:
+        raise OtaroError(f"{error} (by `otaro bench DIR --json`, without --parallel or --draft)") from None
     if stored is None:
         return None
     return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}  # no fits

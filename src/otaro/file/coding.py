@@ -131,5 +131,5 @@ def _parsed(path: Path, stated: dict[str, Any]) -> Coding:
 def _refusal(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} should say how the checkpoint was tuned, but {why}; mend or remove it, "
-        "or give both --group-size and --reconstruction"
+        "or give both --group-size and --reconstruction to a command that takes them"
     )
