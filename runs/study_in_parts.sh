@@ -18,7 +18,8 @@ if [ ! -d "$work/code" ]; then
     [ ${#come[@]} = "${come[0]##*-of-}" ] || exit 0
     PYTHONPATH=$root/src:$root "$python" -m runs.study.parts join "$parts" "$work"
     mkdir "$work/code"
-    cp -r "$root/src" "$root/runs" "$work/code/"
+    # Byte code is left out: whoever runs this checkout at the same time makes and removes it.
+    (cd "$root" && find src runs -name __pycache__ -prune -o -type f -exec cp --parents -t "$work/code" {} +)
     cp "$root/benchmarks/results/study.jsonl" "$work/"
     commit=$(cd "$root" && git describe --always 2>/dev/null || echo "${COMMIT:-unknown}")
     # MPS lets kernels of several processes run at once.
