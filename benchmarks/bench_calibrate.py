@@ -1,11 +1,13 @@
-"""How long `otaro pack --calibrate` takes for LLaMA-3-8B's shapes: a few random layers are timed, the rest is extrapolated.
+"""How long `otaro pack --calibrate` takes for LLaMA-3-8B's shapes: a few random layers are timed, the rest is
+extrapolated.
 
     python benchmarks/bench_calibrate.py --device cuda                          # 128 x 512 tokens; 10 GB of disk in --folder
     python benchmarks/bench_calibrate.py --shapes tiny --layers 2 --samples 4   # that it runs
 
-The checkpoint has `--layers` layers, an embedding and a head of the true size. Told are seconds for what comes before the
-first layer, for each layer (the first one warms up and counts for itself alone), for the head, and for the writing at the
-end, and what they come to with 32 layers. The bar: below 15 minutes on an H200.
+The checkpoint has `--layers` layers, an embedding and a head of the true size. Told are seconds for what
+comes before the first layer, for each layer (the first one warms up and counts for itself alone), for the
+head, and for the writing at the end, and what they come to with 32 layers. The bar: below 15 minutes on an
+H200.
 """
 
 from __future__ import annotations
@@ -48,10 +50,16 @@ def write_random(directory: Path, layers: int, shape: dict[str, int], device: st
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     tensors = {
-        name: torch.ones(one.shape) if "norm" in name else torch.randn(one.shape, device=device).mul_(0.02).cpu()
+        name: torch.ones(one.shape)
+        if "norm" in name
+        else torch.randn(one.shape, device=device).mul_(0.02).cpu()
         for name, one in model.state_dict().items()
     }
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def main() -> None:
@@ -60,7 +68,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers to time, two at least")
     parser.add_argument("--samples", type=int, default=run.SAMPLES, help="windows of 512 tokens")
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3-8b")
-    parser.add_argument("--folder", type=Path, default=None, help="where to write checkpoint and model, then removed")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write checkpoint and model, then removed"
+    )
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shapes]
     text.load_tokenizer = lambda directory: Words()
@@ -95,7 +105,10 @@ def main() -> None:
     total = sum(times.get(name, 1) * seconds for name, seconds in parts.items())
     for name, seconds in parts.items():
         print(f"{name:24} {seconds:8.1f} s")
-    print(f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {total / 60:.1f} minutes (writing by layers, at most)")
+    print(
+        f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {total / 60:.1f} minutes (writing by "
+        "layers, at most)"
+    )
     peak = torch.cuda.max_memory_allocated() if arguments.device.startswith("cuda") else None
     about = {"device": device_name(arguments.device), "samples": arguments.samples}
     finish({**about, "seconds": parts, "total_s": total, "peak_bytes": peak})

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_decisions.py DIR --data FOLDER [--sets arc_easy,piqa] [--skip 80] [--limit 400]
 
-FOLDER has zero-shot sets as `otaro eval --data-dir` takes them, SET.jsonl.gz. Each row becomes one question. On the even
-rows every question is asked at E5M3 and at E5M8; the margin below which a decision is asked again is the smallest
-that leaves `--agreement` of the decisions as E5M8 makes them. With that margin the odd rows are asked by auto, at E5M3 and
-at E5M8, in turns: share asked again, accuracy of each, and the time of each.
+FOLDER has zero-shot sets as `otaro eval --data-dir` takes them, SET.jsonl.gz. Each row becomes one question.
+On the even rows every question is asked at E5M3 and at E5M8; the margin below which a decision is asked again
+is the smallest that leaves `--agreement` of the decisions as E5M8 makes them. With that margin the odd rows
+are asked by auto, at E5M3 and at E5M8, in turns: share asked again, accuracy of each, and the time of each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", default="arc_easy,piqa")
     parser.add_argument("--skip", type=int, default=80, help="first rows, on which settings were tried")
-    parser.add_argument("--limit", type=int, default=400, help="rows of a set, half of them to choose the margin")
+    parser.add_argument(
+        "--limit", type=int, default=400, help="rows of a set, half of them to choose the margin"
+    )
     parser.add_argument("--agreement", type=float, default=0.95, help="share of decisions as E5M8 makes them")
     args = parser.parse_args()
     model = otaro.load(args.directory)
@@ -76,7 +78,9 @@ def main() -> None:
         with gzip.open(args.data / f"{name}.jsonl.gz", "rt") as file:
             rows = [SETS[name](json.loads(line)) for line in file][args.skip :][: args.limit]
         results.append(measured(model, name, rows, args.agreement))
-    finish({"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement, "sets": results})
+    finish(
+        {"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement, "sets": results}
+    )
 
 
 def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict[str, Any]:
@@ -95,7 +99,11 @@ def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict
     print(f"\n{name}: {len(choosing)} rows to choose the margin, {len(reported)} reported")
     print(f"  margin, asked again at {FINE}           {least:.3f}, {again:.1%}")
     print(f"  {'':18}{COARSE:>8}{'auto':>8}{FINE:>8}")
-    print("  accuracy          " + "".join(f"{right[key]:>8.3f}" for key in (COARSE, "auto", FINE)) + f"  (+- {error:.3f})")
+    print(
+        "  accuracy          " + "".join(f"{right[key]:>8.3f}" for key in (COARSE, "auto", FINE)) + "  "
+        "(+- "
+        f"{error:.3f})"
+    )
     print(f"  decided as {FINE}   {alike:>8.1%}{same:>8.1%}{1:>8.1%}")
     print("  milliseconds      " + "".join(f"{1e3 * seconds[key]:>8.1f}" for key in (COARSE, "auto", FINE)))
     print(f"  time saved by auto  {saved:+.1%}")
@@ -106,7 +114,9 @@ def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict
 
 
 def quiet_mean(seconds: list[float]) -> float:
-    """The mean; a request that took more than twice the median, which is another process's doing, counts as that."""
+    """The mean; a request that took more than twice the median, which is another process's doing, counts as
+    that.
+    """
     ordered = sorted(seconds)
     most = 2 * ordered[len(ordered) // 2]
     return sum(min(one, most) for one in seconds) / len(seconds)
@@ -128,7 +138,9 @@ def smallest_margin(coarse: list[Made], fine: list[Made], agreement: float) -> f
     return 1.0
 
 
-async def ask_all(model: Any, rows: list[Asked], precisions: tuple[str, ...], settings: Settings) -> dict[str, list[Made]]:
+async def ask_all(
+    model: Any, rows: list[Asked], precisions: tuple[str, ...], settings: Settings
+) -> dict[str, list[Made]]:
     """Every row at each precision, in turns, by what answers /v1/systemone."""
     service = Service(model, otaro.Engine(model, max_sequences=1), "model", settings)
     made: dict[str, list[Made]] = {precision: [] for precision in precisions}

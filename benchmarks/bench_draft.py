@@ -1,13 +1,15 @@
-"""What a draft gains on a GPU: LLaMA-3-8B's shapes, E5M8 drafted at E5M3, with the acceptance measured elsewhere.
+"""What a draft gains on a GPU: LLaMA-3-8B's shapes, E5M8 drafted at E5M3, with the acceptance measured
+elsewhere.
 
     python benchmarks/bench_draft.py                                     # a minute
     python benchmarks/bench_draft.py --accept 0.8,0.85,0.9 --draft E5M4
 
-Weights are random, so drafts would never be right. How many tokens of a draft are right is drawn instead, from the shares of
-`--accept`, which `otaro bench MODEL --draft E5M3` prints (at position i: of the drafts that were right up to there). All
-else is what the loop does (`runtime.loop`, `runtime.draft`): k steps that the GPU makes by itself, one pass over k + 1 tokens
-with the logits of each, their argmax, and the tokens that were wrong forgotten. Beside it the same precision alone, which goes
-on by itself too. Contenders take turns, and medians of rounds count.
+Weights are random, so drafts would never be right. How many tokens of a draft are right is drawn instead,
+from the shares of `--accept`, which `otaro bench MODEL --draft E5M3` prints (at position i: of the drafts
+that were right up to there). All else is what the loop does (`runtime.loop`, `runtime.draft`): k steps that
+the GPU makes by itself, one pass over k + 1 tokens with the logits of each, their argmax, and the tokens that
+were wrong forgotten. Beside it the same precision alone, which goes on by itself too. Contenders take turns,
+and medians of rounds count.
 """
 
 from __future__ import annotations
@@ -98,8 +100,18 @@ def main(words: list[str] | None = None) -> None:
         rows[one] = {"tokens_per_s": 1 / statistics.median(mine), "gain": statistics.median(gains)}
         print(f"{one:>6}  {rows[one]['tokens_per_s']:8.1f} tokens/s  {rows[one]['gain']:.2f}x")
     best = max(row["gain"] for row in rows.values())
-    print(f"{'holds' if best >= NEEDED else 'missed'}: {best:.2f} times {asked.judge} alone, asked for {NEEDED}")
-    finish({"gpu": name, "accepted": accepted, "seconds_alone": alone, "rows": rows, "torch_cuda": torch.version.cuda})
+    print(
+        f"{'holds' if best >= NEEDED else 'missed'}: {best:.2f} times {asked.judge} alone, asked for {NEEDED}"
+    )
+    finish(
+        {
+            "gpu": name,
+            "accepted": accepted,
+            "seconds_alone": alone,
+            "rows": rows,
+            "torch_cuda": torch.version.cuda,
+        }
+    )
 
 
 if __name__ == "__main__":

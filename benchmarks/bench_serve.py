@@ -2,20 +2,22 @@
 
     python benchmarks/bench_serve.py DIR [--clients 16] [--seconds 120] [--against llama.cpp]
 
-Starts `otaro serve DIR` and asks it, by one client and by many at once in turns, for streamed answers to a fixed set of
-requests: prompts of different lengths, all precisions in turns, half of them sampled with a seed. Every answer is
-compared with the one that the same request got alone. Prints tokens a second, which count until a round's time is up, the
-share of the prompts' tokens that the server had in its cache, the time until the first token by precision, and memory of
-the server after a tenth of the time, when all have begun, a half, and at the end. Clients share the cores with the server: they
-send plain requests and read little of the answers.
+Starts `otaro serve DIR` and asks it, by one client and by many at once in turns, for streamed answers to a
+fixed set of requests: prompts of different lengths, all precisions in turns, half of them sampled with a
+seed. Every answer is compared with the one that the same request got alone. Prints tokens a second, which
+count until a round's time is up, the share of the prompts' tokens that the server had in its cache, the time
+until the first token by precision, and memory of the server after a tenth of the time, when all have begun, a
+half, and at the end. Clients share the cores with the server: they send plain requests and read little of the
+answers.
 
-Requests come again, so that a server which keeps prompts need not read them. `--fresh` begins each prompt with a number of
-its own, for one client and for many alike: then all of it is read, every time. 48 of these requests are asked again alone.
+Requests come again, so that a server which keeps prompts need not read them. `--fresh` begins each prompt
+with a number of its own, for one client and for many alike: then all of it is read, every time. 48 of these
+requests are asked again alone.
 
 `--against llama.cpp` gives the same prompts and numbers of tokens to llama.cpp's server (`pip install
-'llama-cpp-python[server]'`, `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the same
-weights; if it cannot be started, it is left out, and why is said. Exits with 1 if an answer of ours failed or
-differed.
+'llama-cpp-python[server]'`, `--llama-python` where it is installed elsewhere) on a GGUF file at Q5_0 of the
+same weights; if it cannot be started, it is left out, and why is said. Exits with 1 if an answer of ours
+failed or differed.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ class Load:
     @property
     def cached(self) -> float:
         """The share of the prompts' tokens that need not be read."""
-        return sum(result.cached for result in self.results) / max(1, sum(result.prompt for result in self.results))
+        return sum(result.cached for result in self.results) / max(
+            1, sum(result.prompt for result in self.results)
+        )
 
     def first_tokens(self, number: int, of: int) -> list[float]:
         """Seconds until the first token, of requests at one of so many precisions."""
@@ -109,7 +113,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the load, in all; one client gets a quarter")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="of the load, in all; one client gets a quarter"
+    )
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--fresh", action="store_true", help="no prompt comes twice")
@@ -141,17 +147,35 @@ def make_cases(number: int, tokens: int) -> list[dict[str, Any]]:
         length = WORDS[case % len(WORDS)]
         start = 131 * case % (len(words) - length)
         sampled = {"temperature": 0.8, "top_p": 0.95} if case % 2 else {"temperature": 0.0}
-        cases.append({"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": case, **sampled})
+        cases.append(
+            {"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": case, **sampled}
+        )
     return cases
 
 
 def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
-    otaro = [sys.executable, "-m", "otaro", "serve", str(args.directory), "--max-sequences", str(args.clients)]
+    otaro = [
+        sys.executable,
+        "-m",
+        "otaro",
+        "serve",
+        str(args.directory),
+        "--max-sequences",
+        str(args.clients),
+    ]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, [*map(str, PRECISIONS)])
     if args.against:
         export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
-        server = [args.llama_python, "-m", "llama_cpp.server", "--n_threads", str(os.cpu_count()), "--n_ctx", "2048"]
+        server = [
+            args.llama_python,
+            "-m",
+            "llama_cpp.server",
+            "--n_threads",
+            str(os.cpu_count()),
+            "--n_ctx",
+            "2048",
+        ]
         server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
         no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
         yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
@@ -170,7 +194,9 @@ def started(contender: Contender) -> Iterator[tuple[int, psutil.Process]]:
             while True:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise DidNotStart(f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+                    raise DidNotStart(
+                        f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}"
+                    )
                 try:
                     socket.create_connection(("127.0.0.1", port), 1).close()
                     break
@@ -183,18 +209,31 @@ def started(contender: Contender) -> Iterator[tuple[int, psutil.Process]]:
 
 
 async def measured(
-    contender: Contender, cases: list[dict[str, Any]], port: int, process: psutil.Process, args: argparse.Namespace
+    contender: Contender,
+    cases: list[dict[str, Any]],
+    port: int,
+    process: psutil.Process,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """One client and many in turns."""
     precisions, compared, serial = contender.precisions, contender.precisions != [""], count(1)
 
     def body(case: int) -> dict[str, Any]:
         precision = precisions[case % len(precisions)]
-        asked = {**cases[case], **contender.body, "stream": True, **({"precision": precision} if precision else {})}
+        asked = {
+            **cases[case],
+            **contender.body,
+            "stream": True,
+            **({"precision": precision} if precision else {}),
+        }
         return asked | ({"prompt": f"{next(serial)}. {asked['prompt']}"} if args.fresh else {})
 
     await ask(port, 0, body(0))  # whatever a first request loads
-    alone = {case: (await ask(port, case, body(case))).text for case in range(len(cases)) if compared and not args.fresh}
+    alone = {
+        case: (await ask(port, case, body(case))).text
+        for case in range(len(cases))
+        if compared and not args.fresh
+    }
     each = args.seconds / ROUNDS
     one, many = Load(1, each / 4), Load(args.clients, each)
     for number in range(ROUNDS):
@@ -214,7 +253,10 @@ async def measured(
             row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
             table[precision or "all"] = row | {"one": statistics.median(single) if single else float("nan")}
     gains = [rate / single for rate, single in zip(many.rates, one.rates, strict=True)]
-    resident = [many.memory[len(many.memory) // part] for part in (10, 2)] + [many.memory[-1], max(many.memory)]
+    resident = [many.memory[len(many.memory) // part] for part in (10, 2)] + [
+        many.memory[-1],
+        max(many.memory),
+    ]
     return {
         "name": contender.name, "clients": args.clients, "seconds": args.seconds, "answers": len(many.results),
         "tokens_per_second": statistics.fmean(many.rates), "one_client": statistics.fmean(one.rates),
@@ -226,7 +268,10 @@ async def measured(
 
 def print_summary(found: dict[str, Any]) -> None:
     gains = ", ".join(f"{gain:.2f}" for gain in found["gains"])
-    print(f"\n{found['name']}: {found['clients']} clients for {found['seconds']:.0f} s, {found['answers']} answers")
+    print(
+        f"\n{found['name']}: {found['clients']} clients for {found['seconds']:.0f} s, {found['answers']} "
+        "answers"
+    )
     rates = f"{found['tokens_per_second']:.1f}, one client {found['one_client']:.1f}"
     print(f"  tokens a second      {rates}: {found['gain']:.2f} times ({gains})")
     print("  prompts in the cache {:.0%} of the tokens, one client {:.0%}".format(*found["cached"]))
@@ -242,9 +287,16 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 async def round_of(
-    load: Load, port: int, body: Callable[[int], dict[str, Any]], cases: int, process: psutil.Process, first: int
+    load: Load,
+    port: int,
+    body: Callable[[int], dict[str, Any]],
+    cases: int,
+    process: psutil.Process,
+    first: int,
 ) -> None:
-    """Clients that ask one request after the other, each beginning at another; answers under way are waited for a while."""
+    """Clients that ask one request after the other, each beginning at another; answers under way are waited
+    for a while.
+    """
     start, results = time.perf_counter(), list[Result]()
     load.memory.append(process.memory_info().rss)
 
@@ -269,16 +321,23 @@ async def round_of(
 
 
 async def ask(port: int, case: int, body: dict[str, Any], until: float = float("inf")) -> Result:
-    """One request on a connection of its own; a client this plain takes little of the cores that the server needs."""
+    """One request on a connection of its own; a client this plain takes little of the cores that the server
+    needs.
+    """
     result, started_at = Result(case, body), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
         content = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            "application/json\r\nConnection: close\r\n"
+        )
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         status = await reader.readline()
         if b" 200 " not in status:
-            result.error = f"{status.decode().strip()} {(await reader.read())[-200:].decode(errors='replace')}"
+            result.error = (
+                f"{status.decode().strip()} {(await reader.read())[-200:].decode(errors='replace')}"
+            )
         ended = False
         while line := await reader.readline():
             if not line.startswith(b"data: "):

@@ -1,4 +1,5 @@
-"""The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are made of.
+"""The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are
+made of.
 
     python benchmarks/bench_table2.py                         # everything, a few minutes
     python benchmarks/bench_table2.py --only layer,decode     # some parts
@@ -12,8 +13,9 @@ Weights are random: only their shapes matter here. Parts:
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed
 
-Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs and contenders
-replayed in turn, and medians count. Results are checked against the reference before anything is timed.
+Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs
+and contenders replayed in turn, and medians count. Results are checked against the reference before anything
+is timed.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def main() -> None:
     for part in parts:
         try:
             results[part] = SECTIONS[part](rounds)
-        except Exception as error:  # a GPU's time is dear: other parts still run, and the failure is part of the result
+        except Exception as error:
+            # a GPU's time is dear: other parts still run, and the failure is part of the result
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
@@ -103,10 +106,17 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
     if total := results.get("layer", {}).get("summed_seconds"):
         model = results["layer"]["model_seconds"]
         for precision, factor in SUMMED.items():
-            yield Bar(f"products of one token at {precision}, times float16", model["float16"] / model[precision], factor)
+            yield Bar(
+                f"products of one token at {precision}, times float16",
+                model["float16"] / model[precision],
+                factor,
+            )
         for precision, by_tokens in TIMES_HALF.items():
             for tokens, factor in by_tokens.items():
-                one, what = total[str(tokens)], f"a layer's products of {tokens} tokens at {precision}, times float16"
+                one, what = (
+                    total[str(tokens)],
+                    f"a layer's products of {tokens} tokens at {precision}, times float16",
+                )
                 yield Bar(what, one["float16"] / one[precision], factor)
         slower = max(one["E5M3"] / one["E5M4"] for one in total.values())
         yield Bar("time of E5M3 beside E5M4 with one token or several", slower, 1.0, at_least=False)
@@ -116,12 +126,17 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
             for precision in map(str, table2_products.MULTIPLIED):
                 what = f"reading {tokens} tokens at {precision}, time beside float16 of our own"
                 yield Bar(what, one[precision] / one["float16"], factor, at_least=False)
-    rows, theirs = results.get("decode", {}).get("rows", {}), results.get("transformers", {}).get("tokens_per_s")
+    rows, theirs = (
+        results.get("decode", {}).get("rows", {}),
+        results.get("transformers", {}).get("tokens_per_s"),
+    )
     for cache in table2_decode.CACHES if rows else ():
         row = rows[table2_decode.row_name(E5M4, cache)]
         title = f"a token at E5M4 with the {cache} cache"
         if theirs:
-            yield Bar(f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS)
+            yield Bar(
+                f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS
+            )
         own = rows[table2_decode.HALF]["tokens_per_s"]
         yield Bar(f"{title}, times float16 of our own", row["tokens_per_s"] / own, AGAINST_OWN_HALF)
     if rows:

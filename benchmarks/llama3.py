@@ -27,8 +27,8 @@ KEYS: int = SHAPE.num_key_value_heads * SHAPE.head_dim
 NORM_BYTES = 2 * HIDDEN * (2 * LAYERS + 1)  # in float16; they are never packed
 ALL_PLANES = FINEST - COARSEST  # besides the base nibbles
 SCALE_EXPONENT, SCALES = -11, (12 << 3, 15 << 3)
-"""Of random weights: bytes from the first to the one before the second, 2^-6 to almost 2^-3, with either sign. So products
-stay in the range of half precision."""
+"""Of random weights: bytes from the first to the one before the second, 2^-6 to almost 2^-3, with either
+sign. So products stay in the range of half precision."""
 KEY_EXPONENTS = (-2, 1)
 """Of random keys and values in a packed cache, likewise: about as large as normal ones."""
 
@@ -82,7 +82,12 @@ def cache_bytes(tokens: int, precision: Precision | None) -> int:
 
 def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None) -> int:
     """What a token after so many must read: products' weights, a row of the embedding, norms, the cache."""
-    return product_bytes(precision) + matrix_bytes(1, HIDDEN, precision) + NORM_BYTES + cache_bytes(tokens, cache)
+    return (
+        product_bytes(precision)
+        + matrix_bytes(1, HIDDEN, precision)
+        + NORM_BYTES
+        + cache_bytes(tokens, cache)
+    )
 
 
 # Random weights ---------------------------------------------------------------------------------------------

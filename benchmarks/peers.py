@@ -1,12 +1,12 @@
 """Kernels of other nested formats, built from checkouts of theirs, behind one form: `Peer`.
 
-AnyBCQ's repository (its own kernel, and Any-Precision's) and MatGPTQ's are compiled as they are, by nvcc alone: what they
-ask of torch's headers is a handful of names, `_HEADERS`. Their functions are then called with addresses, on torch's current
-stream.
-Nothing of theirs is in this repository. A library is kept under the digest of all that it was made of.
+AnyBCQ's repository (its own kernel, and Any-Precision's) and MatGPTQ's are compiled as they are, by nvcc
+alone: what they ask of torch's headers is a handful of names, `_HEADERS`. Their functions are then called
+with addresses, on torch's current stream. Nothing of theirs is in this repository. A library is kept under
+the digest of all that it was made of.
 
-Weights are random bits of the right size and shape, for time alone; that a kernel computes what it should is asked of a small
-matrix, against its own decoder, or against what its format says.
+Weights are random bits of the right size and shape, for time alone; that a kernel computes what it should is
+asked of a small matrix, against its own decoder, or against what its format says.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Peer:
 def anybcq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     """Any-Precision at 3, 4 and 8 bits, AnyBCQ at 3 and 4."""
     source = checkout / "anybcq" / "inference" / "custom_kernel"
-    library = _library("anybcq", _ANYBCQ, [source / "anyprec.cu", source / "anybcq.cu"], [source], folder, arch, "-std=c++17")
+    library = _library(
+        "anybcq", _ANYBCQ, [source / "anyprec.cu", source / "anybcq.cu"], [source], folder, arch, "-std=c++17"
+    )
     for bits in (3, 4, 8):
         yield _any_precision(library, bits)
     for bits in (3, _BCQ_BITS):
@@ -131,7 +133,11 @@ def _any_bcq(library: Any, bits: int) -> Peer:
     def weights(rows: int, length: int) -> list[torch.Tensor]:
         shape = (length // GROUP, bits, rows)
         scales = torch.rand(shape, device="cuda").half()
-        return [_bits(length // 32, _BCQ_BITS, rows), scales, torch.randn(shape[0], rows, device="cuda").half()]
+        return [
+            _bits(length // 32, _BCQ_BITS, rows),
+            scales,
+            torch.randn(shape[0], rows, device="cuda").half(),
+        ]
 
     def multiply(made: list[torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
         _call(library.any_bcq, *made, x, out, out.shape[1], x.shape[1], bits, _BCQ_BITS, GROUP)
@@ -147,7 +153,13 @@ def _any_bcq(library: Any, bits: int) -> Peer:
 def matgptq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     """At 3, 4 and 8 bits."""
     source = checkout / "inference_lib" / "matgptq_cuda" / "csrc"
-    flags = ("-std=c++20", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", f"-DTARGET_CUDA_ARCH={arch}")
+    flags = (
+        "-std=c++20",
+        "--expt-relaxed-constexpr",
+        "--use_fast_math",
+        "-DNDEBUG",
+        f"-DTARGET_CUDA_ARCH={arch}",
+    )
     files = [source / "matgptq_gemm.cu", source / "utils.cpp"]
     library = _library("matgptq", _MATGPTQ, files, [source, source / "include"], folder, arch, *flags)
     for bits in (3, 4, 8):
@@ -165,10 +177,13 @@ def _matgptq(library: Any, bits: int) -> Peer:
         (rows, length), groups = CHECKED, CHECKED[1] // GROUP
         codes = torch.randint(1 << bits, CHECKED, dtype=torch.uint8)
         packed = torch.zeros(bits, rows, length // 32, dtype=torch.int32)
-        library.matgptq_pack(*(ctypes.c_void_p(one.data_ptr()) for one in (codes, packed)), rows, length, bits)
+        library.matgptq_pack(
+            *(ctypes.c_void_p(one.data_ptr()) for one in (codes, packed)), rows, length, bits
+        )
         scales = torch.rand(rows, groups).half() / (1 << 8)
         values = (codes.unflatten(1, (groups, GROUP)).float() - (1 << (bits - 1))) * scales.float()[..., None]
-        moved = scales.view(-1, 16, groups).transpose(1, 2).contiguous()  # as it wants them: of sixteen rows, group by group
+        # as it wants them: of sixteen rows, group by group
+        moved = scales.view(-1, 16, groups).transpose(1, 2).contiguous()
         decoded = (values.flatten(1) * (1 << (8 - bits))).cuda()
         return max(_error(multiply, [packed.cuda(), moved.cuda()], decoded, tokens) for tokens in (1, 8, 16))
 
@@ -176,9 +191,14 @@ def _matgptq(library: Any, bits: int) -> Peer:
 
 
 def marlin() -> Peer:
-    """At 4 bits with float16 scales for 128, from an installed vLLM of 0.32; `ImportError` says why there is none."""
+    """At 4 bits with float16 scales for 128, from an installed vLLM of 0.32; `ImportError` says why there is
+    none.
+    """
     from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new, marlin_permute_scales
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        marlin_make_workspace_new,
+        marlin_permute_scales,
+    )
     from vllm.scalar_type import scalar_types
 
     if not hasattr(torch.ops._C, "marlin_gemm"):
@@ -189,7 +209,10 @@ def marlin() -> Peer:
         """Codes 0 to 15 [length, rows] eight to a word, scales [groups, rows]."""
         length, rows = codes.shape
         words = sum(codes.view(length // 8, 8, rows)[:, i].int() << 4 * i for i in range(8))
-        return [ops.gptq_marlin_repack(words, length, rows, 4), marlin_permute_scales(scales, length, rows, GROUP)]
+        return [
+            ops.gptq_marlin_repack(words, length, rows, 4),
+            marlin_permute_scales(scales, length, rows, GROUP),
+        ]
 
     def weights(rows: int, length: int) -> list[torch.Tensor]:
         codes = torch.randint(16, (length, rows), device="cuda")
@@ -236,13 +259,17 @@ def _error(
     return off if off == off else float("inf")
 
 
-def _library(name: str, wrapper: str, sources: list[Path], includes: list[Path], folder: Path, arch: str, *flags: str) -> Any:
+def _library(
+    name: str, wrapper: str, sources: list[Path], includes: list[Path], folder: Path, arch: str, *flags: str
+) -> Any:
     """Compiled, unless it was before."""
     if missing := [str(one) for one in sources if not one.is_file()]:
         sys.exit(f"--{name}: there is no {missing[0]}; give the folder of a checkout")
     headers = [header for include in includes for header in sorted(include.glob("*.*h"))]
     words = [one.encode() for one in (*_HEADERS.values(), wrapper, arch, *flags)]
-    digest = hashlib.sha256(b"\0".join([*(one.read_bytes() for one in (*sources, *headers)), *words])).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"\0".join([*(one.read_bytes() for one in (*sources, *headers)), *words])
+    ).hexdigest()[:16]
     path = folder / f"{name}-{digest}.so"
     if not path.exists():
         made = folder / f"{name}-{digest}"
@@ -264,7 +291,9 @@ def _library(name: str, wrapper: str, sources: list[Path], includes: list[Path],
 
 
 def _nvcc() -> str:
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"))
+    found = shutil.which("nvcc") or shutil.which(
+        "nvcc", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
+    )
     return found or sys.exit(
         "kernels of others are built by nvcc, and there is none: install the CUDA toolkit, or set CUDA_HOME"
     )

@@ -1,4 +1,6 @@
-"""Parts of bench_table2.py that need no model: products of one token and of several, beside cuBLAS in float16."""
+"""Parts of bench_table2.py that need no model: products of one token and of several, beside cuBLAS in
+float16.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,14 @@ def layer(rounds: int) -> dict[str, Any]:
     for product in PRODUCTS:
         results[product.name] = of_product(product, rounds)
         gpu.release()
-    tables = {name: {tokens: one["seconds"] for tokens, one in result.items()} for name, result in results.items()}
+    tables = {
+        name: {tokens: one["seconds"] for tokens, one in result.items()} for name, result in results.items()
+    }
     names = ("float16", *map(str, MULTIPLIED))
     total = {
-        str(tokens): {name: sum(tables[one.name][str(tokens)][name] for one in PRODUCTS[:-1]) for name in names}
+        str(tokens): {
+            name: sum(tables[one.name][str(tokens)][name] for one in PRODUCTS[:-1]) for name in names
+        }
         for tokens in LAYER_TOKENS
     }
     model = {name: sum(one.count * tables[one.name]["1"][name] for one in PRODUCTS) for name in names}
@@ -58,7 +64,8 @@ def of_product(product: Product, rounds: int) -> dict[str, Any]:
     """Seconds by tokens and contender, after checks on numbers of their own."""
     half, coarsest = product.nbytes(None), product.nbytes(MULTIPLIED[-1])
     rotated = copies(coarsest, lambda: [random_packed(rows, product.length) for rows in product.rows])
-    matrices = copies(half, lambda: gpu.halves(sum(product.rows), product.length))  # all of the product in one
+    # all of the product in one
+    matrices = copies(half, lambda: gpu.halves(sum(product.rows), product.length))
     about, results = half_seconds(half), {}
     for tokens in LAYER_TOKENS if product.count > 1 else (1,):  # the head sees the last token alone
         x = torch.randn(tokens, product.length, device=gpu.DEVICE, dtype=torch.float16)
@@ -131,7 +138,9 @@ def check_roads(x: torch.Tensor, packed: Packed) -> dict[str, Any]:
 
 
 def sampled(x: torch.Tensor, packed: Packed, out: torch.Tensor) -> tuple[torch.Tensor, Packed, float]:
-    """On the CPU: products of some rows, those rows, and how far the former are from the decoded weights in float64."""
+    """On the CPU: products of some rows, those rows, and how far the former are from the decoded weights in
+    float64.
+    """
     rows = len(packed.base)
     some = torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (CHECKED,))]).to(gpu.DEVICE)
     seen = packed.rows(some)
@@ -174,8 +183,8 @@ ROADS = {"integers": by_integers, "halves": by_halves, "decoded": decoded}
 
 
 def batch(rounds: int) -> dict[str, Any]:
-    """One large matrix times 1 to 128 tokens: straight from the planes by integers and by halves, decoded tiles and a GEMM,
-    cuBLAS in float16.
+    """One large matrix times 1 to 128 tokens: straight from the planes by integers and by halves, decoded
+    tiles and a GEMM, cuBLAS in float16.
     """
     rows, length = BATCH_SHAPE
     precisions = [Precision("E5M8"), Precision("E5M4")]

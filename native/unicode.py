@@ -1,7 +1,7 @@
 """Writes unicode.h beside it: what the tokenizer asks of characters. `python native/unicode.py`
 
-Classes are asked of the library that tokenizers are made with, so that both have the same edition of Unicode; canonical
-forms, which no edition changes, of Python.
+Classes are asked of the library that tokenizers are made with, so that both have the same edition of Unicode;
+canonical forms, which no edition changes, of Python.
 """
 
 import unicodedata
@@ -27,7 +27,9 @@ def ranges(codes: list[int]) -> list[tuple[int, int]]:
 
 def of_class(pattern: str) -> list[tuple[int, int]]:
     """Characters that a pattern matches."""
-    return ranges([ord(piece) for piece, _ in Split(Regex(pattern), "removed", invert=True).pre_tokenize_str(TEXT)])
+    return ranges(
+        [ord(piece) for piece, _ in Split(Regex(pattern), "removed", invert=True).pre_tokenize_str(TEXT)]
+    )
 
 
 def table(kind: str, name: str, rows: list[tuple[int, ...]], comment: str) -> str:

@@ -1,9 +1,11 @@
-"""Convert a llama2.c model to a Hugging Face directory in float32: python convert_llama2c.py MODEL TOKENIZER OUT.
+"""Convert a llama2.c model to a Hugging Face directory in float32: python convert_llama2c.py MODEL TOKENIZER
+OUT.
 
-MODEL is llama2.c's model.bin of the first kind: seven int32 (width, hidden width, layers, heads, key-value heads, vocabulary,
-positions) and then the weights as float32, nothing else. TOKENIZER is its tokenizer.bin: a longest length, then score, length
-and bytes of each token, which is all that the LLaMA tokenizer is made of. Both are taken over exactly; q and k change the order
-of their rows, since llama2.c rotates neighbouring pairs of a head and transformers its two halves.
+MODEL is llama2.c's model.bin of the first kind: seven int32 (width, hidden width, layers, heads, key-value
+heads, vocabulary, positions) and then the weights as float32, nothing else. TOKENIZER is its tokenizer.bin: a
+longest length, then score, length and bytes of each token, which is all that the LLaMA tokenizer is made of.
+Both are taken over exactly; q and k change the order of their rows, since llama2.c rotates neighbouring pairs
+of a head and transformers its two halves.
 """
 
 import struct
@@ -86,7 +88,9 @@ def write_llama_tokenizer(path: Path, vocabulary: int, positions: int, out: Path
     kinds = [CONTROL] * BYTES + [BYTE] * 256 + [NORMAL] * (vocabulary - BYTES - 256)
     stated: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
     stated |= {"unknown_token_id": UNKNOWN, "bos_token_id": BEGIN, "eos_token_id": END}
-    if why := write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in stated.items()}, out, positions):
+    if why := write_tokenizer(
+        {f"tokenizer.ggml.{name}": value for name, value in stated.items()}, out, positions
+    ):
         sys.exit(f"error: {why}")
 
 

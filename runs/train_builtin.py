@@ -5,13 +5,14 @@ It goes in two steps, since the machine with the GPU need not be the one whose P
     python runs/train_builtin.py --prepare models/builtin-corpus
     python runs/train_builtin.py --corpus models/builtin-corpus --out src/otaro/builtin/model
 
-*Preparing* reads the text (see `otaro.builtin` for what it is and how it is split), trains a byte-level BPE tokenizer
-on its training part, and writes one ``.bin`` file of uint16 tokens for each kind of text; each document stands between
-<s> and </s>. *Training* needs that directory only. It strings the training kinds together, each as often as `MIX`
-says (the documentation is what the model is for, the code is there for bulk), and cuts its windows at random places.
+*Preparing* reads the text (see `otaro.builtin` for what it is and how it is split), trains a byte-level BPE
+tokenizer on its training part, and writes one ``.bin`` file of uint16 tokens for each kind of text; each
+document stands between <s> and </s>. *Training* needs that directory only. It strings the training kinds
+together, each as often as `MIX` says (the documentation is what the model is for, the code is there for
+bulk), and cuts its windows at random places.
 
-The validation topics decide which moment of the training is kept. The held-out topics are read once, at the very end,
-on the float16 weights as saved, so that their perplexity is an honest one.
+The validation topics decide which moment of the training is kept. The held-out topics are read once, at the
+very end, on the float16 weights as saved, so that their perplexity is an honest one.
 """
 
 import argparse
@@ -40,7 +41,9 @@ MIX = {"topics": 4, "docstrings": 2, "source": 1}
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train otaro's built-in model.")
     step = parser.add_mutually_exclusive_group(required=True)
-    step.add_argument("--prepare", type=Path, metavar="DIR", help="write tokenizer and tokens to DIR, train nothing")
+    step.add_argument(
+        "--prepare", type=Path, metavar="DIR", help="write tokenizer and tokens to DIR, train nothing"
+    )
     step.add_argument("--corpus", type=Path, metavar="DIR", help="train on what --prepare wrote to DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the trained model goes")
     arguments = parser.parse_args()
@@ -69,13 +72,16 @@ def prepare(directory: Path) -> None:
     tokenizer = train_tokenizer(kinds["topics"] * 4 + kinds["docstrings"])
     tokenizer.save_pretrained(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name which every version of transformers knows
+    # the name which every version of transformers knows
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     sizes = {}
     for kind, documents in kinds.items():
         encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         assert tokenizer.batch_decode(encoded) == documents, f"the tokenizer does not give {kind} back"
-        stream = [token for ids in encoded for token in (tokenizer.bos_token_id, *ids, tokenizer.eos_token_id)]
+        stream = [
+            token for ids in encoded for token in (tokenizer.bos_token_id, *ids, tokenizer.eos_token_id)
+        ]
         np.array(stream, dtype=np.uint16).tofile(directory / f"{kind}.bin")
         sizes[kind] = {"tokens": len(stream), "bytes": sum(len(document.encode()) for document in documents)}
         print(f"{kind}: {len(documents)} documents, {sizes[kind]['bytes']} bytes, {len(stream)} tokens")
@@ -83,17 +89,23 @@ def prepare(directory: Path) -> None:
 
 
 def train_tokenizer(prose: list[str]) -> Any:
-    """A tokenizer for prose that encodes anything: its smallest tokens are the 256 bytes, so nothing is unknown."""
+    """A tokenizer for prose that encodes anything: its smallest tokens are the 256 bytes, so nothing is
+    unknown.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [BOS, EOS, PAD]
     bpe.train_from_iterator(
         prose,
-        trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, **names, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+    )
 
 
 # ---- Training

@@ -31,7 +31,12 @@ from otaro.errors import OtaroError
 from otaro.file.header import shard_name
 from otaro.sefp.precision import FINEST, PRECISIONS, Precision, of_mantissa_bits
 
-PROMPTS = ["The", "Once upon a time there was a", "def main():\n    return", "In the year 1815 the city of Vienna was"]
+PROMPTS = [
+    "The",
+    "Once upon a time there was a",
+    "def main():\n    return",
+    "In the year 1815 the city of Vienna was",
+]
 TOKENS = 12
 LIKELIEST = 3
 
@@ -64,7 +69,14 @@ def ours(directory: Path, file: Path) -> None:
                 while len(ids) < len(start) + TOKENS:
                     ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
                 top = model(torch.tensor([ids])).logits[0].log_softmax(-1).topk(LIKELIEST)
-            answers.append({"prompt": start, "ids": ids, "likeliest": top.indices.tolist(), "logprobs": top.values.tolist()})
+            answers.append(
+                {
+                    "prompt": start,
+                    "ids": ids,
+                    "likeliest": top.indices.tolist(),
+                    "logprobs": top.values.tolist(),
+                }
+            )
     file.write_text(json.dumps(expected))
 
 
@@ -117,16 +129,30 @@ def _compare(llm: Any, precision: Precision, expected: dict[str, list[Any]]) -> 
     otaro.vllm.set_precision(llm, precision)
     answers = expected[str(precision)]
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LIKELIEST + 1)
-    texts = [llm.generate({"prompt_token_ids": one["ids"]}, scored, use_tqdm=False)[0].prompt_logprobs for one in answers]
-    furthest = max(_distance(one, text, len(one["ids"]) - 1) for one, text in zip(answers, texts, strict=True))
-    neighbour = str(of_mantissa_bits(precision.mantissa_bits + (-1 if precision.mantissa_bits == FINEST else 1)))
+    texts = [
+        llm.generate({"prompt_token_ids": one["ids"]}, scored, use_tqdm=False)[0].prompt_logprobs
+        for one in answers
+    ]
+    furthest = max(
+        _distance(one, text, len(one["ids"]) - 1) for one, text in zip(answers, texts, strict=True)
+    )
+    neighbour = str(
+        of_mantissa_bits(precision.mantissa_bits + (-1 if precision.mantissa_bits == FINEST else 1))
+    )
     # Beyond the prompt its text may be another. That they are apart shows that the switch was one.
-    apart = max(_distance(one, text, len(one["prompt"])) for one, text in zip(expected[neighbour], texts, strict=True))
+    apart = max(
+        _distance(one, text, len(one["prompt"])) for one, text in zip(expected[neighbour], texts, strict=True)
+    )
     if furthest > SUMS or apart < 2 * SUMS:
-        raise SystemExit(f"{precision}: log-probabilities are {furthest:.1e} from ours, and {apart:.1e} from {neighbour}'s")
+        raise SystemExit(
+            f"{precision}: log-probabilities are {furthest:.1e} from ours, and {apart:.1e} from {neighbour}'s"
+        )
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": one["prompt"]} for one in answers], greedy, use_tqdm=False)
-    same = sum(_same(precision, one, list(out.outputs[0].token_ids)) for one, out in zip(answers, outputs, strict=True))
+    same = sum(
+        _same(precision, one, list(out.outputs[0].token_ids))
+        for one, out in zip(answers, outputs, strict=True)
+    )
     print(
         f"{precision}: log-probabilities within {furthest:.1e} of ours ({apart:.1e} from {neighbour}'s), "
         f"{same} of {len(answers) * TOKENS} tokens the same",
@@ -140,11 +166,22 @@ def served(directory: Path, file: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The same server by its module: the command of the package for CPUs asks for the version of one called vllm, and fails.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), "--quantization", "sefp"]
+    # The same server by its module: the command of the package for CPUs asks for the version of one called
+    # vllm, and fails.
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(directory),
+        "--quantization",
+        "sefp",
+    ]
     command += ["--hf-overrides", '{"sefp": {"precision": "E5M4"}}', "--enforce-eager", "--dtype", "float32"]
     command += ["--max-model-len", "128", "--max-num-seqs", "8", "--port", str(port)]
-    with subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr) as server:
+    with subprocess.Popen(
+        command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr
+    ) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_for(url, server)
@@ -173,7 +210,13 @@ def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 def _ask(url: str, directory: Path, precision: Precision, expected: dict[str, list[Any]]) -> None:
     answers, same = expected[str(precision)], 0
     for one in answers:
-        body = {"model": str(directory), "prompt": one["prompt"], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": str(directory),
+            "prompt": one["prompt"],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         said = _post(f"{url}/v1/completions", body | {"return_token_ids": True})
         same += _same(precision, one, said["choices"][0]["token_ids"])
     print(f"{precision}: {same} of {len(answers) * TOKENS} tokens the same", flush=True)
@@ -197,7 +240,9 @@ def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
 
 
 def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
-    """How many tokens vLLM chose as we did; another one is right only where nobody can tell which is likelier."""
+    """How many tokens vLLM chose as we did; another one is right only where nobody can tell which is
+    likelier.
+    """
     first = len(one["prompt"])
     for number, token in enumerate(chosen):
         position = first + number
@@ -210,7 +255,9 @@ def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("who", choices=["ours", "vllm", "serve"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path)

@@ -2,9 +2,10 @@
 
     python runs/wgmma_registers.py
 
-`wgmma` reads its registers until it is waited for. PTX that keeps to this became machine code that did not (docs/log.md), so
-every form of the kernels is compiled by the NVRTC at hand and searched, between each product and its wait. No GPU is needed,
-but `nvdisasm` on the PATH. Exits with 1 if anything was found; a compiler without findings may join `hopper.COMPILERS`.
+`wgmma` reads its registers until it is waited for. PTX that keeps to this became machine code that did not
+(docs/log.md), so every form of the kernels is compiled by the NVRTC at hand and searched, between each
+product and its wait. No GPU is needed, but `nvdisasm` on the PATH. Exits with 1 if anything was found; a
+compiler without findings may join `hopper.COMPILERS`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def forms() -> Iterator[Form]:
         meaning = {"BITS": precision.mantissa_bits, "TRUNCATE": truncate}
         for tokens, stages in product(hopper.TOKENS, hopper.STAGES):
             yield "hopper.cu", meaning | {"TOKENS": tokens, "STAGES": stages}
-        for columns, groups, slices, arranged in product(hopper_halves.COLUMNS, hopper_halves.GROUPS, (1, 4), (0, 1)):
+        for columns, groups, slices, arranged in product(
+            hopper_halves.COLUMNS, hopper_halves.GROUPS, (1, 4), (0, 1)
+        ):
             shape = hopper_halves.Shape(columns, groups, 0, slices).filling(_SHARED, precision.mantissa_bits)
             if hopper_halves.fits(shape):
                 cut = {"COLUMNS": columns, "GROUPS": groups, "STAGES": shape.stages, "SLICES": slices}
@@ -65,12 +68,15 @@ def machine_code(name: str, constants: dict[str, int]) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(nvrtc.compile_source(name, nvrtc.source_of(name), flags))
         file.flush()
-        return subprocess.run(["nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def in_flight(code: str) -> Iterator[str]:
     """Instructions that write to what a product before them reads or adds to."""
-    groups: list[set[int]] = [set()]  # of products that are waited for together; the last one is still growing
+    # of products that are waited for together; the last one is still growing
+    groups: list[set[int]] = [set()]
     for instruction in _INSTRUCTION.findall(code):
         if multiplied := _PRODUCT.match(instruction):
             columns, sums, weights = map(int, multiplied.groups())
@@ -79,7 +85,9 @@ def in_flight(code: str) -> Iterator[str]:
                 groups.append(set())
         elif waited := _WAIT.match(instruction):
             left = int(waited[1], 16)
-            groups = [*groups[:-1][len(groups) - 1 - left :], groups[-1]] if left < len(groups) - 1 else groups
+            groups = (
+                [*groups[:-1][len(groups) - 1 - left :], groups[-1]] if left < len(groups) - 1 else groups
+            )
         elif instruction.startswith("EXIT"):
             groups = [set()]
         elif (written := _WRITES.match(instruction)) and not written[1].startswith(_NO_WRITES):

@@ -1,7 +1,9 @@
-"""What tests share: tiny checkpoints made on the fly, nested directories packed from them, and cheap child processes.
+"""What tests share: tiny checkpoints made on the fly, nested directories packed from them, and cheap child
+processes.
 
-The checkpoints have random weights and awkward sizes: no width is a multiple of 64, so rows end in short groups, and 80 and
-112 are no multiples of 32 either, so blocks are padded. Norms and biases are random too, or nobody would miss them.
+The checkpoints have random weights and awkward sizes: no width is a multiple of 64, so rows end in short
+groups, and 80 and 112 are no multiples of 32 either, so blocks are padded. Norms and biases are random too,
+or nobody would miss them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-# Both before torch and transformers are imported. No test may reach for the network, and threads that wait for each other's
-# tiny share of a tiny tensor must not keep the few cores busy.
+# Both before torch and transformers are imported. No test may reach for the network, and threads that wait
+# for each other's tiny share of a tiny tensor must not keep the few cores busy.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # pytest's workers are given a width, which is not that of a pipe
 
-# `make sanitize` names another build of the extension. It takes the place of the installed one, before that is imported.
+# `make sanitize` names another build of the extension. It takes the place of the installed one, before that
+# is imported.
 if _other_build := os.environ.get("OTARO_CPU_MODULE"):
     _spec = importlib.util.spec_from_file_location("otaro.kernels._cpu", _other_build)
     sys.modules["otaro.kernels._cpu"] = importlib.util.module_from_spec(_spec)
@@ -47,7 +50,14 @@ ROOT = Path(__file__).parents[1]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A file goes to one process, and these take the longest: what starts last must be short.
     long = ["test_study.py", "test_proof.py", "test_demo.py", "test_tune_processes.py"]
-    long += ["test_trainer.py", "test_tune.py", "test_hub.py", "test_distributed.py", "test_resume.py", "test_threads.py"]
+    long += [
+        "test_trainer.py",
+        "test_tune.py",
+        "test_hub.py",
+        "test_distributed.py",
+        "test_resume.py",
+        "test_threads.py",
+    ]
     items.sort(key=lambda item: long.index(item.path.name) if item.path.name in long else len(long))
 
 
@@ -151,7 +161,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write into it."""
+    """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write
+    into it.
+    """
 
     @cache
     def make(architecture: str) -> Path:
@@ -187,7 +199,9 @@ def other_architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def as_packed() -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back again."""
+    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back
+    again.
+    """
     return lambda name, weight: weight.T.contiguous() if ".c_" in name else weight
 
 
@@ -210,7 +224,9 @@ def nested_dir(make_nested) -> Path:
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """copy_of(directory) is a copy to damage, or of the given shards alone: copy_of(directory, planes=(3, 4))."""
+    """copy_of(directory) is a copy to damage, or of the given shards alone: copy_of(directory, planes=(3,
+    4)).
+    """
 
     def copy(directory: Path, planes: tuple[int, ...] = tuple(range(3, 9))) -> Path:
         target = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
@@ -277,10 +293,14 @@ def _fork_server() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 @pytest.fixture
-def in_child(_fork_server: Callable[..., subprocess.Popen], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """in_child(code) runs Python code in a process of its own that has imported torch and transformers, but not otaro.
+def in_child(
+    _fork_server: Callable[..., subprocess.Popen], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess]:
+    """in_child(code) runs Python code in a process of its own that has imported torch and transformers, but
+    not otaro.
 
-    Returns exit status (negative for a signal), stdout and stderr. in_child(code, HF_HOME="...") has that environment too.
+    Returns exit status (negative for a signal), stdout and stderr. in_child(code, HF_HOME="...") has that
+    environment too.
     """
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -305,7 +325,9 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def task_files(tmp_path_factory):
-    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, in the fields of these tasks' own data sets."""
+    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, in the fields of these tasks' own
+    data sets.
+    """
     folder = tmp_path_factory.mktemp("tasks")
     words = ["list", "string", "function", "module"]
     arc = [
@@ -318,7 +340,12 @@ def task_files(tmp_path_factory):
         for number in range(6)
     ]
     boolq = [
-        {"question": f"is number {number} even", "passage": f"The number is {number}.", "idx": number, "label": number % 2}
+        {
+            "question": f"is number {number} even",
+            "passage": f"The number is {number}.",
+            "idx": number,
+            "label": number % 2,
+        }
         for number in range(6)
     ]
     with gzip.open(folder / "arc_easy.jsonl.gz", "wt") as file:

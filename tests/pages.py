@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 LOGS = {"log.md", "tables.md", "tables-1.md"}
 """What was done and found: it is history, and names what was there then."""
 PAGES = sorted(
-    [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "FORMAT.md", "CHANGELOG.md")), *(ROOT / "docs").glob("*.md")]
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "FORMAT.md", "CHANGELOG.md")),
+        *(ROOT / "docs").glob("*.md"),
+    ]
 )
 NEEDS = "# needs "
 """A block that begins so is read, and not run."""
@@ -93,11 +96,18 @@ class Workplace:
         self._servers: list[subprocess.Popen[str]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         # One thread: threads that wait for each other crawl where other tests use the cores too.
-        self.environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+        self.environment = os.environ | {
+            "PATH": path,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "100",
+        }
 
     def run(self, command: str, timeout: int = 1200) -> str:
         """What a command prints, to either stream; it must succeed."""
-        command = command.replace("127.0.0.1:8000", self.address).replace("curl ", "curl --silent --fail-with-body ")
+        command = command.replace("127.0.0.1:8000", self.address).replace(
+            "curl ", "curl --silent --fail-with-body "
+        )
         if command.startswith("otaro serve"):
             return self._serve(command)
         done = subprocess.run(

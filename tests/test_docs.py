@@ -17,9 +17,14 @@ from tests.pages import LOGS, NEEDS, PAGES, ROOT, Workplace, blocks, commands, p
 
 OURS = [page for page in PAGES if page.name not in LOGS and page.name != "CHANGELOG.md"]
 ALL = [block for page in OURS for block in blocks(page)]
-RUN = sorted({block.page for block in ALL if block.runs} - {ROOT / "FORMAT.md"})  # whose reader has its own test
-FILES = [path for folder in ("benchmarks", "runs", ".ci", "native") for path in sorted((ROOT / folder).rglob("*"))]
-SCRIPTS = "\n".join(path.read_text() for path in FILES if path.is_file() and path.suffix in ("", ".py", ".sh", ".cpp"))
+# whose reader has its own test
+RUN = sorted({block.page for block in ALL if block.runs} - {ROOT / "FORMAT.md"})
+FILES = [
+    path for folder in ("benchmarks", "runs", ".ci", "native") for path in sorted((ROOT / folder).rglob("*"))
+]
+SCRIPTS = "\n".join(
+    path.read_text() for path in FILES if path.is_file() and path.suffix in ("", ".py", ".sh", ".cpp")
+)
 OTHERS = {"vllm", "torchrun", "accelerate", "pip", "git", "curl"}
 """Programs whose options are not ours to check."""
 
@@ -63,17 +68,22 @@ def run_all(page, folder):
                 workplace.python(block.text)
                 continue
             for command, shown in commands(block):
-                printed = signature(workplace.run(command))  # a page may break a line where the command does not
+                # a page may break a line where the command does not
+                printed = signature(workplace.run(command))
                 at = 0
                 for line in filter(None, (signature(one).removesuffix("...").rstrip() for one in shown)):
-                    assert line in printed[at:], f"{block}: `{command}` does not print {line!r}, but {printed}"
+                    assert line in printed[at:], (
+                        f"{block}: `{command}` does not print {line!r}, but {printed}"
+                    )
                     at = printed.index(line, at) + len(line)
     finally:
         workplace.close()
 
 
 def options_of(command):
-    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+    return {
+        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    } | {
         "-h",
         "--help",
     }
@@ -102,7 +112,9 @@ def complaint(line):
             return None
         else:
             path = ROOT / (target.replace(".", "/") if words[1] == "-m" else target)
-            if not (path.exists() or path.with_suffix(".py").exists()) and target.startswith(("runs", "benchmarks")):
+            if not (path.exists() or path.with_suffix(".py").exists()) and target.startswith(
+                ("runs", "benchmarks")
+            ):
                 return f"there is no {target}"
             return unknown_to_scripts(words)
     if words[0].startswith(("runs/", ".ci/", "benchmarks/")):
@@ -120,7 +132,11 @@ def complaint(line):
             return f"otaro has no {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
     known = options_of(command)
-    unknown = [word for word in rest if re.fullmatch(r"--?[a-z][\w-]*", word.split("=")[0]) and word.split("=")[0] not in known]
+    unknown = [
+        word
+        for word in rest
+        if re.fullmatch(r"--?[a-z][\w-]*", word.split("=")[0]) and word.split("=")[0] not in known
+    ]
     return f"`{' '.join(words[:2])}` has no {unknown}" if unknown else None
 
 
@@ -129,7 +145,9 @@ def unknown_to_scripts(words):
     return f"no script takes {unknown}" if unknown else None
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.language in ("sh", "console", "")], ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in ALL if block.language in ("sh", "console", "")], ids=str
+)
 def test_commands_and_options_exist(block):
     for line, _ in commands(block):
         line = re.sub(r"\[(-[^\]]*)\]", r"\1", line)  # as synopses write what may be left out
@@ -140,10 +158,14 @@ def test_commands_and_options_exist(block):
 def test_what_prose_names_exists(page):
     known = {option for command in every_command(TOOL) for option in options_of(command)}
     for span in re.findall(r"`([^`\n]+)`", prose(page)):
-        if span.startswith(("otaro ", "make ", "runs/", "python benchmarks")) and not re.search(r"[…|]|\.\.\.", span):
+        if span.startswith(("otaro ", "make ", "runs/", "python benchmarks")) and not re.search(
+            r"[…|]|\.\.\.", span
+        ):
             assert complaint(span) is None, f"{page.name}: {span}: {complaint(span)}"
         for option in re.findall(r"(?:^| )(--[a-z][\w-]*)", span):
-            assert option in known or option in SCRIPTS or span.split()[0] in OTHERS or option in THEIRS, f"{page.name}: {span}"
+            assert option in known or option in SCRIPTS or span.split()[0] in OTHERS or option in THEIRS, (
+                f"{page.name}: {span}"
+            )
 
 
 THEIRS = {
@@ -170,9 +192,13 @@ def test_python_parses_and_names_what_is_there(block):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "otaro":
             for alias in node.names:
-                assert hasattr(importlib.import_module(node.module), alias.name), f"{block}: {node.module}.{alias.name}"
+                assert hasattr(importlib.import_module(node.module), alias.name), (
+                    f"{block}: {node.module}.{alias.name}"
+                )
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "otaro":
-            assert node.attr in ("vllm", "runtime") or hasattr(otaro, node.attr), f"{block}: otaro.{node.attr}"
+            assert node.attr in ("vllm", "runtime") or hasattr(otaro, node.attr), (
+                f"{block}: otaro.{node.attr}"
+            )
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "json"], ids=str)
@@ -183,7 +209,9 @@ def test_json_is_json(block):
 
 def test_blocks_are_of_a_known_kind_and_say_why_they_do_not_run():
     for block in ALL:
-        assert block.language in ("", "sh", "console", "python", "json", "text", "c", "cpp", "html", "js"), str(block)
+        assert block.language in ("", "sh", "console", "python", "json", "text", "c", "cpp", "html", "js"), (
+            str(block)
+        )
         if block.text.startswith(NEEDS):
             assert len(block.text.splitlines()[0]) > len(NEEDS), str(block)
 
@@ -204,7 +232,9 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"|^\[[^\]]+\]: (\S+)$", prose(page), re.MULTILINE)
+    links = re.findall(
+        r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"|^\[[^\]]+\]: (\S+)$", prose(page), re.MULTILINE
+    )
     for link in links:
         path, _, anchor = next(filter(None, link)).partition("#")
         if path.startswith("http"):
@@ -224,14 +254,21 @@ def test_the_readme_is_short():
 def test_lines_are_short(page):
     """But for rows of tables, and blocks, whose lines cannot be cut."""
     inside = "\n".join(block.text for block in blocks(page))
-    lines = [line for line in page.read_text().splitlines() if not line.startswith("|") and line.strip() not in inside]
+    lines = [
+        line
+        for line in page.read_text().splitlines()
+        if not line.startswith("|") and line.strip() not in inside
+    ]
     assert page.name in LOGS or not [line for line in lines if len(line) > 110]
 
 
 def test_versions_agree():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == otaro.__version__
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1].rstrip(",") == otaro.__version__
+    assert (
+        re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1].rstrip(",")
+        == otaro.__version__
+    )
 
 
 def test_install_lines_name_what_is_ours():

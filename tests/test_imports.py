@@ -62,7 +62,11 @@ def imported_packages(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written out in full"
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "otaro" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "otaro"
+                else [node.module]
+            )
         else:
             continue
         for name in names:
@@ -88,15 +92,22 @@ def test_hints_say_how_to_install_this_package_and_not_its_namesake():
     """`otaro` on package registries is a stranger's: only the name in pyproject.toml is ours."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert about["name"] == DISTRIBUTION
-    assert all(install(extra) == f"pip install '{DISTRIBUTION}[{extra}]'" for extra in about["optional-dependencies"])
-    files = [path for kind in ("*.py", "*.md", "*.sh") for path in ROOT.rglob(kind) if ".venv" not in path.parts]
+    assert all(
+        install(extra) == f"pip install '{DISTRIBUTION}[{extra}]'" for extra in about["optional-dependencies"]
+    )
+    files = [
+        path for kind in ("*.py", "*.md", "*.sh") for path in ROOT.rglob(kind) if ".venv" not in path.parts
+    ]
     for path in [*files, ROOT / "Makefile", ROOT / "pyproject.toml"]:
         assert not re.search(r"""pip install ['"]?otaro\b(?!-llm)|['"]otaro\[""", path.read_text()), path
 
 
 @pytest.mark.parametrize("module", ["otaro", "otaro.cli.main"])
 def test_importing_needs_neither_torch_nor_transformers(module):
-    script = f"import {module}, sys; print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    script = (
+        f"import {module}, sys; print([name for name in ('torch', 'transformers', 'numpy') if name in "
+        "sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -106,7 +117,9 @@ def test_a_test_that_is_left_out_says_why_in_words():
         (path.name, node)
         for path in (ROOT / "tests").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "importorskip"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "importorskip"
     ]
     assert calls
     for name, call in calls:

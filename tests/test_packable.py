@@ -29,7 +29,9 @@ def test_it_names_each_tensor_and_its_kind(random_model):
         "lm_head.weight": "head",
     }
     of_gpt2 = kinds_of(random_model("gpt2", num_hidden_layers=1))
-    convolutions = [f"transformer.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    convolutions = [
+        f"transformer.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
     assert of_gpt2 == {
         "transformer.wte.weight": "embedding", **dict.fromkeys(convolutions, "conv1d"), "lm_head.weight": "head"
     }  # fmt: skip
@@ -90,10 +92,21 @@ def test_an_embedding_that_scales_as_no_stand_in_would_stays_with_the_head_that_
 
 
 def test_experts_that_cannot_be_read_one_after_the_other_are_refused_whoever_asks():
-    sizes = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes = {
+        "vocab_size": 120,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes, num_local_experts=4))
-    words = r"model.layers.0.mlp.experts: expert weights stored as \[in, out\] \(GptOssExperts\) are not supported"
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt_oss", **sizes, num_local_experts=4)
+        )
+    words = (
+        r"model.layers.0.mlp.experts: expert weights stored as \[in, out\] \(GptOssExperts\) are not "
+        r"supported"
+    )
     for ask in (packable, lambda model: prepare(model, Precisely())):
         with pytest.raises(otaro.errors.CheckpointError, match=words):
             ask(model)

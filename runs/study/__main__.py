@@ -51,25 +51,46 @@ def main() -> None:
     failed = start_workers(jobs, places, a.workers, a.minutes)
     show(blocks, places)
     if failed:
-        sys.exit(f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept")
+        sys.exit(
+            f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept"
+        )
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="runs/study.sh",
         description="Run the study of docs/results.md, or what is missing of it.",
-        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, --data, and for the tasks what --export "
+        epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, --data, and for the tasks "
+        "what --export "
         "writes; rows of the demo need none of them. What it costs is told in CONTRIBUTING.md.",
     )
     do = parser.add_mutually_exclusive_group()
     do.add_argument("--list", action="store_true", help="say what is done and what is missing, and stop")
-    do.add_argument("--report", action="store_true", help="write the tables and figures of docs/ from the results, and stop")
-    do.add_argument("--export", action="store_true", help="write the zero-shot requests (needs lm-eval), and stop")
-    parser.add_argument("--data", type=Path, help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/")
-    parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
-    parser.add_argument("--results", type=Path, default=COMMITTED, help="a .jsonl file that rows are added to")
-    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'")
-    parser.add_argument("--workers", type=_positive, default=1, help="processes side by side (fourteen suit an H200)")
+    do.add_argument(
+        "--report",
+        action="store_true",
+        help="write the tables and figures of docs/ from the results, and stop",
+    )
+    do.add_argument(
+        "--export", action="store_true", help="write the zero-shot requests (needs lm-eval), and stop"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/",
+    )
+    parser.add_argument(
+        "--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=COMMITTED, help="a .jsonl file that rows are added to"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'"
+    )
+    parser.add_argument(
+        "--workers", type=_positive, default=1, help="processes side by side (fourteen suit an H200)"
+    )
     parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
     parser.add_argument("--commit", help="what rows say they were made with (default: that of the checkout)")
     return parser
@@ -83,13 +104,17 @@ def _positive(text: str) -> int:
 
 def commit() -> str:
     """Of the checkout; with a mark if it was changed since."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"
 
 
 def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) -> dict[str, list[Job]]:
     found = {
-        name: [job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)]
+        name: [
+            job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)
+        ]
         for name, jobs in blocks.items()
     }
     if not any(found.values()):
@@ -111,7 +136,10 @@ def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
             print(f"  {'missing' if job in absent else 'done   '} {job.key}")
         rows, missing, seconds = rows + len(jobs), missing + len(absent), seconds + sum(map(cost, absent))
         of = f"{len(jobs) - len(absent)} done, {len(absent)} missing"
-        print(f"  {of}: about {sum(map(cost, absent)) / 60:.1f} minutes of an H200, {seconds / 60:.1f} up to here\n")
+        print(
+            f"  {of}: about {sum(map(cost, absent)) / 60:.1f} minutes of an H200, {seconds / 60:.1f} up "
+            "to here\n"
+        )
     print(f"{rows - missing} done, {missing} missing")
 
 
@@ -123,7 +151,8 @@ def check(jobs: Sequence[Job], places: Places) -> None:
     used = [BENCHES[row.bench] for row in rows]
     models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
     wanted = [places.models / model / "config.json" for model in sorted(models - {"moe", "builtin"})]
-    data = {bench.data for bench in used} | {"alpaca" for bench in used if bench.model == "moe"}  # it learns from those
+    # it learns from those
+    data = {bench.data for bench in used} | {"alpaca" for bench in used if bench.model == "moe"}
     if "wikitext" in data or len(rows) < len(jobs):
         wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
     if "alpaca" in data:

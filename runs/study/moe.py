@@ -1,7 +1,8 @@
-"""A small mixture of experts, trained from scratch: eight experts of which two serve a token, the built-in model's tokenizer.
+"""A small mixture of experts, trained from scratch: eight experts of which two serve a token, the built-in
+model's tokenizer.
 
-There is no such model in a package registry, and a minute of training is enough for the question asked of it: whether tuning
-for all precisions works where tokens choose their weights. It learns instructions.
+There is no such model in a package registry, and a minute of training is enough for the question asked of it:
+whether tuning for all precisions works where tokens choose their weights. It learns instructions.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def make(folder: Path, instructions: Path, device: str) -> float:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     model = build().to(device)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda"
+    )
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     for step in range(STEPS):
@@ -64,7 +67,11 @@ def make(folder: Path, instructions: Path, device: str) -> float:
         if step >= STEPS - 10:
             recent.append(float(loss.detach()))
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor.contiguous().cpu()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(state, folder / f".{WEIGHTS}")
     (folder / f".{WEIGHTS}").replace(folder / WEIGHTS)  # others look for it
     return sum(recent) / len(recent)

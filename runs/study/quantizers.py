@@ -1,7 +1,8 @@
-"""Other grids to round weights to: what llama.cpp and torchao store at about as many bits, and other nested grids.
+"""Other grids to round weights to: what llama.cpp and torchao store at about as many bits, and other nested
+grids.
 
-Each function takes weights [..., in] and returns the values that its format would hold, in float32. Bits per weight count
-what a file needs, scales included.
+Each function takes weights [..., in] and returns the values that its format would hold, in float32. Bits per
+weight count what a file needs, scales included.
 
   int4, int8   torchao's symmetric groups of 64 along the input: scale = largest magnitude / 7.5 (127.5), codes -8..7
                (-128..127), the scale kept in float16
@@ -78,7 +79,8 @@ def q8_0(weight: torch.Tensor) -> torch.Tensor:
 
 def q4_k(weight: torch.Tensor) -> torch.Tensor:
     """Q4_K: of 21 steps of each block that with the least squared error, larger weights counting more."""
-    values = in_groups(in_groups(weight, 256).flatten(-2), 32)  # [..., blocks, 32], eight of them to a superblock
+    # [..., blocks, 32], eight of them to a superblock
+    values = in_groups(in_groups(weight, 256).flatten(-2), 32)
     importance = values.square().mean(-1, keepdim=True).sqrt() + values.abs()
     low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True)
     span = (high - low).clamp(min=1e-30)
@@ -86,7 +88,10 @@ def q4_k(weight: torch.Tensor) -> torch.Tensor:
     total, first = importance.sum(-1, keepdim=True), (importance * values).sum(-1, keepdim=True)
     for levels in (None, *(14 + 0.1 * i for i in range(21))):
         codes = ((values - low) * ((levels or 15) / span)).round().clamp(0, 15)
-        linear, square = (importance * codes).sum(-1, keepdim=True), (importance * codes * codes).sum(-1, keepdim=True)
+        linear, square = (
+            (importance * codes).sum(-1, keepdim=True),
+            (importance * codes * codes).sum(-1, keepdim=True),
+        )
         scale, start = span / 15, low
         if levels is not None:  # the line through these codes; no minimum above zero
             product = (importance * codes * values).sum(-1, keepdim=True)
@@ -101,7 +106,9 @@ def q4_k(weight: torch.Tensor) -> torch.Tensor:
     def of_six_bits(of_blocks: torch.Tensor) -> torch.Tensor:
         many = of_blocks.clamp(min=0).view(*of_blocks.shape[:-2], -1, 8)
         largest = many.amax(-1, keepdim=True)
-        return ((many * (63 / largest.clamp(min=1e-30))).round() * (largest / 63).half().float()).view(of_blocks.shape)
+        return ((many * (63 / largest.clamp(min=1e-30))).round() * (largest / 63).half().float()).view(
+            of_blocks.shape
+        )
 
     scales, lows = of_six_bits(best_scale), of_six_bits(-best_low)
     codes = ((values + lows) / scales.where(scales > 0, 1.0)).round().clamp(0, 15)
@@ -129,7 +136,9 @@ class Rounding(Precisely):
         """There is none, unless the rounding has scales of such a kind."""
         return None
 
-    def rounded(self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None) -> torch.Tensor:
+    def rounded(
+        self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The values of its grid, float32."""
         return self.rounding(weight, precision)
 
@@ -141,7 +150,9 @@ class Rounding(Precisely):
         scale_exponent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the weight is rounded to."""
-        return (weight.detach() if precision is None else self.rounded(weight, precision, scale_exponent)).to(dtype)
+        return (weight.detach() if precision is None else self.rounded(weight, precision, scale_exponent)).to(
+            dtype
+        )
 
     def values_of_all(
         self, weights: Sequence[torch.Tensor], precision: Precision, dtype: torch.dtype | None
@@ -166,7 +177,9 @@ class Rounding(Precisely):
 class Nested(Rounding):
     """Middles of nested intervals, on other scales than ours or moved by another distance."""
 
-    def __init__(self, scales: Literal["E4M3", "E5M2", "pow2"], moved: float, group_size: int = GROUP_SIZE) -> None:
+    def __init__(
+        self, scales: Literal["E4M3", "E5M2", "pow2"], moved: float, group_size: int = GROUP_SIZE
+    ) -> None:
         super().__init__(self.rounded)
         self.scales, self.moved, self.group_size = scales, moved, group_size
         """`moved` is in steps of E5M8."""
@@ -175,13 +188,16 @@ class Nested(Rounding):
         """As ours, of needs that depend on where the grid lies."""
         return _largest(self._needs(whole)) if self.precision and self.scales == "E4M3" else None
 
-    def rounded(self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None) -> torch.Tensor:
+    def rounded(
+        self, weight: torch.Tensor, precision: Precision, scale_exponent: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The middles, float32."""
         values = in_groups(weight, self.group_size)
         step = (self._group_scales(weight, scale_exponent) * 2.0**-FINEST).unsqueeze(-1).double()
         codes = values.double() / step.where(step != 0, 1.0)
         if self.moved == int(self.moved):
-            sides = 1.0 if self.scales == "pow2" else border_sides(self.group_size, weight.device)  # as in version 1
+            # as in version 1
+            sides = 1.0 if self.scales == "pow2" else border_sides(self.group_size, weight.device)
             codes = (codes * sides).floor().add(0.5) * sides
         codes = (codes + self.moved).floor().clamp(-(2**FINEST), 2**FINEST - 1)
         cell = 2.0 ** (FINEST - precision.mantissa_bits)
@@ -190,7 +206,9 @@ class Nested(Rounding):
     def rounded_stack(self, weights: torch.Tensor, precision: Precision) -> torch.Tensor:
         """Each with a scale exponent of its own."""
         each = self._needs(weights).flatten(1)
-        return self.rounded(weights, precision, exponents_for(each.flatten(), [each.shape[1]] * len(each)).view(-1, 1, 1))
+        return self.rounded(
+            weights, precision, exponents_for(each.flatten(), [each.shape[1]] * len(each)).view(-1, 1, 1)
+        )
 
     def _needs(self, weight: torch.Tensor) -> torch.Tensor:
         """The least |s| of each group with which nothing clips, negative where s is."""

@@ -33,17 +33,25 @@ def finished(lines: Sequence[Result], version: int = FORMAT) -> dict[str, Result
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
-    """Whether the results hold it, made with the settings that the plan now has, and at the rate that is now chosen.
+    """Whether the results hold it, made with the settings that the plan now has, and at the rate that is now
+    chosen.
 
     More may have been measured than it asks.
     """
     if job.key not in done:
         return False
-    if isinstance(job, Row) and job.lr is None and job.options and done[job.key].get("lr") != chosen_rate(job, done):
+    if (
+        isinstance(job, Row)
+        and job.lr is None
+        and job.options
+        and done[job.key].get("lr") != chosen_rate(job, done)
+    ):
         return False
     made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
     return all(
-        set(wanted) <= set(made.get(name, ())) if name in ("measured", "measures") else made.get(name) == wanted
+        set(wanted) <= set(made.get(name, ()))
+        if name in ("measured", "measures")
+        else made.get(name) == wanted
         for name, wanted in asked.items()
     )
 
@@ -100,14 +108,20 @@ class Made:
         swept = line.get("settings", {}).get("rate_of")
         return bool(swept and format_of(line) == FORMAT and line["lr"] not in self.bench.rates)
 
-    def values(self, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None) -> list[float]:
+    def values(
+        self, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
+    ) -> list[float]:
         """One number per seed, of all or of those given; `fixed` is each precision's own model."""
         rows = self.rows(model_at(name, column))
-        found = [rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds]
+        found = [
+            rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds
+        ]
         return [value for value in found if value is not None]
 
     def shared(self, names: Sequence[str]) -> set[int]:
-        """The seeds that all have, of those that have any: what is compared is to be compared at the same ones."""
+        """The seeds that all have, of those that have any: what is compared is to be compared at the same
+        ones.
+        """
         found = [set(rows) for name in names if (rows := self.rows(name))]
         return set.intersection(*found) if found else set()
 
@@ -118,7 +132,9 @@ class Made:
     def source(self, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
         """The line under a table of these rows: command, commits, machines, seeds."""
         own = {one for name in names for one in models_of(name)}
-        lines = [line for line in self.lines if line["name"] in own and (seeds is None or line["seed"] in seeds)]
+        lines = [
+            line for line in self.lines if line["name"] in own and (seeds is None or line["seed"] in seeds)
+        ]
         command = f"runs/study.sh --data DIR --only '{self.bench.name}:*'"
         if not lines:
             return f"\n`{command}`\n"
@@ -131,7 +147,9 @@ class Made:
 
 
 def format_of(line: Result) -> int:
-    """The version of the format whose numbers a row has; of what has no settings, such as a count, the present one."""
+    """The version of the format whose numbers a row has; of what has no settings, such as a count, the
+    present one.
+    """
     return int(line["settings"].get("format", 1)) if "settings" in line else FORMAT
 
 

@@ -1,7 +1,8 @@
-"""What a worker does: takes rows that nobody else has taken, tunes, measures, writes a line; keeps models between rows.
+"""What a worker does: takes rows that nobody else has taken, tunes, measures, writes a line; keeps models
+between rows.
 
-Loading a model, moving it to the GPU and compiling its steps takes longer than tuning it, so a worker holds on to each model it
-has met, with its first weights beside it, and sets them back before a row.
+Loading a model, moving it to the GPU and compiling its steps takes longer than tuning it, so a worker holds
+on to each model it has met, with its first weights beside it, and sets them back before a row.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class Worker:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         self.half = torch.float16 if places.device == "cuda" else None
-        """What is measured in: the longest values of SEFP have 14 bits, of which this keeps 11, and attention is then fast."""
+        """What is measured in: the longest values of SEFP have 14 bits, of which this keeps 11, and attention
+        is then fast.
+        """
 
     def run(self, row: Row, lr: float) -> Result:
         """The row's line for the results."""
@@ -140,7 +143,8 @@ class Worker:
         except TrainingError as error:
             return line | {"error": str(error).partition(";")[0]} | self.provenance(started)
         finally:
-            # Trainer leaves its autocast around the model; measuring has another, and the next trainer puts its own.
+            # Trainer leaves its autocast around the model; measuring has another, and the next trainer puts
+            # its own.
             for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 held.model.__dict__.pop(left, None)
             gc.collect()  # trainers hold themselves, and with them the optimizer's states
@@ -153,7 +157,9 @@ class Worker:
             line[text] = self._perplexities(held, precisely, row.measured, batches)
         if "others" in row.measures:
             rounded = self._rounded(held.model)
-            line["others"] = {name: self._perplexities(held, precisely, [FULL], material.test)[FULL] for name in rounded}
+            line["others"] = {
+                name: self._perplexities(held, precisely, [FULL], material.test)[FULL] for name in rounded
+            }
         if "zeroshot" in row.measures:
             questions = zeroshot.load(self.places.questions(bench.model))
             line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, questions)
@@ -177,10 +183,14 @@ class Worker:
             "torch": torch.__version__,
         }
 
-    # Tuning -----------------------------------------------------------------------------------------------------------
+    # Tuning -------------------------------------------------------------------------------------------------
 
-    def _tuned(self, row: Row, bench: Bench, held: Held, material: Material, lr: float) -> tuple[Precisely, Result]:
-        """Tune the model in place; what it is to be measured with, how often each precision was taken, what was kept."""
+    def _tuned(
+        self, row: Row, bench: Bench, held: Held, material: Material, lr: float
+    ) -> tuple[Precisely, Result]:
+        """Tune the model in place; what it is to be measured with, how often each precision was taken, what
+        was kept.
+        """
         if row.options is None:
             precisely = precisely_for(row.quantizer, 64, "midpoint")
             prepare(held.model, precisely)
@@ -199,7 +209,9 @@ class Worker:
                 model=held.model,
                 args=arguments,
                 train_dataset=material.training,
-                data_collator=lambda examples: _padded(join(examples), bench.sequence_length, padding_id(held.tokenizer)),
+                data_collator=lambda examples: _padded(
+                    join(examples), bench.sequence_length, padding_id(held.tokenizer)
+                ),
                 otaro=row.options,
             )
             if row.quantizer != "sefp":
@@ -227,19 +239,23 @@ class Worker:
     def _compile(trainer: OtaroTrainer, held: Held) -> None:
         """Compile the model's steps once; another trainer of the same model takes them over."""
         if held.compiled_divergence is None:
-            torch._dynamo.config.recompile_limit = 64  # else a worker that has met many rows silently stops compiling
-            torch._dynamo.config.automatic_dynamic_shapes = False  # a bench has one shape, and benches are few
+            # else a worker that has met many rows silently stops compiling
+            torch._dynamo.config.recompile_limit = 64
+            # a bench has one shape, and benches are few
+            torch._dynamo.config.automatic_dynamic_shapes = False
             trainer.compile_steps()
             held.compiled_divergence = trainer._divergence
         trainer._divergence = held.compiled_divergence
 
-    # Measuring --------------------------------------------------------------------------------------------------------
+    # Measuring ----------------------------------------------------------------------------------------------
 
     def _perplexities(
         self, held: Held, precisely: Precisely, names: Sequence[str], batches: list[Batch]
     ) -> dict[str, float | None]:
         """By precision."""
-        losses = losses_by_precision(held.model, precisely, [_precision(name) for name in names], batches, self.half)
+        losses = losses_by_precision(
+            held.model, precisely, [_precision(name) for name in names], batches, self.half
+        )
         return {
             name: round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
             for name, loss in zip(names, losses, strict=True)
@@ -258,12 +274,18 @@ class Worker:
         torch._foreach_copy_(weights, before)
 
     def _pack_calibrated(self, row: Row, held: Held, material: Material, folder: Path) -> float:
-        """Pack the tuned model on what it was tuned on, into `packed` of the folder; the seconds that it took."""
+        """Pack the tuned model on what it was tuned on, into `packed` of the folder; the seconds that it
+        took.
+        """
         assert row.options is not None
         checkpoint = folder / "tuned"
         held.model.config.save_pretrained(checkpoint)
         tied = set(held.model.all_tied_weights_keys)
-        state = {name: tensor.contiguous().cpu() for name, tensor in held.model.state_dict().items() if name not in tied}
+        state = {
+            name: tensor.contiguous().cpu()
+            for name, tensor in held.model.state_dict().items()
+            if name not in tied
+        }
         save_file(state, checkpoint / "model.safetensors", {"format": "pt"})
         length = min(LENGTH, held.model.config.max_position_embeddings)
         windows = windows_of_examples((ids for ids, _ in material.training.examples), SAMPLES, length)
@@ -287,13 +309,19 @@ class Worker:
                 found[name] = zeroshot.evaluate(model, questions, positions)
         return found
 
-    # Loading ----------------------------------------------------------------------------------------------------------
+    # Loading ------------------------------------------------------------------------------------------------
 
     def _prepared(self, bench: Bench, start: str) -> tuple[Held, Material]:
         if bench.model not in self.held:
             directory = self.places.checkpoint(bench)
-            model = moe.load(self.places.moe, self.places.device) if bench.model == "moe" else self._model(directory)
-            self.held[bench.model] = Held(model, AutoTokenizer.from_pretrained(directory), {"plain": _weights(model)})
+            model = (
+                moe.load(self.places.moe, self.places.device)
+                if bench.model == "moe"
+                else self._model(directory)
+            )
+            self.held[bench.model] = Held(
+                model, AutoTokenizer.from_pretrained(directory), {"plain": _weights(model)}
+            )
         held = self.held[bench.model]
         if bench.name not in held.benches:
             held.benches[bench.name] = self._material(bench, held.tokenizer)
@@ -310,22 +338,31 @@ class Worker:
 
         def batches(dataset: TokenDataset, count: int, length: int) -> list[Batch]:
             size, count = max(1, together // length), min(count, len(dataset))
-            return [join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
+            return [
+                join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)
+            ]
 
         if bench.data == "alpaca":
-            rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)  # two have no answer
+            # two have no answer
+            rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)
             rows, test = split(rows, bench.held_out, 0)
             training, heldout = split(rows, bench.held_out, 1)
         else:
             with tempfile.TemporaryDirectory() as scratch:
                 tuning, measuring = self.places.texts(bench, Path(scratch))
-                # The published rows were made before blocks began with the beginning-of-text token. Of the study's models
-                # stories15M alone has a tokenizer that writes one: with it, new rows would not compare with the old ones.
+                # The published rows were made before blocks began with the beginning-of-text token. Of the
+                # study's models stories15M alone has a tokenizer that writes one: with it, new rows would not
+                # compare with the old ones.
                 training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
                 test = load_data(measuring, tokenizer, bench.window, bos=False)
-        glance = bench.data == "documentation"  # as the demo itself; it has much held out, and is made on CPUs
-        unseen, judged = (batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED))
-        return Material(training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window))
+        # as the demo itself; it has much held out, and is made on CPUs
+        glance = bench.data == "documentation"
+        unseen, judged = (
+            batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED)
+        )
+        return Material(
+            training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window)
+        )
 
 
 def _weights(model: Any) -> list[torch.Tensor]:
@@ -336,14 +373,16 @@ def _padded(batch: Batch, length: int, padding: int) -> Batch:
     """All batches equally long: each length would be compiled anew."""
     short = length - batch["input_ids"].shape[1]
     fills = {"input_ids": padding, "labels": -100, "attention_mask": 0}
-    return {name: torch.nn.functional.pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()}
+    return {
+        name: torch.nn.functional.pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()
+    }
 
 
 def _precision(name: str) -> Precision | None:
     return None if name == FULL else Precision(name)
 
 
-# The loop -----------------------------------------------------------------------------------------------------------------
+# The loop ---------------------------------------------------------------------------------------------------
 
 
 def claim(claims: Path, name: str) -> Path:
@@ -405,7 +444,9 @@ def _ready(job: Job, done: dict[str, Result], places: Places, claims: Path) -> b
             return False
         if bench.model == "moe" and not _made(places.moe / moe.WEIGHTS, claims, partial(_train_moe, places)):
             return False
-        if job.start == "calibrated" and not _made(places.calibrated(bench), claims, partial(calibrate, bench, places)):
+        if job.start == "calibrated" and not _made(
+            places.calibrated(bench), claims, partial(calibrate, bench, places)
+        ):
             return False
     return take(claims, job.key)
 
@@ -434,7 +475,8 @@ def calibrate(bench: Bench, places: Places) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         tuning, _ = places.texts(bench, Path(scratch))
         content = tuning.read_text()
-        content = content[: round((1 - 2 * HELD_OUT) * len(content))]  # of tokens as many are held out, give or take
+        # of tokens as many are held out, give or take
+        content = content[: round((1 - 2 * HELD_OUT) * len(content))]
         packed = Path(scratch) / "packed"
         made = pack_calibrated(places.checkpoint(bench), packed, content, device=places.device)
         export(packed, places.calibrated(bench), precision=NAMES[0], to="hf")
@@ -444,7 +486,9 @@ def calibrate(bench: Bench, places: Places) -> str:
 def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:
     if isinstance(job, Observation):
         started = time.perf_counter()
-        line = observe(job, places.models, places.file("wikitext-2/valid.txt"), places.device) | worker.provenance(started)
+        line = observe(
+            job, places.models, places.file("wikitext-2/valid.txt"), places.device
+        ) | worker.provenance(started)
         append(places.results, line)
         return " ".join(f"{name} {cosine:.3f}" for name, cosine in zip(NAMES, line["to_fp"], strict=True))
     lr = chosen_rate(job, done)

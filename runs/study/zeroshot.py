@@ -1,8 +1,9 @@
-"""Zero-shot tasks without the harness at hand: its requests are written to a file once, and scored where the weights are.
+"""Zero-shot tasks without the harness at hand: its requests are written to a file once, and scored where the
+weights are.
 
-`export` asks lm-evaluation-harness for everything that its tasks would ask a model: the tokens of each context and answer,
-which answer is right, and by which lengths likelihoods are divided. `evaluate` needs nothing but that and a model. The result
-is the harness's own, to the last sample; a test compares the two.
+`export` asks lm-evaluation-harness for everything that its tasks would ask a model: the tokens of each
+context and answer, which answer is right, and by which lengths likelihoods are divided. `evaluate` needs
+nothing but that and a model. The result is the harness's own, to the last sample; a test compares the two.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ LIMIT = 500  # documents of a task
 
 @dataclass(frozen=True)
 class Question:
-    """One document of a task: token ids (context, answer) of each choice, the right one, and what scores are divided by."""
+    """One document of a task: token ids (context, answer) of each choice, the right one, and what scores are
+    divided by.
+    """
 
     choices: list[tuple[list[int], list[int]]]
     gold: int
@@ -35,7 +38,9 @@ Questions = dict[str, list[Question]]
 
 
 def export(names: Sequence[str], data_dir: Path, tokenizer: Any, model: Any) -> Questions:
-    """The questions of tasks of the harness; `model` is any model, for the harness wants one before it tokenises."""
+    """The questions of tasks of the harness; `model` is any model, for the harness wants one before it
+    tokenises.
+    """
     from otaro.evaluate.harness import Tasks, _quiet
 
     tasks = Tasks(names, data_dir)
@@ -56,7 +61,8 @@ def export(names: Sequence[str], data_dir: Path, tokenizer: Any, model: Any) -> 
 def _question(task: Any, instances: list[Any], runner: Any, by_norm: bool) -> Question:
     instances = sorted(instances, key=lambda instance: instance.idx)
     count, document = len(instances), instances[0].doc
-    # Which answer counts as right, and lengths, by what the task itself makes of likelihoods that favour each in turn.
+    # Which answer counts as right, and lengths, by what the task itself makes of likelihoods that favour each
+    # in turn.
     likelihoods = [[(0.0 if i == j else -1e9, False) for j in range(count)] for i in range(count)]
     right = [task.process_results(document, favouring)["acc"] for favouring in likelihoods]
     lengths = [float(len(choice)) for choice in task.doc_to_choice(document)] if by_norm else [1.0] * count
@@ -77,7 +83,9 @@ def load(path: Path) -> Questions:
 @torch.inference_mode()
 def log_likelihoods(model: Any, questions: Sequence[Question], positions: int) -> list[list[float]]:
     """The log probability of every choice after its context; a context that does not fit loses its beginning."""
-    requests = [(q, c, *choice) for q, question in enumerate(questions) for c, choice in enumerate(question.choices)]
+    requests = [
+        (q, c, *choice) for q, question in enumerate(questions) for c, choice in enumerate(question.choices)
+    ]
     inputs = [(context + answer)[-(positions + 1) :][:-1] for _, _, context, answer in requests]
     order = sorted(range(len(requests)), key=lambda i: -len(inputs[i]))
     found = [[0.0] * len(question.choices) for question in questions]
@@ -92,8 +100,8 @@ def log_likelihoods(model: Any, questions: Sequence[Question], positions: int) -
             ids[row, : len(inputs[i])] = torch.tensor(inputs[i])
             first = len(inputs[i]) - len(requests[i][3])
             asked += ((row, column, token) for column, token in enumerate(requests[i][3], first))
-        # What is padded comes after everything that counts, so a causal model never looks at it. And the head, the largest
-        # part of a small model, is needed at the answers alone.
+        # What is padded comes after everything that counts, so a causal model never looks at it. And the
+        # head, the largest part of a small model, is needed at the answers alone.
         hidden = model.model(ids.to(model.device), use_cache=False).last_hidden_state
         rows, columns, tokens = torch.tensor(asked, device=model.device).T
         logits = model.lm_head(hidden[rows, columns]).float()

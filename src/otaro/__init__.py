@@ -4,8 +4,9 @@
 >>> model = otaro.load("my-model-sefp", precision="E5M4")                    # doctest: +SKIP
 >>> otaro.set_precision(model, "E5M8")                                       # doctest: +SKIP
 
-Importing this package registers the transformers plug-in, so that `AutoModelForCausalLM.from_pretrained` opens nested
-directories. Names are imported when they are first used: the import itself needs neither torch nor transformers.
+Importing this package registers the transformers plug-in, so that `AutoModelForCausalLM.from_pretrained`
+opens nested directories. Names are imported when they are first used: the import itself needs neither torch
+nor transformers.
 """
 
 from __future__ import annotations

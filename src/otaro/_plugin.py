@@ -1,8 +1,8 @@
 """Registers the transformers plug-in without importing transformers.
 
-`import otaro` must make nested directories loadable through transformers, yet importing transformers' models takes
-seconds that many uses of this package do not need. So if their base class is not loaded yet, a finder waits for its import and
-lets `otaro.runtime.hf` register itself right after it.
+`import otaro` must make nested directories loadable through transformers, yet importing transformers' models
+takes seconds that many uses of this package do not need. So if their base class is not loaded yet, a finder
+waits for its import and lets `otaro.runtime.hf` register itself right after it.
 """
 
 from __future__ import annotations

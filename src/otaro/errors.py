@@ -1,7 +1,7 @@
 """Everything OTARo refuses, one class per kind of refusal.
 
-All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the library itself decided not to do and lets
-genuine bugs through. The command line prints their message alone, without a traceback.
+All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the library itself decided not to
+do and lets genuine bugs through. The command line prints their message alone, without a traceback.
 """
 
 DISTRIBUTION = "otaro-llm"  # what package registries know this package as: `otaro` there is a stranger's
@@ -48,7 +48,9 @@ class KernelError(OtaroError, ValueError):
 
 
 class OtaroWarning(UserWarning):
-    """Not a refusal: what was asked for is done, but a user should know. The command line prints the message alone."""
+    """Not a refusal: what was asked for is done, but a user should know. The command line prints the message
+    alone.
+    """
 
 
 class SlowWarning(OtaroWarning):

@@ -1,13 +1,13 @@
 """What is packed: one rule, which packing, loading and tuning all ask.
 
-A model's weights are packed where a product or a look-up reads them: every linear (fused projections are plain
-linears), the convolutions of GPT-2, which are linears stored as [in, out], the token embedding, the head, and the
-fused stacks of experts. Everything else stays as it is: norms, biases, routers, positions, and modules of classes
-that do more than these.
+A model's weights are packed where a product or a look-up reads them: every linear (fused projections are
+plain linears), the convolutions of GPT-2, which are linears stored as [in, out], the token embedding, the
+head, and the fused stacks of experts. Everything else stays as it is: norms, biases, routers, positions, and
+modules of classes that do more than these.
 
-The rule is asked of the module tree, whether it was built on the meta device, loaded, or wrapped by peft. Classes
-are matched exactly, as a subclass may do more in its forward, which a packed stand-in would lose. Only embeddings
-are asked what they do: Gemma's multiplies its rows by a number.
+The rule is asked of the module tree, whether it was built on the meta device, loaded, or wrapped by peft.
+Classes are matched exactly, as a subclass may do more in its forward, which a packed stand-in would lose.
+Only embeddings are asked what they do: Gemma's multiplies its rows by a number.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Packable(NamedTuple):
 
 
 def packable(model: Any) -> list[Packable]:
-    """The tensors of a model to pack, in the order of its modules; tied ones appear under each of their names.
+    """The tensors of a model to pack, in the order of its modules; tied ones appear under each of their
+    names.
 
-    A tensor that any other module has as well stays as it is: a head that is tied to an odd embedding does. Refuses
-    experts that cannot be read one after the other.
+    A tensor that any other module has as well stays as it is: a head that is tied to an odd embedding does.
+    Refuses experts that cannot be read one after the other.
     """
     tables = {id(table.weight) for table in token_embeddings(model)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -92,14 +93,19 @@ def _kinds(path: str, module: nn.Module, is_table: bool, is_head: bool) -> dict[
 def token_embeddings(model: Any) -> list[nn.Embedding]:
     """The token embedding; with peft's `modules_to_save` also the copies of it that are tuned."""
     found = getattr(model, "get_input_embeddings", lambda: None)()
-    return [module for module in found.modules() if isinstance(module, nn.Embedding)] if found is not None else []
+    return (
+        [module for module in found.modules() if isinstance(module, nn.Embedding)]
+        if found is not None
+        else []
+    )
 
 
 @torch.no_grad()
 def embedding_scale(table: nn.Embedding) -> float | None:
     """What an embedding multiplies its rows by, 1 for a plain one; None where it does anything else.
 
-    Asked of the forward itself, on rows of our own, in bfloat16: a scale that is not rounded first gives other bits.
+    Asked of the forward itself, on rows of our own, in bfloat16: a scale that is not rounded first gives
+    other bits.
     """
     if type(table) is nn.Embedding:
         return 1.0

@@ -18,7 +18,9 @@ def bench(monkeypatch):
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "require", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a toy")
-    monkeypatch.setattr(llama3, "SHAPE", LlamaConfig(**TINY | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    monkeypatch.setattr(
+        llama3, "SHAPE", LlamaConfig(**TINY | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    )
     monkeypatch.setattr(bench_draft, "CONTEXT", 20)
     monkeypatch.setattr(bench_draft, "TOKENS", 9)
     return bench_draft

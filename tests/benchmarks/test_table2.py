@@ -1,4 +1,6 @@
-"""bench_table2.py without a GPU: every part runs on small shapes with the reference's arithmetic and made-up times."""
+"""bench_table2.py without a GPU: every part runs on small shapes with the reference's arithmetic and made-up
+times.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def pretended(monkeypatch):
     smaller = {"PRODUCTS": toy, "BATCH_SHAPE": (70, 192), "alternate": alternate}
     for name, value in smaller.items():
         monkeypatch.setattr(products, name, value)
-    here = {"DEVICE": "cpu", "ROTATED": 20_000, "capture": capture, "release": lambda: None, "copy_rate": lambda rounds: 4e12}
+    here = {
+        "DEVICE": "cpu",
+        "ROTATED": 20_000,
+        "capture": capture,
+        "release": lambda: None,
+        "copy_rate": lambda rounds: 4e12,
+    }
     for name, value in here.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(cuda, "to_digits", lambda x, group_size, out=None: x.float())
@@ -63,7 +71,9 @@ def test_accounting_is_the_papers():
     assert llama3.weight_bytes(e5m4) / llama3.GIB == pytest.approx(4.791, abs=5e-4)
     assert llama3.cache_bytes(2000, e5m4) / llama3.GIB == pytest.approx(0.080, abs=5e-4)
     assert (llama3.weight_bytes(e5m4) + llama3.cache_bytes(2048, e5m4)) / llama3.GIB < 4.88
-    assert (llama3.weight_bytes(None) + llama3.cache_bytes(2000, None)) / llama3.GIB == pytest.approx(15.20, abs=5e-3)
+    assert (llama3.weight_bytes(None) + llama3.cache_bytes(2000, None)) / llama3.GIB == pytest.approx(
+        15.20, abs=5e-3
+    )
 
 
 def test_random_matrices_hold_what_they_say(pretended):

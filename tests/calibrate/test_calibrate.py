@@ -1,4 +1,6 @@
-"""Packing on a text: the codes of a matrix, channel scales, layers from disk, and the way from a stop to the end."""
+"""Packing on a text: the codes of a matrix, channel scales, layers from disk, and the way from a stop to the
+end.
+"""
 
 import errno
 import json
@@ -45,7 +47,9 @@ def content(vocabulary=64, seed=0, tokens=WINDOWS * LENGTH):
 
 def correlated(rows, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(4096, columns // 4, generator=generator) @ torch.randn(columns // 4, columns, generator=generator)
+    inputs = torch.randn(4096, columns // 4, generator=generator) @ torch.randn(
+        columns // 4, columns, generator=generator
+    )
     inputs += 0.3 * torch.randn(inputs.shape, generator=generator)
     return torch.randn(rows, columns, generator=generator), inputs.T @ inputs
 
@@ -65,7 +69,8 @@ def codes_of(directory):
 
 
 def test_inputs_without_correlation_leave_nothing_to_compensate():
-    weight = encode(torch.randn(40, 96, generator=torch.Generator().manual_seed(1))).decode("E5M8")  # middles of cells
+    # middles of cells
+    weight = encode(torch.randn(40, 96, generator=torch.Generator().manual_seed(1))).decode("E5M8")
     plain = encode(weight)
     errors = codes.Errors(torch.diag(torch.rand(96) + 0.5))
     assert torch.equal(codes.compensated(weight, plain.scales, 64, errors), plain.finest_codes)
@@ -105,7 +110,8 @@ def test_rows_are_independent_of_how_they_are_cut(monkeypatch):
     scales, errors = encode(weight).scales, codes.Errors(gram)
     whole = codes.compensated(weight, scales, 64, errors)
     monkeypatch.setattr(codes, "_BYTES_ON_CPU", 1)
-    assert (codes.compensated(weight, scales, 64, errors) != whole).float().mean() < 0.01  # products round by their shape
+    # products round by their shape
+    assert (codes.compensated(weight, scales, 64, errors) != whole).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -127,7 +133,8 @@ def test_heads_that_share_a_value_share_its_scale():
     gram *= torch.logspace(-1, 1, 64).unsqueeze(1) * torch.logspace(-1, 1, 64)
     weights = {"o": weight.clone(), "v": torch.ones(2 * 16, 10)}
     folds.apply(folds.Fold(("o",), rows_of="v", repeats=2, width=16), weights, gram, torch.float32, 64)
-    made = weights["v"][:, 0].view(2, 1, 16).expand(2, 2, 16).reshape(-1)  # as each of the four heads reads it
+    # as each of the four heads reads it
+    made = weights["v"][:, 0].view(2, 1, 16).expand(2, 2, 16).reshape(-1)
     assert not torch.equal(weights["o"], weight)
     assert torch.allclose(weights["o"] * made, weight, rtol=1e-6)
 
@@ -158,7 +165,11 @@ def test_every_architecture_is_packed_and_runs(architecture, make_checkpoint, tm
     assert done.nested.schema.packed == plain.schema.packed
     assert done.nested.schema.zeros == plain.schema.zeros
     done.nested.verify()
-    changed = [name for name, found in codes_of(out).items() if not torch.equal(found, codes_of(tmp_path / "plain")[name])]
+    changed = [
+        name
+        for name, found in codes_of(out).items()
+        if not torch.equal(found, codes_of(tmp_path / "plain")[name])
+    ]
     named = " ".join(done.plain)
     assert all(name in changed or name in named for name in done.nested.schema.packed)
     assert json.loads((out / "otaro.json").read_text())["calibrated"]["windows"] == [WINDOWS, LENGTH]
@@ -169,11 +180,14 @@ def test_every_architecture_is_packed_and_runs(architecture, make_checkpoint, tm
         expected = model(ids).logits
         calibrated = otaro.load(out, precision="E5M8")(ids).logits.float()
         coarse = otaro.load(tmp_path / "plain", precision="E5M3")(ids).logits.float()
-    assert (calibrated - expected).norm() < (coarse - expected).norm()  # a fold that were wrong would be far off
+    # a fold that were wrong would be far off
+    assert (calibrated - expected).norm() < (coarse - expected).norm()
 
 
 def test_an_expert_that_reads_too_few_tokens_is_packed_plainly_and_named(make_checkpoint, tmp_path):
-    done = run.pack_calibrated(make_checkpoint("mixtral"), tmp_path / "out", content(tokens=4 * LENGTH), samples=4)
+    done = run.pack_calibrated(
+        make_checkpoint("mixtral"), tmp_path / "out", content(tokens=4 * LENGTH), samples=4
+    )
     assert any("experts" in name and "fewer tokens" in name for name in done.plain)
 
 
@@ -189,11 +203,17 @@ def test_a_stopped_run_goes_on_after_the_last_finished_layer(make_checkpoint, tm
     checkpoint = make_checkpoint("llama")
     run.pack_calibrated(checkpoint, tmp_path / "whole", content(), samples=WINDOWS)
     with pytest.raises(KeyboardInterrupt):
-        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2"))
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2")
+        )
     assert not (tmp_path / "out").exists()
     seen = []
     run.pack_calibrated(
-        checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+        checkpoint,
+        tmp_path / "out",
+        content(),
+        samples=WINDOWS,
+        progress=lambda what, done, total: seen.append(what),
     )
     assert "layer 1 of 2" not in seen
     assert "layer 2 of 2" in seen
@@ -204,9 +224,15 @@ def test_a_stopped_run_goes_on_after_the_last_finished_layer(make_checkpoint, tm
 def test_another_text_begins_anew(make_checkpoint, tmp_path):
     checkpoint, seen = make_checkpoint("llama"), []
     with pytest.raises(KeyboardInterrupt):
-        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2"))
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2")
+        )
     run.pack_calibrated(
-        checkpoint, tmp_path / "out", content(seed=1), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+        checkpoint,
+        tmp_path / "out",
+        content(seed=1),
+        samples=WINDOWS,
+        progress=lambda what, done, total: seen.append(what),
     )
     assert "layer 1 of 2" in seen
 
@@ -214,7 +240,9 @@ def test_another_text_begins_anew(make_checkpoint, tmp_path):
 def test_a_damaged_part_is_refused(make_checkpoint, tmp_path):
     checkpoint = make_checkpoint("llama")
     with pytest.raises(KeyboardInterrupt):
-        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2"))
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2")
+        )
     (tmp_path / ".out.calibrating" / "part-00000").write_bytes(b"no part")
     with pytest.raises(OtaroError, match=r"is damaged.*remove"):
         run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS)
@@ -236,11 +264,17 @@ def test_states_that_are_not_the_last_layers_begin_anew(how, make_checkpoint, tm
     checkpoint, seen = make_checkpoint("llama"), []
     run.pack_calibrated(checkpoint, tmp_path / "whole", content(), samples=WINDOWS)
     with pytest.raises(KeyboardInterrupt):
-        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2"))
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("layer 2 of 2")
+        )
     damaged(tmp_path / ".out.calibrating", how)
     with pytest.warns(OtaroWarning, match="begun anew"):
         run.pack_calibrated(
-            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+            checkpoint,
+            tmp_path / "out",
+            content(),
+            samples=WINDOWS,
+            progress=lambda what, done, total: seen.append(what),
         )
     assert "layer 1 of 2" in seen
     whole, resumed = codes_of(tmp_path / "whole"), codes_of(tmp_path / "out")
@@ -250,11 +284,17 @@ def test_states_that_are_not_the_last_layers_begin_anew(how, make_checkpoint, tm
 def test_after_the_head_no_states_are_needed(make_checkpoint, tmp_path):
     checkpoint, seen = make_checkpoint("llama"), []
     with pytest.raises(KeyboardInterrupt):
-        run.pack_calibrated(checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("packing"))
+        run.pack_calibrated(
+            checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=stopped_at("packing")
+        )
     for states in (tmp_path / ".out.calibrating").glob("states-*"):
         states.unlink()
     run.pack_calibrated(
-        checkpoint, tmp_path / "out", content(), samples=WINDOWS, progress=lambda what, done, total: seen.append(what)
+        checkpoint,
+        tmp_path / "out",
+        content(),
+        samples=WINDOWS,
+        progress=lambda what, done, total: seen.append(what),
     )
     assert seen == ["packing"]
 
@@ -263,7 +303,9 @@ def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-sets_room_aside = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system sets no room aside")
+sets_room_aside = pytest.mark.skipif(
+    not hasattr(os, "posix_fallocate"), reason="this system sets no room aside"
+)
 
 
 @sets_room_aside
@@ -338,15 +380,21 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(kind, word
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
     with pytest.raises(TargetError, match=words):
-        run.pack_calibrated(make_checkpoint("llama"), out, content(), progress=lambda what, done, total: seen.append(what))
+        run.pack_calibrated(
+            make_checkpoint("llama"), out, content(), progress=lambda what, done, total: seen.append(what)
+        )
     assert seen == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize(("architecture", "words"), [("llama", "no tokenizer that opens"), ("gpt2", "has no tokenizer, and")])
+@pytest.mark.parametrize(
+    ("architecture", "words"), [("llama", "no tokenizer that opens"), ("gpt2", "has no tokenizer, and")]
+)
 def test_a_missing_tokenizer_is_refused(architecture, words, make_checkpoint, tmp_path, monkeypatch):
-    """Where there are no files, transformers refuses some models, and makes up a tokenizer without words for others."""
+    """Where there are no files, transformers refuses some models, and makes up a tokenizer without words for
+    others.
+    """
     monkeypatch.undo()
     with pytest.raises(OtaroError, match=words):
         run.pack_calibrated(make_checkpoint(architecture), tmp_path / "out", content())
@@ -354,11 +402,13 @@ def test_a_missing_tokenizer_is_refused(architecture, words, make_checkpoint, tm
 
 
 def test_windows_of_examples_begin_with_one_and_go_on_with_the_next():
-    examples = [list(range(10 * number, 10 * number + size)) for number, size in enumerate((4, 3, 5, 2, 6))]  # 20 tokens
+    # 20 tokens
+    examples = [list(range(10 * number, 10 * number + size)) for number, size in enumerate((4, 3, 5, 2, 6))]
     flat = [token for example in examples for token in example]
     found = text.windows_of_examples(examples, samples=9, length=8)
     assert found.shape == (2, 8)  # as many as lie side by side
-    assert found.tolist() == [flat[:8], flat[12:]]  # the first example, and the last that has eight tokens from it on
+    # the first example, and the last that has eight tokens from it on
+    assert found.tolist() == [flat[:8], flat[12:]]
     with pytest.raises(OtaroError, match="20 tokens, less than one window of 21"):
         text.windows_of_examples(examples, samples=9, length=21)
 

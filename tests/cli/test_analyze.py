@@ -58,7 +58,11 @@ def test_a_checkpoint_is_analysed_as_it_was_tuned(text, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "analyze_weights", note)
     tuned = shutil.copytree(MODEL_DIR, tmp_path / "tuned")
     write_coding(tuned, Coding(32, "truncate"))
-    for words in (("weights",), ("weights", "--reconstruction", "midpoint"), ("gradients", "--text", text, *SMALL)):
+    for words in (
+        ("weights",),
+        ("weights", "--reconstruction", "midpoint"),
+        ("gradients", "--text", text, *SMALL),
+    ):
         result = CliRunner().invoke(app, ["analyze", words[0], str(tuned), *map(str, words[1:])])
         assert isinstance(result.exception, Enough), result.output + repr(result.exception)
     assert [found["reconstruction"] for found in seen] == ["truncate", "midpoint", "truncate"]
@@ -78,7 +82,8 @@ def test_gradients_leaves_figures_and_the_numbers_behind_them(text, tmp_path):
     stored = json.loads((out / "gradients.json").read_text())
     assert stored["model"] == "builtin"
     assert stored["command"] == (
-        f"otaro analyze gradients builtin --text {text} --out {out} --batches 2 --batch-size 1 --sequence-length 32 "
+        f"otaro analyze gradients builtin --text {text} --out {out} --batches 2 --batch-size 1 "
+        "--sequence-length 32 "
         "--modules '*' --reconstruction midpoint --group-size 32 --device cpu"
     )
     assert set(stored["versions"]) == {"otaro", "torch", "transformers"}
@@ -126,14 +131,32 @@ def test_weights_leaves_the_numbers_behind_its_table(checkpoint_dir, copy_of):
     [
         (["weights", "builtin"], "say where with --out"),
         (["weights", "nowhere/at-all", "--out", "OUT"], "fetching it from the Hub failed"),
-        (["weights", "NESTED", "--out", "OUT"], "is a nested model, whose weights are codes already; analyse the checkpoint"),
+        (
+            ["weights", "NESTED", "--out", "OUT"],
+            "is a nested model, whose weights are codes already; analyse the checkpoint",
+        ),
         (["gradients", "NESTED", "--text", "TEXT", "--out", "OUT"], "is a nested model"),
         (["gradients", "CHECKPOINT", "--text", "TEXT", "--out", "OUT"], "has no tokenizer"),
-        (["gradients", "builtin", "--text", "nowhere.txt", "--out", "OUT"], "nowhere.txt does not exist; --text takes .txt"),
-        (["gradients", "builtin", "--text", "TEXT", "--out", "OUT"], "2 sequences, and --batches 16 of --batch-size 4 need 64"),
-        (["gradients", "builtin", "--text", "TEXT", "--out", "OUT", "--sequence-length", "513"], "more than the 512 positions"),
-        (["gradients", "builtin", "--text", "TEXT", "--out", "OUT", *SMALL, "--modules", "x"], "no packed module matches 'x'"),
-        (["gradients", "builtin", "--text", "TEXT", "--out", "OUT", *SMALL, "--device", "blah"], "unknown device 'blah'"),
+        (
+            ["gradients", "builtin", "--text", "nowhere.txt", "--out", "OUT"],
+            "nowhere.txt does not exist; --text takes .txt",
+        ),
+        (
+            ["gradients", "builtin", "--text", "TEXT", "--out", "OUT"],
+            "2 sequences, and --batches 16 of --batch-size 4 need 64",
+        ),
+        (
+            ["gradients", "builtin", "--text", "TEXT", "--out", "OUT", "--sequence-length", "513"],
+            "more than the 512 positions",
+        ),
+        (
+            ["gradients", "builtin", "--text", "TEXT", "--out", "OUT", *SMALL, "--modules", "x"],
+            "no packed module matches 'x'",
+        ),
+        (
+            ["gradients", "builtin", "--text", "TEXT", "--out", "OUT", *SMALL, "--device", "blah"],
+            "unknown device 'blah'",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

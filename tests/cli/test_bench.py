@@ -72,7 +72,8 @@ def test_flags_that_make_no_sense_are_refused(tiny, monkeypatch, flags, error, m
 
 
 @pytest.mark.parametrize(
-    "flags", [["--rounds", "0"], ["--tokens", "0"], ["--threads", "0"], ["--context", "-1"], ["--parallel", "x"]]
+    "flags",
+    [["--rounds", "0"], ["--tokens", "0"], ["--threads", "0"], ["--context", "-1"], ["--parallel", "x"]],
 )
 def test_numbers_out_of_range_are_refused(tiny, flags):
     done = bench(tiny, *flags)
@@ -122,7 +123,9 @@ def test_parallel_sequences_in_a_table_and_as_json(tiny):
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
 def test_parallel_against_llama_cpp(tiny):
     flags = [*SHORT, "--parallel", "1,2", "-p", "E5M4", "--against", "llama.cpp"]
-    rows = [(row["what"], row["sequences"]) for row in json.loads(bench(tiny, *flags, "--json").stdout)["rows"]]
+    rows = [
+        (row["what"], row["sequences"]) for row in json.loads(bench(tiny, *flags, "--json").stdout)["rows"]
+    ]
     assert rows[-2:] == [("llama.cpp Q5_0", 1), ("llama.cpp Q5_0", 2)]
 
 

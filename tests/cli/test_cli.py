@@ -55,7 +55,9 @@ def test_pack_reports_as_json(tmp_path):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["no target", "old target"])
-def test_an_interrupted_pack_leaves_things_as_they_were_and_says_so_in_a_line(packed, tmp_path, monkeypatch, before):
+def test_an_interrupted_pack_leaves_things_as_they_were_and_says_so_in_a_line(
+    packed, tmp_path, monkeypatch, before
+):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -69,9 +71,13 @@ def test_an_interrupted_pack_leaves_things_as_they_were_and_says_so_in_a_line(pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"] * before
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made")
+@pytest.mark.skipif(
+    not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made"
+)
 @pytest.mark.parametrize(
-    "command", [["pack", "builtin"], ["tune", "builtin", "--data", "builtin", "--out"], ["demo", "--out"]], ids=lambda c: c[0]
+    "command",
+    [["pack", "builtin"], ["tune", "builtin", "--data", "builtin", "--out"], ["demo", "--out"]],
+    ids=lambda c: c[0],
 )
 def test_a_place_where_nothing_can_be_written_is_named(command):
     result = refused(*command, "/proc/here")
@@ -85,18 +91,34 @@ def test_pack_and_inspect_name_what_stays_as_it_is_and_count_it(tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "gpt2")
     packed = run("pack", tmp_path / "gpt2", tmp_path / "out")
     note, said = (" ".join(text.split()) for text in (packed.stderr, packed.stdout))
-    assert "are stored in 16 bits: transformer.wpe.weight in float16; otaro pack --keep-float32 keeps them" in note
-    assert "not packed: transformer.wpe.weight (1 in F16, 524.3 kB), transformer.h.*.mlp.c_fc.bias (2 in F32, 4.1 kB)" in said
+    assert (
+        "are stored in 16 bits: transformer.wpe.weight in float16; otaro pack --keep-float32 keeps them"
+        in note
+    )
+    assert (
+        "not packed: transformer.wpe.weight (1 in F16, 524.3 kB), transformer.h.*.mlp.c_fc.bias (2 in F32, "
+        "4.1 kB)" in said
+    )
     result = json.loads(run("pack", tmp_path / "gpt2", tmp_path / "wide", "--keep-float32", "--json").stdout)
     shown = json.loads(run("inspect", tmp_path / "wide", "--json").stdout)
     assert result["unpacked"] == shown["unpacked"]
-    assert result["bits_per_weight"] == {row["precision"]: row["bits_per_weight"] for row in shown["precisions"]}
-    wpe = {"name": "transformer.wpe.weight", "tensors": 1, "weights": 1 << 18, "bytes": 1 << 20, "dtype": "F32"}
+    assert result["bits_per_weight"] == {
+        row["precision"]: row["bits_per_weight"] for row in shown["precisions"]
+    }
+    wpe = {
+        "name": "transformer.wpe.weight",
+        "tensors": 1,
+        "weights": 1 << 18,
+        "bytes": 1 << 20,
+        "dtype": "F32",
+    }
     assert shown["unpacked"][0] == wpe
     assert sum(group["weights"] for group in shown["unpacked"]) == shown["other_parameters"]
     table = run("inspect", tmp_path / "out").stdout
     assert re.search(
-        r"Not packed, the same at every precision.*transformer\.wpe\.weight\s*│\s*1 │ 262,144 │\s*F16", table, re.DOTALL
+        r"Not packed, the same at every precision.*transformer\.wpe\.weight\s*│\s*1 │ 262,144 │\s*F16",
+        table,
+        re.DOTALL,
     )
 
 
@@ -116,7 +138,9 @@ def test_inspect_counts_what_is_there(packed):
         norms = shown["other_parameters"] / (shown["packed_weights"] + shown["other_parameters"])
         assert row["bits_per_weight"] == pytest.approx((1 - norms) * (3 + number + 8 / 64) + norms * 16)
     model = otaro.load(packed, "E5M3")
-    weights = {name: module.weight for name, module in model.sefp.modules.items() if name.endswith("down_proj")}
+    weights = {
+        name: module.weight for name, module in model.sefp.modules.items() if name.endswith("down_proj")
+    }
     row = next(row for row in shown["modules"] if row["type"] == "down_proj")
     assert row["tensors"] == len(weights)
     assert row["weights"] == sum(weight.numel() for weight in weights.values())
@@ -142,7 +166,14 @@ def test_inspect_of_an_incomplete_directory_says_what_to_fetch(packed, tmp_path)
     for name in ("config.json", *SHARDS[:2]):
         (tmp_path / name).write_bytes((packed / name).read_bytes())
     shown = json.loads(run("inspect", tmp_path, "--json").stdout)
-    assert [row["missing"] for row in shown["precisions"]] == [SHARDS[2:], SHARDS[2:5], SHARDS[2:4], SHARDS[2:3], [], []]
+    assert [row["missing"] for row in shown["precisions"]] == [
+        SHARDS[2:],
+        SHARDS[2:5],
+        SHARDS[2:4],
+        SHARDS[2:3],
+        [],
+        [],
+    ]
     assert "lacks m5 ... m8" in run("inspect", tmp_path).stdout
 
 
@@ -178,7 +209,11 @@ def test_verify_checks_shards_behind_a_gap_too(packed, tmp_path):
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [("blah", "unknown device 'blah'"), ("cuda:77", "sees no NVIDIA GPU"), ("meta", "cannot compute on meta")],
+    [
+        ("blah", "unknown device 'blah'"),
+        ("cuda:77", "sees no NVIDIA GPU"),
+        ("meta", "cannot compute on meta"),
+    ],
 )
 def test_a_device_that_is_not_there_is_refused(packed, device, words):
     import torch
@@ -191,7 +226,17 @@ def test_a_device_that_is_not_there_is_refused(packed, device, words):
 def test_generate_continues_the_prompt_at_each_precision(packed):
     texts = {}
     for precision in ("E5M8", "E5M3"):
-        words = ("generate", packed, "--prompt", "The statement", "--precision", precision, "--max-new-tokens", 12, "--json")
+        words = (
+            "generate",
+            packed,
+            "--prompt",
+            "The statement",
+            "--precision",
+            precision,
+            "--max-new-tokens",
+            12,
+            "--json",
+        )
         report = json.loads(run(*words).stdout)
         assert (report["precision"], report["tokens"]) == (precision, 12)
         texts[precision] = report["text"]
@@ -200,12 +245,17 @@ def test_generate_continues_the_prompt_at_each_precision(packed):
 
 def test_generate_streams_the_same_text_it_reports(packed):
     words = ("generate", packed, "--prompt", "The statement", "--max-new-tokens", 12)
-    assert run(*words).stdout.strip() == "The statement" + json.loads(run(*words, "--json").stdout)["text"].rstrip()
+    assert (
+        run(*words).stdout.strip()
+        == "The statement" + json.loads(run(*words, "--json").stdout)["text"].rstrip()
+    )
 
 
 def test_generate_says_the_same_with_a_draft_and_tells_what_was_right(packed):
     words = ("generate", packed, "--prompt", "The statement", "--max-new-tokens", 12)
-    alone, drafted = (json.loads(run(*words, *more, "--json").stdout) for more in ((), ("--draft", "prompt+E5M3")))
+    alone, drafted = (
+        json.loads(run(*words, *more, "--json").stdout) for more in ((), ("--draft", "prompt+E5M3"))
+    )
     assert drafted["text"] == alone["text"]
     assert alone["drafted"] == []
     assert sum(drafted["drafted"]) >= sum(drafted["accepted"]) > 0
@@ -221,7 +271,17 @@ def test_generate_samples_by_seed(packed):
 
 
 def test_generate_takes_precisions_by_module(packed):
-    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 2, "--json", "--precision", "E5M3,lm_head=E5M5")
+    words = (
+        "generate",
+        packed,
+        "--prompt",
+        "The",
+        "--max-new-tokens",
+        2,
+        "--json",
+        "--precision",
+        "E5M3,lm_head=E5M5",
+    )
     assert json.loads(run(*words).stdout)["precision"] == "E5M3 to E5M5"
 
 
@@ -268,7 +328,9 @@ def with_template(packed, tmp_path):
 
 def test_a_system_message_goes_through_the_chat_template(packed, with_template):
     words = ("--prompt", "The list", "--max-new-tokens", 6, "--json")
-    plain = json.loads(run("generate", with_template, "--prompt", "system: Be brief\nuser: The list\n", *words[2:]).stdout)
+    plain = json.loads(
+        run("generate", with_template, "--prompt", "system: Be brief\nuser: The list\n", *words[2:]).stdout
+    )
     said = json.loads(run("generate", with_template, *words, "--system", "Be brief").stdout)
     assert (said["text"], said["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
     turns = ("--max-new-tokens", 6, "--system", "Be brief")
@@ -298,14 +360,19 @@ def test_past_its_positions_a_model_is_told_of_in_one_line(packed, tmp_path):
     assert "Warning" not in said.stderr
     tokenizer = AutoTokenizer.from_pretrained(packed)
     sizes = {"vocab_size": len(tokenizer), "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 24}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes, bos_token_id=None, eos_token_id=None))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", **sizes, bos_token_id=None, eos_token_id=None)
+    )
     model.save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     run("pack", tmp_path / "gpt2", tmp_path / "nested")
     said = run("generate", tmp_path / "nested", "--prompt", "The statement", "--max-new-tokens", 600)
     assert "note: stopped after" in said.stderr
     assert "this model has positions for 24 tokens" in said.stderr
-    assert said.stderr.count("generates through transformers, slower than the decoder: its architecture is gpt2") == 1
+    assert (
+        said.stderr.count("generates through transformers, slower than the decoder: its architecture is gpt2")
+        == 1
+    )
     assert "Warning" not in said.stderr
 
 
@@ -328,7 +395,11 @@ def test_generate_says_who_served_and_why(packed, monkeypatch):
     monkeypatch.setenv("OTARO_KERNELS", "reference")
     assert "by transformers: OTARO_KERNELS=reference" in run(*words).stderr
     report = json.loads(run(*words, "--json").stdout)
-    assert (report["served_by"], report["reason"], report["cache_bytes"]) == ("transformers", "OTARO_KERNELS=reference", None)
+    assert (report["served_by"], report["reason"], report["cache_bytes"]) == (
+        "transformers",
+        "OTARO_KERNELS=reference",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,17 +487,25 @@ def test_threads_of_a_command_wait_asleep_unless_told_otherwise(tmp_path):
     """Read back from the OpenMP that torch brings along: what is set after its import would come too late."""
     tool = Path(sys.executable).parent / "otaro"
     ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-    plain = {name: value for name, value in os.environ.items() if name not in ours} | {"OMP_DISPLAY_ENV": "VERBOSE"}
+    plain = {name: value for name, value in os.environ.items() if name not in ours} | {
+        "OMP_DISPLAY_ENV": "VERBOSE"
+    }
 
     def shown(**variables):
         done = subprocess.run(
-            [tool, "inspect", "nowhere"], cwd=tmp_path, env=plain | variables, capture_output=True, text=True, check=False
+            [tool, "inspect", "nowhere"],
+            cwd=tmp_path,
+            env=plain | variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return dict(re.findall(r"(\w+) = '(.*)'", done.stderr))
 
     settings = shown()
     assert settings["OMP_WAIT_POLICY"].upper() == "PASSIVE"
-    assert settings.get("GOMP_SPINCOUNT", "0") == "0"  # libgomp calls its default, to spin for a while, passive too
+    # libgomp calls its default, to spin for a while, passive too
+    assert settings.get("GOMP_SPINCOUNT", "0") == "0"
     if "GOMP_SPINCOUNT" in settings:
         assert shown(GOMP_SPINCOUNT="1000")["GOMP_SPINCOUNT"] == "1000"
 
@@ -435,7 +514,12 @@ def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
     otaro_tool = Path(sys.executable).parent / "otaro"
     environment = os.environ | {"COLUMNS": "400"}
     done = subprocess.run(
-        [otaro_tool, "inspect", "nowhere"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [otaro_tool, "inspect", "nowhere"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert_one_line(done, "nowhere is not a directory")
     assert list(tmp_path.iterdir()) == []
@@ -450,7 +534,13 @@ def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
         (["pack", "no/such.gguf", "out"], "there is no file no/such.gguf"),
         (["pack", "builtin", "out", "--group-size", "48"], "multiple of 32"),
     ],
-    ids=["verify a checkpoint", "generate from a checkpoint", "pack nothing", "pack no file", "odd group size"],
+    ids=[
+        "verify a checkpoint",
+        "generate from a checkpoint",
+        "pack nothing",
+        "pack no file",
+        "odd group size",
+    ],
 )
 def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, in_child):
     folder = tmp_path / "here"
@@ -489,10 +579,19 @@ def test_a_refusal_is_one_line_without_a_traceback(arguments, words, tmp_path, i
     ],
     ids=" ".join,
 )
-def test_where_a_model_is_taken_the_folder_of_a_run_is_refused_with_where_its_model_is(packed, tmp_path, monkeypatch, command):
+def test_where_a_model_is_taken_the_folder_of_a_run_is_refused_with_where_its_model_is(
+    packed, tmp_path, monkeypatch, command
+):
     monkeypatch.chdir(tmp_path)
     (run := Path("RUN")).mkdir()
-    stated = {"model": "builtin", "data": "builtin", "options": {}, "training": {}, "processes": 1, "launcher": "otaro"}
+    stated = {
+        "model": "builtin",
+        "data": "builtin",
+        "options": {},
+        "training": {},
+        "processes": 1,
+        "launcher": "otaro",
+    }
     (run / "config.json").write_text(json.dumps(stated))
     if "RUN/nested" not in command:
         way = "not a model, and there is none in it yet; go on with: otaro tune --resume --out RUN"
@@ -532,6 +631,8 @@ def test_two_precisions_for_one_module_are_refused(text):
         parse_precision(text)
 
 
-@pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1000, "1.0 kB"), (910_600, "910.6 kB"), (2.5e12, "2.5 TB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(999, "999 B"), (1000, "1.0 kB"), (910_600, "910.6 kB"), (2.5e12, "2.5 TB")]
+)
 def test_sizes_are_readable(count, text):
     assert size(count) == text

@@ -47,7 +47,9 @@ def sentences(terminal, monkeypatch):
     """A sentence and a table as `otaro ... | cat` has them, or a terminal of 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
     written = io.StringIO()
-    drawn = console._Console(file=written, force_terminal=terminal, color_system=None, width=80 if terminal else None)
+    drawn = console._Console(
+        file=written, force_terminal=terminal, color_system=None, width=80 if terminal else None
+    )
     drawn.print("one word after another " * 10)
     table = Table(title="A title", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("heading")
@@ -102,7 +104,8 @@ def test_before_anything_is_done_and_for_hours(clock, capsys):
 def test_on_a_terminal_a_bar_has_the_time_that_is_left(monkeypatch):
     written = io.StringIO()
     times = itertools.count()
-    seen = Console(file=written, force_terminal=True, width=120, get_time=lambda: float(next(times)))  # a second a look
+    # a second a look
+    seen = Console(file=written, force_terminal=True, width=120, get_time=lambda: float(next(times)))
     monkeypatch.setattr(console, "err", seen)
     with console.progress_bar("tuning (steps)") as progress:
         for step in range(1, 6):

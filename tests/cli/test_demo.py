@@ -1,4 +1,6 @@
-"""`otaro demo`: the story has its table, its samples and its page, and replaces only what an earlier demo left."""
+"""`otaro demo`: the story has its table, its samples and its page, and replaces only what an earlier demo
+left.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_both_ways_of_tuning_are_measured_at_all_precisions_from_the_packed_file
 
 
 def test_one_file_shows_what_it_can(told):
-    """A text whose precision changes, the time of a switch, an upgrade by one shard with the bits of the whole."""
+    """A text whose precision changes, the time of a switch, an upgrade by one shard with the bits of the
+    whole.
+    """
     folder, result = told
     assert [name for name, _ in result["changing"]] == ["E5M8", "E5M3", "E5M5", "E5M8"]
     assert "".join(text for _, text in result["changing"])
@@ -59,7 +63,10 @@ def test_one_file_shows_what_it_can(told):
         "bytes": (nested / "model-m4.safetensors").stat().st_size,
         "same": True,
     }
-    assert sorted(path.name for path in upgraded.glob("*.safetensors")) == ["model-m3.safetensors", "model-m4.safetensors"]
+    assert sorted(path.name for path in upgraded.glob("*.safetensors")) == [
+        "model-m3.safetensors",
+        "model-m4.safetensors",
+    ]
     timed = json.loads((folder / "out" / "otaro" / "bench.json").read_text())
     assert {row["precision"]: row["decode"] for row in timed["precisions"]} == result["decode"]
 
@@ -73,7 +80,9 @@ def test_for_people_it_says_what_to_see_and_what_to_type_next(told, capsys):
     for row in summary.precisions:
         figures = {"decode": 100.0, "weight_bytes": 5, "switch": 4e-6, "bandwidth_share": 0.1}
         bench.precisions.append(SimpleNamespace(precision=row.precision, **figures))
-    upgraded = demo_story.Upgrade(Path("there"), "model-m4.safetensors", "E5M3", "E5M4", "it lacks m4", 5, True)
+    upgraded = demo_story.Upgrade(
+        Path("there"), "model-m4.safetensors", "E5M3", "E5M4", "it lacks m4", 5, True
+    )
     demo_story.show(summary, [("E5M8", "one"), ("E5M3", "[two]")], "The prompt", upgraded, bench)
     demo._next(Path("report.html"), Path("demo") / "nested")
     said = capsys.readouterr().out
@@ -85,16 +94,26 @@ def test_for_people_it_says_what_to_see_and_what_to_type_next(told, capsys):
     story = said[said.index("One text") : said.index("All of it with figures")]
     assert max(map(len, story.splitlines())) <= 80
     assert "4 us" in said
-    commands = re.findall(r"^  otaro (\w+) ", re.sub(r"^  \S+/otaro ", "  otaro ", said, flags=re.MULTILINE), re.MULTILINE)
+    commands = re.findall(
+        r"^  otaro (\w+) ", re.sub(r"^  \S+/otaro ", "  otaro ", said, flags=re.MULTILINE), re.MULTILINE
+    )
     assert commands == ["chat", "fit", "pack"]
 
 
 @pytest.mark.parametrize(
     ("usual", "ours", "words"),
     [
-        ((10.0, 12.0), (10.08, 11.4), "nowhere more than 0.8% behind tuning as usual (at E5M8); it is ahead at E5M3 (5.0%)."),
+        (
+            (10.0, 12.0),
+            (10.08, 11.4),
+            "nowhere more than 0.8% behind tuning as usual (at E5M8); it is ahead at E5M3 (5.0%).",
+        ),
         ((10.0, 12.0), (9.9, 12.0), "level with tuning as usual, or ahead; it is ahead at E5M8 (1.0%)."),
-        ((10.0, 12.0), (10.4, 12.6), "nowhere more than 5.0% behind tuning as usual (at E5M3); it is ahead at none."),
+        (
+            (10.0, 12.0),
+            (10.4, 12.6),
+            "nowhere more than 5.0% behind tuning as usual (at E5M3); it is ahead at none.",
+        ),
     ],
 )
 def test_the_words_follow_the_figures_whichever_way_they_came_out(usual, ours, words):
@@ -121,7 +140,9 @@ def test_unless_told_otherwise_it_measures_on_held_out_documentation(tmp_path, m
         raise EnoughError
 
     monkeypatch.setattr("otaro.cli.demo._measure", measure)
-    assert isinstance(CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL]).exception, EnoughError)
+    assert isinstance(
+        CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL]).exception, EnoughError
+    )
 
 
 @pytest.mark.parametrize("folder", ["before", "usual", "otaro"])
@@ -131,7 +152,9 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, folder):
         (tmp_path / folder / name).write_text("{}")
     refused = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL])
     assert f"{tmp_path / folder} is there and was not made by a demo" in str(refused.exception)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([folder, "config.json", "model.safetensors"])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        [folder, "config.json", "model.safetensors"]
+    )
 
 
 def test_a_wrong_name_costs_nothing(tmp_path):
@@ -139,7 +162,11 @@ def test_a_wrong_name_costs_nothing(tmp_path):
     (tmp_path / "usual" / MARK).touch()
     (tmp_path / "usual" / "result").touch()
     for flag in ("--model", "--text"):
-        assert CliRunner().invoke(app, ["demo", flag, str(tmp_path / "typo.txt"), "--out", str(tmp_path), *SMALL]).exit_code
+        assert (
+            CliRunner()
+            .invoke(app, ["demo", flag, str(tmp_path / "typo.txt"), "--out", str(tmp_path), *SMALL])
+            .exit_code
+        )
         assert (tmp_path / "usual" / "result").exists()
 
 
@@ -149,5 +176,7 @@ def test_a_demo_does_not_replace_what_it_is_given(tmp_path):
     text = tmp_path / "usual" / "text.txt"
     text.write_text("to be measured on")
     refused = CliRunner().invoke(app, ["demo", "--text", str(text), "--out", str(tmp_path), *SMALL])
-    assert f"--text {text} lies in {tmp_path / 'usual'}, which this demo would replace" in str(refused.exception)
+    assert f"--text {text} lies in {tmp_path / 'usual'}, which this demo would replace" in str(
+        refused.exception
+    )
     assert text.is_file()

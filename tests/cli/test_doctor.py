@@ -39,7 +39,10 @@ def test_kernels_that_were_asked_for_and_cannot_be_are_broken(monkeypatch):
     assert shown.exit_code == 1
     assert "broken: OTARO_KERNELS=abacus is none of reference" in shown.stdout
     monkeypatch.setenv("OTARO_KERNELS", "reference")
-    assert json.loads(asked("--json").stdout)["kernels"]["cpu"] == {"name": "reference", "reason": "OTARO_KERNELS=reference"}
+    assert json.loads(asked("--json").stdout)["kernels"]["cpu"] == {
+        "name": "reference",
+        "reason": "OTARO_KERNELS=reference",
+    }
 
 
 def test_an_extension_that_was_not_built_is_no_fault_and_is_explained(monkeypatch):
@@ -99,7 +102,10 @@ def test_an_installation_older_than_the_code_is_a_warning_and_not_broken(monkeyp
     monkeypatch.setattr(metadata, "version", lambda _: "3.0")
     shown = asked()
     assert shown.exit_code == 0
-    assert f"installed as 0.0.9, code is {otaro.__version__}: install again with pip install {how}" in shown.stdout
+    assert (
+        f"installed as 0.0.9, code is {otaro.__version__}: install again with pip install {how}"
+        in shown.stdout
+    )
     assert all(f"[{name}]" in shown.stdout for name in doctor.EXTRAS)
 
 

@@ -38,7 +38,18 @@ def run(*arguments):
 def test_an_evaluation_is_a_table_json_and_a_record_that_inspect_shows(model, text, task_files, monkeypatch):
     monkeypatch.setattr(console.out, "_width", 200)
     tasks = ("--tasks", "arc_easy,boolq", "--data-dir", task_files, "--limit", 3)
-    words = ("eval", model, "--text", text, "--window", 64, "--divergence", "--precision", "E5M8,E5M3", *tasks)
+    words = (
+        "eval",
+        model,
+        "--text",
+        text,
+        "--window",
+        64,
+        "--divergence",
+        "--precision",
+        "E5M8,E5M3",
+        *tasks,
+    )
     shown = run(*words).stdout
     report = json.loads(run(*words, "--json").stdout)
     assert report["entries"] == json.loads((model / "quality.json").read_text())["entries"]
@@ -46,14 +57,31 @@ def test_an_evaluation_is_a_table_json_and_a_record_that_inspect_shows(model, te
         *(("E5M8", "perplexity"), ("E5M8", "task"), ("E5M8", "task")),
         *(("E5M3", "perplexity"), ("E5M3", "divergence"), ("E5M3", "task"), ("E5M3", "task")),
     ]
-    fine, coarse = (next(e["value"] for e in report["entries"] if e["precision"] == name) for name in ("E5M8", "E5M3"))
+    fine, coarse = (
+        next(e["value"] for e in report["entries"] if e["precision"] == name) for name in ("E5M8", "E5M3")
+    )
     heading = shown[shown.index("Quality by precision") :]
-    for word in ("perplexity", "cost", "KL", "arc_easy", "acc_norm", "first 3", "average", "tokens/s", "held.txt", "64/64"):
+    for word in (
+        "perplexity",
+        "cost",
+        "KL",
+        "arc_easy",
+        "acc_norm",
+        "first 3",
+        "average",
+        "tokens/s",
+        "held.txt",
+        "64/64",
+    ):
         assert word in heading
     row = next(line for line in shown.splitlines() if "E5M3 " in line and "±" in line)
     assert f"{coarse:.2f}" in row
     assert f"{coarse / fine - 1:+.1%}" in row
-    scores = [entry["value"] for entry in report["entries"] if entry["kind"] == "task" and entry["precision"] == "E5M3"]
+    scores = [
+        entry["value"]
+        for entry in report["entries"]
+        if entry["kind"] == "task" and entry["precision"] == "E5M3"
+    ]
     assert report["averages"]["E5M3"]["value"] == pytest.approx(sum(scores) / 2)
     assert f"{50 * sum(scores):.1f} ±" in row
     inspected = run("inspect", model).stdout
@@ -179,18 +207,26 @@ def test_what_a_reader_should_know_is_said_also_when_the_numbers_come_from_the_r
 
 def test_help_explains_every_option():
     shown = run("eval", "--help").stdout
-    assert all(option in shown for option in ("--text", "--tasks", "--data-dir", "--divergence", "--again", "--out"))
+    assert all(
+        option in shown for option in ("--text", "--tasks", "--data-dir", "--divergence", "--again", "--out")
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ([], "nothing to measure: give --text FILE"),
-        (["--tasks", "boolq", "--window", "64"], "--window says how to measure with --text, which is not given"),
+        (
+            ["--tasks", "boolq", "--window", "64"],
+            "--window says how to measure with --text, which is not given",
+        ),
         (["--tasks", "boolq", "--divergence"], "--divergence says how to measure with --text"),
         (["--text", "builtin", "--limit", "5"], "--limit says how to measure with --tasks"),
         (["--text", "builtin", "--window", "1024"], "a window of 1024 tokens is more than the 512 positions"),
-        (["--text", "builtin", "--window", "64", "--stride", "128"], "the stride must be between 1 and the window of 64"),
+        (
+            ["--text", "builtin", "--window", "64", "--stride", "128"],
+            "the stride must be between 1 and the window of 64",
+        ),
         (["--text", "builtin", "--precision", "fp"], "has no fp"),
         (["--text", "builtin", "--precision", "E4"], "unknown precision 'E4'; give all, or some of fp, E5M8"),
         (["--text", "builtin", "--device", "abacus"], "unknown device"),

@@ -70,7 +70,9 @@ def test_a_fit_is_within_its_budget_and_better_than_one_precision(fitted):
     assert told["mixed_predicted"] == pytest.approx(fit.about["predicted"])
     curve = told["curve"]
     assert [point["uniform"] for point in curve][::2] == ["E5M3", "E5M4", "E5M5", "E5M6", "E5M7", "E5M8"]
-    assert [point["predicted"] for point in curve] == sorted((point["predicted"] for point in curve), reverse=True)
+    assert [point["predicted"] for point in curve] == sorted(
+        (point["predicted"] for point in curve), reverse=True
+    )
     assert all(p["predicted"] <= p["uniform_predicted"] for p in curve[::2])
     assert bytes_of(nested, find_fit(nested, "fit:800kB")) <= 800_000
 
@@ -102,7 +104,9 @@ def test_the_least_that_a_refusal_names_is_taken(model, text):
     for option in (["--bits", bits], ["--budget", size]):
         told = json.loads(run("fit", model, "--text", text, "--tokens", 128, "--json", *option).stdout)
         assert set(told["fit"]["precisions"].values()) == {"E5M3"}
-    assert "the smallest there is" in refused("fit", model, "--text", text, "--budget", f"{int(size[:-1]) - 1}B")
+    assert "the smallest there is" in refused(
+        "fit", model, "--text", text, "--budget", f"{int(size[:-1]) - 1}B"
+    )
 
 
 def test_where_finer_shards_are_missing_it_is_said(fitted, text, copy_of, monkeypatch):
@@ -116,22 +120,31 @@ def test_where_finer_shards_are_missing_it_is_said(fitted, text, copy_of, monkey
     assert "KL is from" not in run("inspect", model).stdout
     for bits in (6, 7, 8):
         shutil.copy(fitted[0] / shard_name(bits), model)
-    assert "fit:8bits: KL is from E5M5, the finest that was there when it was made, not E5M8" in run("inspect", model).stdout
+    assert (
+        "fit:8bits: KL is from E5M5, the finest that was there when it was made, not E5M8"
+        in run("inspect", model).stdout
+    )
     assert json.loads(run("inspect", model, "--json").stdout)["fits"]["8bits"]["reference"] == "E5M5"
 
 
 def test_a_fit_that_is_replaced_by_one_of_another_measurement_is_named(model, text, tmp_path):
     def notes(text, tokens):
-        return json.loads(run("fit", model, "--text", text, "--bits", 5.2, "--tokens", tokens, "--json").stdout)["notes"]
+        return json.loads(
+            run("fit", model, "--text", text, "--bits", 5.2, "--tokens", tokens, "--json").stdout
+        )["notes"]
 
     assert notes(text, 128) == []
     [note] = notes(text, 256)
     assert note.startswith("this takes the place of the fit:5.2bits of 20")
-    assert note.endswith("measured on held.txt, 128 tokens, from E5M8; now on held.txt, 256 tokens, from E5M8")
+    assert note.endswith(
+        "measured on held.txt, 128 tokens, from E5M8; now on held.txt, 256 tokens, from E5M8"
+    )
     other = tmp_path / "other.txt"
     other.write_text(heldout_text()[4000:8000])
     [note] = notes(other, 256)
-    assert note.endswith("measured on held.txt, 256 tokens, from E5M8; now on other.txt, 256 tokens, from E5M8")
+    assert note.endswith(
+        "measured on held.txt, 256 tokens, from E5M8; now on other.txt, 256 tokens, from E5M8"
+    )
 
 
 def test_names_of_fits_are_never_cut(model, text, monkeypatch):
@@ -151,7 +164,8 @@ def test_names_of_fits_are_never_cut(model, text, monkeypatch):
 def test_one_precision_that_does_better_is_the_fit(model, text, monkeypatch):
     """The sum of losses may mislead: then measuring tells."""
     worst = {name: [0.0] * 6 for name in NestedDirectory(model).schema.packed}
-    monkeypatch.setattr(fitting.Sensitivity, "losses", lambda self, name: worst[name])  # nothing is said to lose anything
+    # nothing is said to lose anything
+    monkeypatch.setattr(fitting.Sensitivity, "losses", lambda self, name: worst[name])
     monkeypatch.setattr(console.out, "_width", 200)
     said = run("fit", model, "--text", text, "--bits", 5.5, "--tokens", 128).stdout
     assert "E5M4 for all of them does better there, so that is the fit" in said
@@ -172,7 +186,9 @@ def test_models_load_switch_and_generate_at_a_fit(fitted):
     otaro.set_precision(model, "FIT:5.20 bits")
     assert otaro.precisions_of(model) == wanted
     otaro.set_precision(model, {"*": fit, "*.mlp.*": "E5M3"})
-    assert otaro.precisions_of(model) == {n: otaro.Precision("E5M3") if ".mlp." in n else p for n, p in wanted.items()}
+    assert otaro.precisions_of(model) == {
+        n: otaro.Precision("E5M3") if ".mlp." in n else p for n, p in wanted.items()
+    }
     otaro.set_precision(model, "E5M8")
     prompt = load_tokenizer(directory)("The file")["input_ids"]
     with otaro.Engine(model) as engine:
@@ -183,7 +199,17 @@ def test_models_load_switch_and_generate_at_a_fit(fitted):
             engine.submit(prompt, precision="fit:9MB")
     assert set(otaro.precisions_of(model).values()) == {otaro.Precision("E5M8")}
     told = json.loads(
-        run("generate", directory, "--prompt", "The file", "-p", "fit:5.2bits", "--max-new-tokens", 12, "--json").stdout
+        run(
+            "generate",
+            directory,
+            "--prompt",
+            "The file",
+            "-p",
+            "fit:5.2bits",
+            "--max-new-tokens",
+            12,
+            "--json",
+        ).stdout
     )
     assert told["text"] == by_fit.text()
 
@@ -201,7 +227,9 @@ def test_a_fit_loads_without_the_planes_it_does_not_need(fitted, copy_of):
 
 def test_eval_and_bench_take_fits_among_precisions(model, text):
     told = json.loads(
-        run("eval", model, "--text", text, "-p", "E5M4,fit:800kB", "--window", 64, "--divergence", "--json").stdout
+        run(
+            "eval", model, "--text", text, "-p", "E5M4,fit:800kB", "--window", 64, "--divergence", "--json"
+        ).stdout
     )
     assert told["precisions"] == ["E5M4", "fit:800kB"]
     entries = [entry for entry in told["entries"] if entry["kind"] == "divergence"]
@@ -225,7 +253,9 @@ def test_bench_times_drafts_of_a_fit(fitted):
 
 def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatch):
     monkeypatch.setattr(fitting.speed, "READ_BYTES", 1 << 20)
-    said = json.loads(run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout)
+    said = json.loads(
+        run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout
+    )
     assert set(said["fit"]["precisions"].values()) == {"E5M8"}  # as slow as one likes
     assert "lets a token read" in said["notes"][0]
     assert "rounds of 24 tokens differed by up to" in said["notes"][0]
@@ -243,10 +273,14 @@ def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatc
         (["--bits", "-4"], "is no budget"),
         (
             ["--bits", "3"],
-            "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give --bits 4.1.. or",
+            "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give --bits "
+            "4.1.. or",
         ),
         (["--budget", "1kB"], "--budget 1kB: E5M3, the smallest there is"),
-        (["--bits", "5", "--tokens", "100000"], "tokens; .* are the least, half to measure on and half to check on"),
+        (
+            ["--bits", "5", "--tokens", "100000"],
+            "tokens; .* are the least, half to measure on and half to check on",
+        ),
         (["--bits", "5", "--text", "nowhere.txt"], "nowhere.txt does not exist"),
     ],
 )
@@ -259,7 +293,9 @@ def test_refusals(model, text, options, why):
 
 def test_models_that_cannot_be_fitted_are_refused(fitted, text, copy_of):
     coarse = copy_of(fitted[0], planes=(3,))
-    assert "has no more than E5M3: there is nothing to choose" in refused("fit", coarse, "--text", text, "--bits", 5)
+    assert "has no more than E5M3: there is nothing to choose" in refused(
+        "fit", coarse, "--text", text, "--bits", 5
+    )
     damaged = copy_of(fitted[0])
     (damaged / "precisions.json").write_text("{}")
     assert "cannot be used" in refused("fit", damaged, "--text", text, "--bits", 5)
@@ -271,9 +307,13 @@ def test_where_a_fit_makes_no_sense_it_is_refused_in_words(fitted, tmp_path, tex
     assert "--to mlx one for all tensors; export it to gguf or hf" in refused(
         "export", fitted[0], out, "-p", "fit:800kB", "--to", "mlx"
     )
-    assert "is a checkpoint: pack it, then fit" in refused("eval", "builtin", "--text", text, "-p", "fit:800kB")
+    assert "is a checkpoint: pack it, then fit" in refused(
+        "eval", "builtin", "--text", text, "-p", "fit:800kB"
+    )
     assert not out.exists()
-    assert "has no fit:9MB, there are fit:5.2bits, fit:800kB" in refused("eval", fitted[0], "--text", text, "-p", "fit:9MB")
+    assert "has no fit:9MB, there are fit:5.2bits, fit:800kB" in refused(
+        "eval", fitted[0], "--text", text, "-p", "fit:9MB"
+    )
 
 
 def test_an_interruption_says_where_to_go_on(model, text, monkeypatch):
@@ -288,13 +328,20 @@ def test_an_interruption_says_where_to_go_on(model, text, monkeypatch):
 
 
 def test_a_fit_is_exported_exactly_where_tensors_may_differ(fitted, tmp_path):
-    told = json.loads(run("export", fitted[0], tmp_path / "hf", "-p", "fit:800kB", "--to", "hf", "--json").stdout)
+    told = json.loads(
+        run("export", fitted[0], tmp_path / "hf", "-p", "fit:800kB", "--to", "hf", "--json").stdout
+    )
     assert (told["precision"], told["exact"]) == ("fit:800kB", True)
-    model, written = otaro.load(fitted[0], "fit:800kB"), AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    model, written = (
+        otaro.load(fitted[0], "fit:800kB"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32"),
+    )
     for name, module in model.sefp.modules.items():
         assert torch.equal(written.get_submodule(name).weight, module.weight), name
     pytest.importorskip("gguf", reason="gguf is not installed")
-    told = json.loads(run("export", fitted[0], tmp_path / "m.gguf", "-p", "fit:800kB", "--to", "gguf", "--json").stdout)
+    told = json.loads(
+        run("export", fitted[0], tmp_path / "m.gguf", "-p", "fit:800kB", "--to", "gguf", "--json").stdout
+    )
     assert told["exact"]
     wanted = {"E5M3": "Q4_0", "E5M4": "Q5_1", "E5M5": "Q8_0"}  # finer ones in F16
     precisions = find_fit(NestedDirectory(fitted[0]), "fit:800kB").precisions.values()

@@ -93,7 +93,9 @@ def test_the_page_of_tune_is_read_at_a_glance():
 
 
 def test_tune_has_the_options_that_it_ever_had():
-    assert {name for p in COMMANDS["tune",].params for name in (*p.opts, *p.secondary_opts)} == set(TUNE.split())
+    assert {name for p in COMMANDS["tune",].params for name in (*p.opts, *p.secondary_opts)} == set(
+        TUNE.split()
+    )
 
 
 def test_the_options_of_tune_are_the_fields_of_its_configuration():
@@ -119,7 +121,11 @@ def completed(words, shell="bash"):
     tool = Path(sys.executable).parent / "otaro"
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1), "_TYPER_COMPLETE_ARGS": words}
     done = subprocess.run(
-        [tool], env=os.environ | asked | {"_OTARO_COMPLETE": f"complete_{shell}"}, capture_output=True, text=True, check=False
+        [tool],
+        env=os.environ | asked | {"_OTARO_COMPLETE": f"complete_{shell}"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert not done.stderr
     return done.stdout
@@ -148,24 +154,36 @@ def test_other_shells_complete_too():
 def test_completion_is_shown_and_installed(tmp_path):
     tool = Path(sys.executable).parent / "otaro"
     env = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run([tool, "--install-completion", "bash"], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [tool, "--install-completion", "bash"], env=env, capture_output=True, text=True, check=True
+    )
     assert "completion installed" in done.stdout
     script = (tmp_path / ".bash_completions" / "otaro.sh").read_text()
     assert "_OTARO_COMPLETE=complete_bash" in script
     assert str(tmp_path / ".bash_completions" / "otaro.sh") in (tmp_path / ".bashrc").read_text()
-    done = subprocess.run([tool, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [tool, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == script.strip()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
 def test_bash_completes_by_the_script_that_is_shown():
     folder = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    env = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+    }
     script = subprocess.run(
         [folder / "otaro", "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True
     ).stdout
-    typed = "COMP_WORDS=(otaro chat DIR -p E5M); COMP_CWORD=4; _otaro_completion otaro; echo ${COMPREPLY[@]}; complete -p otaro"
-    done = subprocess.run(["bash", "--norc", "-c", script + typed], env=env, capture_output=True, text=True, check=True)
+    typed = (
+        "COMP_WORDS=(otaro chat DIR -p E5M); COMP_CWORD=4; _otaro_completion otaro; echo "
+        "${COMPREPLY[@]}; complete -p otaro"
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script + typed], env=env, capture_output=True, text=True, check=True
+    )
     offered, rule = done.stdout.splitlines()
     assert offered == "E5M8 E5M7 E5M6 E5M5 E5M4 E5M3"
     assert "-o default" in rule  # where we offer nothing, bash offers files

@@ -22,7 +22,10 @@ def test_the_builtin_model_is_calibrated_on_the_builtin_text(tmp_path):
     windows = json.loads((tmp_path / "out" / "otaro.json").read_text())["calibrated"]["windows"]
     assert report["calibrated"]["tokens"] == windows[0] * windows[1]
     NestedDirectory(tmp_path / "out").verify()
-    assert f"calibrated on {report['calibrated']['tokens']:,} tokens of builtin" in invoke("inspect", tmp_path / "out").stdout
+    assert (
+        f"calibrated on {report['calibrated']['tokens']:,} tokens of builtin"
+        in invoke("inspect", tmp_path / "out").stdout
+    )
     told = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout.splitlines()[-1])
     assert told["calibrated"] == {"text": "builtin", "tokens": report["calibrated"]["tokens"]}
 
@@ -57,7 +60,10 @@ def test_what_is_packed_plainly_is_named(tmp_path, monkeypatch):
     done = invoke("pack", "builtin", tmp_path / "out", "--calibrate", "builtin", "--samples", 1)
     assert done.exit_code == 0, done.output
     assert "calibrated on 256 tokens of builtin" in " ".join(done.stdout.split())
-    assert "packed plainly: model.layers.0.mlp.down_proj.weight: it reads fewer tokens than it has inputs" in done.stdout
+    assert (
+        "packed plainly: model.layers.0.mlp.down_proj.weight: it reads fewer tokens than it has inputs"
+        in done.stdout
+    )
 
 
 def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):

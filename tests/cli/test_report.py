@@ -16,7 +16,19 @@ def run_folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("report")
     (home / "text.txt").write_text(topics_training_text()[:20000])
     out, small = home / "run", ["--steps", 3, "--batch-size", 4, "--sequence-length", 64]
-    done("tune", "builtin", "--data", home / "text.txt", "--out", out, "--recipe", "paper", "--group-size", 32, *small)
+    done(
+        "tune",
+        "builtin",
+        "--data",
+        home / "text.txt",
+        "--out",
+        out,
+        "--recipe",
+        "paper",
+        "--group-size",
+        32,
+        *small,
+    )
     return out
 
 
@@ -47,7 +59,8 @@ def test_a_checkpoint_is_measured_and_packed_as_it_was_tuned(run_folder, tmp_pat
     assert json.loads((moved / "otaro.json").read_text()) == {"group_size": 32, "reconstruction": "truncate"}
     as_packed = perplexities(run_folder / "nested", text)
     assert perplexities(moved, text) == as_packed
-    assert perplexities(moved, text, "--reconstruction", "midpoint")["E5M3"] < as_packed["E5M3"]  # the paper's is worse
+    # the paper's is worse
+    assert perplexities(moved, text, "--reconstruction", "midpoint")["E5M3"] < as_packed["E5M3"]
     stored = json.loads((moved / "quality.json").read_text())["entries"]
     codings = [(entry["group_size"], entry["reconstruction"]) for entry in stored]
     assert codings == 2 * [(32, "truncate")] + 2 * [(32, "midpoint")]

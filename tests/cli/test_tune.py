@@ -69,7 +69,8 @@ def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everyt
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log[:-1]] == list(range(1, 7))
     assert report["average"] == {name: log[-1][name] for name in ("averaged", "last", "average", "kept")}
-    kept = math.log(math.prod(report["after"][name] for name in names[1:])) / 6  # what is measured is what was kept
+    # what is measured is what was kept
+    kept = math.log(math.prod(report["after"][name] for name in names[1:])) / 6
     assert kept == pytest.approx(min(report["average"]["last"], report["average"]["average"]))
     model = otaro.load(tmp_path / "run" / "nested", "E5M3")
     packed_again = otaro.pack(tmp_path / "run" / "model", tmp_path / "again")
@@ -77,12 +78,16 @@ def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everyt
 
 
 def test_what_was_tuned_is_what_is_opened_and_measured(text, tmp_path):
-    """A bfloat16 model is tuned in float32: a config that still said bfloat16 would have every reader round the weights."""
+    """A bfloat16 model is tuned in float32: a config that still said bfloat16 would have every reader round
+    the weights.
+    """
     from otaro.builtin import MODEL_DIR
 
     source = shutil.copytree(MODEL_DIR, tmp_path / "source")
     AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).save_pretrained(source)
-    tuned = CliRunner().invoke(app, ["tune", str(source), "--data", str(text), "--out", str(tmp_path / "run"), *SMALL])
+    tuned = CliRunner().invoke(
+        app, ["tune", str(source), "--data", str(text), "--out", str(tmp_path / "run"), *SMALL]
+    )
     assert tuned.exit_code == 0, tuned.output + repr(tuned.exception)
     stored = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in stored.values())
@@ -102,7 +107,10 @@ def test_tuning_for_all_precisions_helps_the_coarsest_most(text, tmp_path):
     report = json.loads(result.stdout)
     change = {name: report["after"][name] / report["before"][name] for name in report["before"]}
     assert change["E5M3"] < change["E5M8"]
-    assert report["after"]["E5M3"] / report["after"]["E5M8"] < report["before"]["E5M3"] / report["before"]["E5M8"]
+    assert (
+        report["after"]["E5M3"] / report["after"]["E5M8"]
+        < report["before"]["E5M3"] / report["before"]["E5M8"]
+    )
 
 
 def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
@@ -122,30 +130,48 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
         ([], 5e-5, {"calibrate": True, "average": 0.5}),
         (["--method", "fp"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "average": 0.0}),
         (["--method", "fp", "--calibrate"], 5e-5, {"full": 0.0, "calibrate": True, "average": 0.0}),
-        (["--method", "bps", "--l2-sp", "5"], 5e-5, {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0}),
+        (
+            ["--method", "bps", "--l2-sp", "5"],
+            5e-5,
+            {"full": 0.0, "distill": 0.0, "l2_sp": 5.0, "average": 0.0},
+        ),
         (["--method", "fixed:E5M4", "--lr", "2e-4", "--full", "0.5"], 2e-4, {"full": 0.5, "distill": 0.0}),
         (["--no-calibrate"], 5e-5, {"full": None, "calibrate": False}),
         (["--average", "0"], 5e-5, {"full": None, "distill": 0.5, "average": 0.0}),
-        (["--method", "uniform"], 5e-5, {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "calibrate": False}),
+        (
+            ["--method", "uniform"],
+            5e-5,
+            {"weights": [1.0] * 6, "full": 0.0, "distill": 0.0, "calibrate": False},
+        ),
         (["--full", "0.25", "--no-calibrate"], 5e-5, {"full": 0.25, "distill": 0.5, "calibrate": False}),
-        (["--recipe", "paper", "--method", "bps"], 1e-5, {"full": 0.0, "calibrate": False, "reconstruction": "truncate"}),
+        (
+            ["--recipe", "paper", "--method", "bps"],
+            1e-5,
+            {"full": 0.0, "calibrate": False, "reconstruction": "truncate"},
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(monkeypatch, tmp_path, flags, rate, added):
+def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(
+    monkeypatch, tmp_path, flags, rate, added
+):
     chosen = []
     monkeypatch.setattr("otaro.cli.tune.TuningRun.go", lambda run: chosen.append(run) or {})
-    done = CliRunner().invoke(app, ["tune", "builtin", "--data", "builtin", "--out", str(tmp_path), "--json", *flags])
+    done = CliRunner().invoke(
+        app, ["tune", "builtin", "--data", "builtin", "--out", str(tmp_path), "--json", *flags]
+    )
     assert done.exit_code == 0, done.output + repr(done.exception)
     stated = chosen[0].stated
     assert stated["training"]["lr"] == rate
     assert {name: stated["options"][name] for name in added} == added
-    told = Run("run", tmp_path, stated, *[None] * 9).command  # as the report has it: it makes the same run again
+    # as the report has it: it makes the same run again
+    told = Run("run", tmp_path, stated, *[None] * 9).command
     assert CliRunner().invoke(app, [*shlex.split(told)[1:], "--json"]).exit_code == 0
     assert chosen[1].stated == {**stated, "recipe": "best"}
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora", "4"]], ids=" ".join)  # of other methods: tests/tune/test_resume.py
+# of other methods: tests/tune/test_resume.py
+@pytest.mark.parametrize("flags", [[], ["--lora", "4"]], ids=" ".join)
 def test_resuming_needs_no_other_option_and_ends_in_the_same_weights(text, tmp_path, flags):
     if "--lora" in flags:
         pytest.importorskip("peft", reason="peft is not installed")
@@ -176,11 +202,17 @@ def done(text, tmp_path_factory):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--distill", "0.1", "--lr", "1e-5"], "--distill is 0.1, the run has 0.5; --lr is 1e-05, the run has 0.001."),
+        (
+            ["--distill", "0.1", "--lr", "1e-5"],
+            "--distill is 0.1, the run has 0.5; --lr is 1e-05, the run has 0.001.",
+        ),
         (["--recipe", "paper"], "--recipe is paper, the run has best."),
         (["--method", "bps"], "--method is bps, the run has uniform."),
         (["--lambda", "2"], "--lambda is 2.0, the run has 5.0."),
-        (["--weights", "1,1,1,1,1,2"], "--weights is 1.0,1.0,1.0,1.0,1.0,2.0, the run has 0.0,0.0,0.0,1.0,1.25,2.6."),
+        (
+            ["--weights", "1,1,1,1,1,2"],
+            "--weights is 1.0,1.0,1.0,1.0,1.0,2.0, the run has 0.0,0.0,0.0,1.0,1.25,2.6.",
+        ),
         (["--bf16"], "--bf16 is on, the run has off."),
         (["--lora", "4"], "--lora is 4, the run has not given."),
         (["--hold-out", "0.2"], "--hold-out is 0.2, the run has 0.05."),
@@ -211,7 +243,11 @@ def test_the_number_of_processes_belongs_to_a_run(done, copy_of):
     stated = json.loads((run / "config.json").read_text())
     words = "has 2 process(es), this is 1; go on with: {} -m otaro tune --resume --out {}"
     for launcher in ("accelerate launch --use_fsdp --num_processes 2", "torchrun --nproc_per_node 2"):
-        now = {"processes": 2, "launcher": f"{launcher} -m otaro"} if "accelerate" in launcher else {"processes": 2}
+        now = (
+            {"processes": 2, "launcher": f"{launcher} -m otaro"}
+            if "accelerate" in launcher
+            else {"processes": 2}
+        )
         (run / "config.json").write_text(json.dumps({**stated, "launcher": None, **now}))
         assert words.format(launcher, run) in str(invoke("tune", "--resume", "--out", run).exception)
 
@@ -225,7 +261,8 @@ def test_resuming_notices_other_data_and_another_model_by_their_content(text, do
     assert "changed since the run in" in str(other.exception)
 
     moved = Path(shutil.copy(text, tmp_path / "moved.txt"))
-    same = invoke("tune", model, "--resume", "--out", copy_of(done), "--data", moved)  # other names, the same content
+    # other names, the same content
+    same = invoke("tune", model, "--resume", "--out", copy_of(done), "--data", moved)
     assert same.exit_code == 0, same.output + repr(same.exception)
 
     weights = load_file(model / "model.safetensors")
@@ -243,7 +280,9 @@ def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
     assert longer.exit_code == 0, longer.output + repr(longer.exception)
     assert json.loads(longer.stdout)["steps"] == 10
     rates = [record["lr"] for record in steps_of(run) if "lr" in record]
-    assert rates[6:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(6, 10)])
+    assert rates[6:] == pytest.approx(
+        [1e-3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(6, 10)]
+    )
     assert json.loads((run / "config.json").read_text())["training"]["steps"] == 10
     state = json.loads((run / "checkpoints" / "checkpoint-10" / "otaro_state.json").read_text())
     assert state["averaged"] == 4  # of the steps since: those before lie partly outside of the last five
@@ -251,7 +290,9 @@ def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
     assert json.loads(again.stdout) == json.loads(longer.stdout)
 
 
-def test_a_complete_run_that_is_resumed_says_that_there_is_nothing_to_do_and_does_nothing(done, copy_of, monkeypatch):
+def test_a_complete_run_that_is_resumed_says_that_there_is_nothing_to_do_and_does_nothing(
+    done, copy_of, monkeypatch
+):
     run = copy_of(done)
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with monkeypatch.context() as once:
@@ -304,14 +345,29 @@ def test_the_examples_to_measure_on_may_be_others_or_none(text, tmp_path):
 
 
 def test_perplexity_of_few_tokens_or_of_none_says_so(capsys):
-    result = {"out": "run", "seconds": 1.0, "steps": 2, "before": {"fp": 2.0}, "after": {"fp": 1.0}, "longest": 64}
+    result = {
+        "out": "run",
+        "seconds": 1.0,
+        "steps": 2,
+        "before": {"fp": 2.0},
+        "after": {"fp": 1.0},
+        "longest": 64,
+    }
     few = "24 tokens, in sequences of up to 64; too few to tell precisions apart"
     for tokens, words in ((24, few), (2_000, "measured on 2,000 tokens, in sequences of up to 64\n")):
         _show({**result, "tokens": tokens})
         assert words in capsys.readouterr().out
     for kept, words in (
-        ("average", "last 75 steps were averaged: their mean is kept, as its held-out loss is 2.1000 and that of the last"),
-        ("last", "last 75 steps were averaged: the last weights are kept, as their held-out loss is 2.2000 and that of"),
+        (
+            "average",
+            "last 75 steps were averaged: their mean is kept, as its held-out loss is 2.1000 and "
+            "that of the last",
+        ),
+        (
+            "last",
+            "last 75 steps were averaged: the last weights are kept, as their held-out loss is 2.2000 "
+            "and that of",
+        ),
     ):
         _show({**result, "tokens": 1, "average": {"averaged": 75, "last": 2.2, "average": 2.1, "kept": kept}})
         assert words in " ".join(capsys.readouterr().out.split())
@@ -322,16 +378,26 @@ def test_perplexity_of_few_tokens_or_of_none_says_so(capsys):
 def test_a_sequence_longer_than_the_model_has_positions_is_shortened_and_that_is_said(text, tmp_path):
     result = tune(text, tmp_path / "run", "--sequence-length", 4096, "--steps", 1, "--hold-out", 0)
     assert result.exit_code == 0, result.output + repr(result.exception)
-    assert " ".join(result.stderr.split()).count("--sequence-length 4096 is shortened to the 512 positions of this model") == 1
+    assert (
+        " ".join(result.stderr.split()).count(
+            "--sequence-length 4096 is shortened to the 512 positions of this model"
+        )
+        == 1
+    )
 
 
 def test_bfloat16_needs_no_gpu(text, tmp_path):
     result = tune(text, tmp_path / "run", "--bf16", "--steps", 2, "--hold-out", 0)
     assert result.exit_code == 0, result.output + repr(result.exception)
-    assert load_file(tmp_path / "run" / "model" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    assert (
+        load_file(tmp_path / "run" / "model" / "model.safetensors")["model.norm.weight"].dtype
+        == torch.float32
+    )
 
 
-@pytest.mark.parametrize("place", ["transformers.TrainingArguments", "otaro.tune.trainer.OtaroTrainer.__init__"])
+@pytest.mark.parametrize(
+    "place", ["transformers.TrainingArguments", "otaro.tune.trainer.OtaroTrainer.__init__"]
+)
 def test_what_another_library_refuses_is_one_line_and_leaves_no_folder(text, tmp_path, monkeypatch, place):
     def refuse(*_, **__):
         raise ValueError("your setup\ncannot do that")
@@ -346,11 +412,17 @@ def test_what_another_library_refuses_is_one_line_and_leaves_no_folder(text, tmp
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("ACCELERATE_MIXED_PRECISION", "fp16", "accelerate was told to compute in fp16; leave that to --bf16"),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "fp16",
+            "accelerate was told to compute in fp16; leave that to --bf16",
+        ),
         ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed is not supported"),
     ],
 )
-def test_settings_of_a_launcher_that_do_not_fit_are_refused(text, tmp_path, monkeypatch, variable, value, words):
+def test_settings_of_a_launcher_that_do_not_fit_are_refused(
+    text, tmp_path, monkeypatch, variable, value, words
+):
     monkeypatch.setenv(variable, value)
     assert words in str(tune(text, tmp_path / "run").exception)
     assert not (tmp_path / "run").exists()
@@ -396,38 +468,59 @@ def in_the_foreground():
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "step"), [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, 3)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "status", "step"),
+    [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, 3)],
+    ids=["Ctrl-C", "SIGTERM"],
 )
 @pytest.mark.usefixtures("in_the_foreground")
-def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(text, tmp_path, monkeypatch, number, status, step):
+def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(
+    text, tmp_path, monkeypatch, number, status, step
+):
     run = tmp_path / "run"
     fail_at(monkeypatch, step, lambda: os.kill(os.getpid(), number))
     result = tune(text, run, "--hold-out", 0)
     assert result.exit_code == status
     said = " ".join(result.stderr.split())
     if step > 4:
-        assert f"interrupted: kept is {run}/checkpoints/checkpoint-4; go on with: otaro tune --resume --out {run}" in said
+        assert (
+            f"interrupted: kept is {run}/checkpoints/checkpoint-4; go on with: otaro tune --resume --out "
+            f"{run}" in said
+        )
     else:
         assert "interrupted: nothing is kept, as the first checkpoint comes after 4 steps" in said
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try_and_what_is_kept(text, tmp_path, monkeypatch):
+def test_a_run_without_memory_ends_in_a_sentence_that_says_what_to_try_and_what_is_kept(
+    text, tmp_path, monkeypatch
+):
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     fail_at(monkeypatch, 6, fail)
     stopped = tune(text, tmp_path / "run", "--hold-out", 0).exception
     assert isinstance(stopped, otaro.OtaroError)
-    tries = ("--batch-size", "--grad-accum", "--gradient-checkpointing", "--optimizer adamw8bit", "--lora", "--fsdp")
+    tries = (
+        "--batch-size",
+        "--grad-accum",
+        "--gradient-checkpointing",
+        "--optimizer adamw8bit",
+        "--lora",
+        "--fsdp",
+    )
     assert all(part in str(stopped) for part in ("out of memory", *tries, "checkpoint-4; go on with"))
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
+)
 def test_so_does_one_without_memory_on_the_host(error):
     run = SimpleNamespace(kept=lambda: "this is kept")
-    with pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"), explained(run):
+    with (
+        pytest.raises(otaro.OtaroError, match=r"out of memory; try a smaller --batch-size .*; this is kept"),
+        explained(run),
+    ):
         raise error
 
 
@@ -446,7 +539,10 @@ def test_two_runs_in_one_folder_are_refused(text, tmp_path):
         (["--weights", "one"], "--weights one: give numbers"),
         (["--l2-sp", "23", "--lr", "0.1"], "--l2-sp 23 undoes every step at --lr 0.1"),
         (["--l2-sp", "-1"], "--l2-sp -1.0: must be a number, and not negative"),
-        (["--method", "fp", "--full", "0.5"], "--full 0.5: --method fp has all of its loss in full precision"),
+        (
+            ["--method", "fp", "--full", "0.5"],
+            "--full 0.5: --method fp has all of its loss in full precision",
+        ),
         (["--average", "70"], "--average 70.0: must be between 0 and 1"),
         (["--epochs", "1"], "--epochs and --steps contradict"),
         (["--hold-out", "1"], "--hold-out 1.0: must be 0 or more, and less than 1"),

@@ -16,8 +16,24 @@ from otaro.cli.main import app
 from otaro.file.checkpoint import Checkpoint
 from otaro.tune.forms import PROMPT
 
-SMALL = ["--steps", "1", "--batch-size", "1", "--sequence-length", "96", "--eval-tokens", "64", "--method", "fp"]
-CHAT = {"messages": [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A sequence."}]}
+SMALL = [
+    "--steps",
+    "1",
+    "--batch-size",
+    "1",
+    "--sequence-length",
+    "96",
+    "--eval-tokens",
+    "64",
+    "--method",
+    "fp",
+]
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "What is a list?"},
+        {"role": "assistant", "content": "A sequence."},
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +59,9 @@ def tune(model, data, out, *more):
 
 
 @pytest.mark.parametrize(("flags", "bos"), [([], True), (["--no-bos"], False)], ids=["", "--no-bos"])
-def test_a_run_records_whether_its_sequences_begin_with_the_beginning_of_text(model, text, tmp_path, flags, bos):
+def test_a_run_records_whether_its_sequences_begin_with_the_beginning_of_text(
+    model, text, tmp_path, flags, bos
+):
     result = tune(model, text, tmp_path / "run", *flags, "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
     stated = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -61,16 +79,25 @@ def test_a_base_model_tuned_on_chats_speaks_the_template_it_was_given(model, tmp
     empty = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": ""}]}
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [CHAT] * 3 + [empty])))
     refused = tune(model, tmp_path / "chats.jsonl", tmp_path / "run")
-    assert "this model has no chat template; give it one, such as --chat-template alpaca" in str(refused.exception)
+    assert "this model has no chat template; give it one, such as --chat-template alpaca" in str(
+        refused.exception
+    )
     result = tune(model, tmp_path / "chats.jsonl", tmp_path / "run", "--chat-template", "alpaca")
     assert result.exit_code == 0, result.output + repr(result.exception)
     assert "1 of 4 rows left out: empty answer" in result.stderr.splitlines()
     for kept in (tmp_path / "run" / "model", tmp_path / "run" / "nested"):
         tokenizer = AutoTokenizer.from_pretrained(kept)
-        prompt = tokenizer.apply_chat_template(CHAT["messages"][:1], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            CHAT["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
         assert prompt == "<s>" + PROMPT.format(instruction="What is a list?")
-        assert GenerationConfig.from_pretrained(kept).eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
-    chat = CliRunner().invoke(app, ["chat", str(tmp_path / "run" / "nested"), "--max-new-tokens", "2"], input="Hello\n")
+        assert GenerationConfig.from_pretrained(kept).eos_token_id in (
+            tokenizer.eos_token_id,
+            [tokenizer.eos_token_id],
+        )
+    chat = CliRunner().invoke(
+        app, ["chat", str(tmp_path / "run" / "nested"), "--max-new-tokens", "2"], input="Hello\n"
+    )
     assert chat.exit_code == 0, chat.output + repr(chat.exception)
     assert "no chat template" not in chat.stderr
 
@@ -78,5 +105,7 @@ def test_a_base_model_tuned_on_chats_speaks_the_template_it_was_given(model, tmp
 def test_a_template_that_does_not_exist_is_refused_before_anything_is_written(text, tmp_path):
     result = tune("builtin", text, tmp_path / "run", "--chat-template", "chatm")
     assert isinstance(result.exception, otaro.OtaroError)
-    assert "--chat-template chatm is not built in (alpaca, chatml, vicuna) and cannot be read" in str(result.exception)
+    assert "--chat-template chatm is not built in (alpaca, chatml, vicuna) and cannot be read" in str(
+        result.exception
+    )
     assert not (tmp_path / "run").exists()

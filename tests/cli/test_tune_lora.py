@@ -33,13 +33,28 @@ def test_what_was_tuned_is_what_is_packed_bit_for_bit(half, tmp_path, monkeypatc
             if hasattr(layer, "lora_A"):
                 assert layer.base_layer.weight.dtype == torch.bfloat16
                 weight = fake_quant.merged_weight(layer.base_layer.weight, *fake_quant._factors(layer))
-                tuned[name] = [fake_quant.quantize(weight, p.mantissa_bits, 64, "midpoint") for p in PRECISIONS]
+                tuned[name] = [
+                    fake_quant.quantize(weight, p.mantissa_bits, 64, "midpoint") for p in PRECISIONS
+                ]
         return merge(model)
 
     monkeypatch.setattr(fake_quant, "merge_lora", watched)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 1 << 16)
     (tmp_path / "text.txt").write_text(topics_training_text()[:20000])
-    settings = ["--steps", 3, "--batch-size", 2, "--sequence-length", 64, "--lr", "1e-2", "--eval-tokens", 64, "--lora", 4]
+    settings = [
+        "--steps",
+        3,
+        "--batch-size",
+        2,
+        "--sequence-length",
+        64,
+        "--lr",
+        "1e-2",
+        "--eval-tokens",
+        64,
+        "--lora",
+        4,
+    ]
     settings.append("--no-calibrate")  # which chooses other codes
     command = ["tune", half, "--data", tmp_path / "text.txt", "--out", tmp_path / "run", *settings]
     done = CliRunner().invoke(app, [str(part) for part in command])
@@ -78,13 +93,19 @@ def test_a_checkpoint_is_loaded_in_its_type_only_where_nothing_is_rounded(half, 
 
 
 def test_a_model_without_plain_linears_takes_no_adapters(make_checkpoint):
-    with pytest.raises(otaro.OtaroError, match="--lora adapts plain linear layers, and GPT2LMHeadModel has none; tune it"):
+    with pytest.raises(
+        otaro.OtaroError, match="--lora adapts plain linear layers, and GPT2LMHeadModel has none; tune it"
+    ):
         tune_model.load_model(make_checkpoint("gpt2"), Training(lora=4))
 
 
 def test_the_8_bit_optimizer_without_its_package_is_refused_in_words(half, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(otaro.OtaroError, match=r"adamw8bit needs the package bitsandbytes; install it with: pip install"):
+    with pytest.raises(
+        otaro.OtaroError,
+        match=r"adamw8bit needs the package bitsandbytes; install it with: "
+        r"pip install",
+    ):
         tune_model.load_model(half, Training(optimizer="adamw8bit"))
 
 

@@ -48,7 +48,9 @@ def losses(monkeypatch, calibrated):
     monkeypatch.setattr(HeldOut, "loss", lambda held_out, model: calibrated)
 
 
-def test_codes_chosen_on_the_data_are_kept_where_held_out_data_prefer_them(model, text, tmp_path, monkeypatch):
+def test_codes_chosen_on_the_data_are_kept_where_held_out_data_prefer_them(
+    model, text, tmp_path, monkeypatch
+):
     losses(monkeypatch, 0.5)
     run = tmp_path / "run"
     report, told = tune(model, text, run)
@@ -73,14 +75,20 @@ def test_plain_rounding_is_kept_where_it_is_no_worse(model, text, tmp_path, monk
     assert report["packing"]["kept"] == "plain"
     assert read_calibrated(tmp_path / "run" / "nested") is None
     plain = otaro.pack(tmp_path / "run" / "model", tmp_path / "plain")
-    assert plain.base.header.model == otaro.load(tmp_path / "run" / "nested", "E5M3").sefp.nested.base.header.model
+    assert (
+        plain.base.header.model
+        == otaro.load(tmp_path / "run" / "nested", "E5M3").sefp.nested.base.header.model
+    )
 
 
 @pytest.mark.parametrize("flags", [["--lora", 4], ["--method", "fp"], ["--method", "fixed:E5M4"]], ids=str)
 def test_what_is_judged_is_the_loss_of_the_file(model, text, tmp_path, flags):
     """At the precisions that were tuned for; of tuning as usual, at all."""
     report, _ = tune(model, text, tmp_path / "run", *flags, "--calibrate")
-    packing, own = report["packing"], [p for p in otaro.PRECISIONS if "fixed:E5M4" not in flags or str(p) == "E5M4"]
+    packing, own = (
+        report["packing"],
+        [p for p in otaro.PRECISIONS if "fixed:E5M4" not in flags or str(p) == "E5M4"],
+    )
     assert packing["kept"] == min(("plain", "calibrated"), key=packing.get)
     found = math.log(math.prod(report["after"][str(p)] for p in own)) / len(own)
     assert found == pytest.approx(packing[packing["kept"]])
@@ -110,11 +118,16 @@ def test_few_held_out_tokens_judge_nothing(model, text, tmp_path):
 def test_few_data_are_packed_plainly(model, tmp_path):
     (tmp_path / "few.txt").write_text(otaro_text()[:1000])
     report, told = tune(model, tmp_path / "few.txt", tmp_path / "run", "--eval-data", tmp_path / "few.txt")
-    assert "--calibrate: left out, each weight will be rounded by itself: the examples to calibrate on have" in told
+    assert (
+        "--calibrate: left out, each weight will be rounded by itself: the examples to calibrate on have"
+        in told
+    )
     assert report["packing"] is None
 
 
-@pytest.mark.parametrize("error", [OtaroError("layers that branch"), torch.OutOfMemoryError("no room\nat all")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OtaroError("layers that branch"), torch.OutOfMemoryError("no room\nat all")], ids=repr
+)
 def test_whatever_goes_wrong_there_leaves_a_whole_run(model, text, tmp_path, monkeypatch, error):
     def refuse(*_, **__):
         raise error
@@ -134,7 +147,9 @@ def test_ctrl_c_there_leaves_a_packed_model_and_says_so(model, text, tmp_path, m
     monkeypatch.setattr("otaro.calibrate.run.pack_calibrated", interrupt)
     done = invoke("tune", model, "--data", text, "--out", run, *QUICK)
     assert done.exit_code == 130
-    assert f"interrupted: {run}/nested is there, packed plainly, and kept is {run}/checkpoints" in " ".join(done.stderr.split())
+    assert f"interrupted: {run}/nested is there, packed plainly, and kept is {run}/checkpoints" in " ".join(
+        done.stderr.split()
+    )
     assert otaro.load(run / "nested", "E5M3")
 
 

@@ -1,4 +1,5 @@
-"""`otaro tune` in two processes on a CPU, as torchrun and accelerate launch start it, without any setting of theirs.
+"""`otaro tune` in two processes on a CPU, as torchrun and accelerate launch start it, without any setting of
+theirs.
 
 Launches are few and shared, since most of their time goes into imports.
 """
@@ -32,10 +33,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "otaro"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy"]
+ACCELERATE = [
+    "-m",
+    "accelerate.commands.launch",
+    "--use_fsdp",
+    "--fsdp_version",
+    "2",
+    "--fsdp_auto_wrap_policy",
+]
 ACCELERATE += ["TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type", "FULL_STATE_DICT", "--num_processes", "2"]
 ACCELERATE += ["--main_process_port", "0", "-m", "otaro"]
-# Plain SGD, with all that must be shared out or averaged: what a rounding changes stays a rounding, unlike with Adam.
+# Plain SGD, with all that must be shared out or averaged: what a rounding changes stays a rounding, unlike
+# with Adam.
 SETTINGS = ["--optimizer", "sgd", "--lr", "1e-3", "--l2-sp", "5", "--steps", "8", "--sequence-length", "32"]
 SETTINGS += ["--save-every", "3", "--hold-out", "0.1", "--eval-tokens", "1200", "--json"]
 
@@ -92,7 +101,9 @@ def alone(folder, text):
 def whole(folder, text):
     """Two processes, started by torchrun."""
     run = folder / "whole"
-    return run, report_of(launch(TORCHRUN, "tune", "builtin", "--data", text, "--out", run, "--batch-size", 2, *SETTINGS))
+    return run, report_of(
+        launch(TORCHRUN, "tune", "builtin", "--data", text, "--out", run, "--batch-size", 2, *SETTINGS)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +127,15 @@ def resumed(folder, text):
 def sharded(folder, text):
     """With FSDP2, started by accelerate launch."""
     run = folder / "sharded"
-    return run, report_of(launch(ACCELERATE, "tune", "builtin", "--data", text, "--out", run, "--batch-size", 2, *SETTINGS))
+    return run, report_of(
+        launch(ACCELERATE, "tune", "builtin", "--data", text, "--out", run, "--batch-size", 2, *SETTINGS)
+    )
 
 
 def _descendants(pid):
-    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
     parents = {int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())}
     found = [pid]
     for one in found:
@@ -137,20 +152,32 @@ def log_of(run):
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("case", ["whole", *(pytest.param(one, marks=pytest.mark.slow) for one in ("resumed", "sharded"))])
+@pytest.mark.parametrize(
+    "case", ["whole", *(pytest.param(one, marks=pytest.mark.slow) for one in ("resumed", "sharded"))]
+)
 def test_two_processes_leave_one_run_equal_to_one_process_with_twice_the_batch(request, case, alone):
     (run, report), (alone_run, alone_report) = request.getfixturevalue(case), alone
     assert {path.name for path in run.iterdir()} == {path.name for path in alone_run.iterdir()}
-    told = [[(line["step"], line.get("precision"), line.get("kept")) for line in log_of(one)] for one in (run, alone_run)]
+    told = [
+        [(line["step"], line.get("precision"), line.get("kept")) for line in log_of(one)]
+        for one in (run, alone_run)
+    ]
     assert told[0] == told[1]
     assert told[0][-1][2] == report["average"]["kept"]
     assert report["steps"] == 8
     for when in ("before", "after"):
         assert report[when] == pytest.approx(alone_report[when], rel=1e-3)
-    weights, expected, start = weights_of(run), weights_of(alone_run), load_file(MODEL_DIR / "model.safetensors")
+    weights, expected, start = (
+        weights_of(run),
+        weights_of(alone_run),
+        load_file(MODEL_DIR / "model.safetensors"),
+    )
     assert weights.keys() == expected.keys()
-    for name in expected:  # the half of a batch, lost or doubled in one of eight steps, is more than a hundredth of the way
-        assert (weights[name] - expected[name]).norm() < 0.01 * (expected[name] - start[name].float()).norm(), name
+    # the half of a batch, lost or doubled in one of eight steps, is more than a hundredth of the way
+    for name in expected:
+        assert (weights[name] - expected[name]).norm() < 0.01 * (
+            expected[name] - start[name].float()
+        ).norm(), name
     nested = otaro.load(run / "nested", "E5M3").sefp.nested.base.header.model
     assert nested == otaro.pack(run / "model", run / "again").base.header.model
     stated = json.loads((run / "config.json").read_text())
@@ -192,7 +219,9 @@ def test_how_to_go_on_names_the_launcher_of_the_run(monkeypatch, tmp_path):
     def said(*parent):
         monkeypatch.setattr(processes, "_command_of", lambda pid: [*parent])
         run = TuningRun("builtin", "builtin", out, *recipe("best"))
-        monkeypatch.setattr("otaro.tune.checkpoints.last_good_checkpoint", lambda folder: folder / "checkpoint-3")
+        monkeypatch.setattr(
+            "otaro.tune.checkpoints.last_good_checkpoint", lambda folder: folder / "checkpoint-3"
+        )
         before, _, command = run.kept().partition("; go on with: ")
         assert before == f"kept is {out}/checkpoints/checkpoint-3"
         return command
@@ -242,7 +271,11 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(processes, "_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    with pytest.raises(otaro.OtaroError, match=r"2 processes cannot share 1 GPU\(s\); start as many as there are"):
+    with pytest.raises(
+        otaro.OtaroError,
+        match=r"2 processes cannot share 1 GPU\(s\); start as many as "
+        r"there are",
+    ):
         processes.join()
 
 

@@ -6,5 +6,10 @@ from otaro.evaluate.windows import ModelReader, Windows, read
 
 def perplexity(model, ids, *, window, stride=None, bos=None):
     loss = Loss(bos is not None)
-    read(ModelReader(model, comparing=False), Windows(ids, window, stride, bos), [loss], lambda done, total: None)
+    read(
+        ModelReader(model, comparing=False),
+        Windows(ids, window, stride, bos),
+        [loss],
+        lambda done, total: None,
+    )
     return loss.perplexity

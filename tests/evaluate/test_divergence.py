@@ -72,7 +72,13 @@ def test_a_model_does_not_diverge_from_itself(random_model, kind):
 
 
 def other_model(kind):
-    sizes = {"vocab_size": 120, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24}
+    sizes = {
+        "vocab_size": 120,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 24,
+    }
     more = {"num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 64}
     if kind == "opt":
         sizes, more = {**sizes, "ffn_dim": 112, "word_embed_proj_dim": 96}, {"max_position_embeddings": 64}

@@ -1,4 +1,6 @@
-"""Gradients at every precision against the plain way to compute them, and the statistics against cases with known answers."""
+"""Gradients at every precision against the plain way to compute them, and the statistics against cases with
+known answers.
+"""
 
 import math
 
@@ -17,7 +19,9 @@ GROUP_SIZE = 32
 
 
 def opened(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), list(Checkpoint(directory).packed)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), list(
+        Checkpoint(directory).packed
+    )
 
 
 def batches_of(count, length=12, size=2):
@@ -83,7 +87,9 @@ def test_they_are_the_straight_through_gradients_of_tuning(checkpoint_dir, seen)
             model.zero_grad()
             model(**batch).loss.backward()
         for name in packed:
-            torch.testing.assert_close(seen[0][name][row], model.get_parameter(name).grad.flatten(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                seen[0][name][row], model.get_parameter(name).grad.flatten(), rtol=1e-4, atol=1e-6
+            )
 
 
 def test_the_summary_says_of_the_gradients_what_a_plain_computation_says(checkpoint_dir):
@@ -92,7 +98,9 @@ def test_the_summary_says_of_the_gradients_what_a_plain_computation_says(checkpo
     result = analyze_gradients(model, packed, batches, group_size=GROUP_SIZE)
     expected = one_by_one(checkpoint_dir, batches, "midpoint")
     rows = {  # [7, batches, entries]
-        name: torch.stack([torch.stack([found[row][name].flatten() for found in expected]) for row in range(7)]).double()
+        name: torch.stack(
+            [torch.stack([found[row][name].flatten() for found in expected]) for row in range(7)]
+        ).double()
         for name in packed
     }
 
@@ -108,14 +116,20 @@ def test_the_summary_says_of_the_gradients_what_a_plain_computation_says(checkpo
         assert torch.equal(matrix, matrix.T)
         assert torch.equal(matrix.diagonal(), torch.ones(6, dtype=torch.float64))
         torch.testing.assert_close(matrix, direct[1:, 1:], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(torch.tensor(module["to_fp"], dtype=torch.float64), direct[0, 1:], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.tensor(module["to_fp"], dtype=torch.float64), direct[0, 1:], rtol=1e-9, atol=1e-9
+        )
     together = torch.cat(list(rows.values()), 2)
-    torch.testing.assert_close(torch.tensor(result["overall"], dtype=torch.float64), cosines(together)[1:, 1:])
+    torch.testing.assert_close(
+        torch.tensor(result["overall"], dtype=torch.float64), cosines(together)[1:, 1:]
+    )
 
     norms = together.norm(dim=2)
     full = together[0].flatten().unsqueeze(1)
     for row, name in enumerate(NAMES, 1):
-        assert result["norm_error"][name] == pytest.approx(((norms[row] - norms[0]) / norms[0]).tolist(), abs=1e-9)
+        assert result["norm_error"][name] == pytest.approx(
+            ((norms[row] - norms[0]) / norms[0]).tolist(), abs=1e-9
+        )
         fit, noise = result["fit"][name], result["noise"][name]
         x = float(torch.linalg.lstsq(full, together[row].flatten().unsqueeze(1)).solution)
         y = together[row] - x * together[0]
@@ -137,7 +151,9 @@ def test_modules_have_their_layer_and_projection(checkpoint_dir):
     assert outside == {"embed_tokens", "lm_head"}
     same = {module["module"]: module["matrix"] for module in everything["modules"]}
     for module in result["modules"]:  # looking at fewer modules does not change what they are compared at
-        torch.testing.assert_close(torch.tensor(module["matrix"]), torch.tensor(same[module["module"]]), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(module["matrix"]), torch.tensor(same[module["module"]]), rtol=1e-6, atol=1e-6
+        )
 
 
 def synthetic(make_y, batches, entries=2000, module="model.layers.0.mlp.up_proj.weight"):
@@ -153,11 +169,15 @@ def synthetic(make_y, batches, entries=2000, module="model.layers.0.mlp.up_proj.
 
 
 def test_least_squares_finds_the_x_and_y_that_were_put_in():
-    result, f = synthetic(lambda entries, generator: 0.3 + torch.randn(entries, generator=generator), batches=4)
+    result, f = synthetic(
+        lambda entries, generator: 0.3 + torch.randn(entries, generator=generator), batches=4
+    )
     for name in NAMES:
         fit = result["fit"][name]
         assert fit["x"] == pytest.approx(0.7, abs=1e-6)
-        assert fit["y_share"] == pytest.approx(math.sqrt(1 + 0.3**2) / float(f.norm() / len(f) ** 0.5), abs=0.03)
+        assert fit["y_share"] == pytest.approx(
+            math.sqrt(1 + 0.3**2) / float(f.norm() / len(f) ** 0.5), abs=0.03
+        )
 
 
 def test_independent_noise_fades_as_one_over_the_root_of_n():
@@ -197,7 +217,8 @@ def test_the_model_is_left_as_it_was(checkpoint_dir):
     model.train()
     model.lm_head.weight.requires_grad_(False)
     analyze_gradients(model, packed, batches_of(1))
-    broken = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.full((1, 4), -100)}  # a loss of nan
+    # a loss of nan
+    broken = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.full((1, 4), -100)}
     with pytest.raises(OtaroError, match="the loss of batch 2 at full precision is nan"):
         analyze_gradients(model, packed, [*batches_of(1), broken])
     assert model.training
@@ -208,7 +229,11 @@ def test_the_model_is_left_as_it_was(checkpoint_dir):
 
 def test_what_cannot_be_compared_is_refused(checkpoint_dir):
     model, packed = opened(checkpoint_dir)
-    with pytest.raises(OtaroError, match=r"no packed module matches 'q_proj'; names look like 'model.embed_tokens'"):
+    with pytest.raises(
+        OtaroError,
+        match=r"no packed module matches 'q_proj'; names look like "
+        r"'model.embed_tokens'",
+    ):
         analyze_gradients(model, packed, batches_of(1), modules="q_proj")
     tally = GradientTally({"a.weight": 3})
     with pytest.raises(OtaroError, match="the gradient of batch 1 is zero"):

@@ -11,7 +11,9 @@ import otaro
 from otaro.evaluate import harness
 from otaro.evaluate.harness import PAPER_TASKS, TaskError, Tasks, _score
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (pip install 'otaro-llm[eval]')")
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed (pip install 'otaro-llm[eval]')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,9 @@ def measured(names, data_dir, model, tokenizer, **how):
 
 def test_accuracy_is_that_of_the_likeliest_answers(model, tokenizer, task_files):
     results = measured(["arc_easy", "boolq"], task_files, model, tokenizer, batch_size=4)
-    rows = list(map(json.loads, gzip.decompress((task_files / "arc_easy.jsonl.gz").read_bytes()).splitlines()))
+    rows = list(
+        map(json.loads, gzip.decompress((task_files / "arc_easy.jsonl.gz").read_bytes()).splitlines())
+    )
     right = 0
     for row in rows:
         context, answers = f"Question: {row['question']}\nAnswer:", row["choices"]["text"]
@@ -66,7 +70,9 @@ def test_accuracy_is_that_of_the_likeliest_answers(model, tokenizer, task_files)
 def test_nothing_is_printed_and_progress_is_told(model, tokenizer, task_files, capfd):
     seen = []
     tasks = Tasks(["boolq"], task_files)
-    first = tasks.measure("boolq", model, tokenizer, limit=3, progress=lambda done, total: seen.append((done, total)))
+    first = tasks.measure(
+        "boolq", model, tokenizer, limit=3, progress=lambda done, total: seen.append((done, total))
+    )
     assert seen[-1] == (6, 6)
     assert capfd.readouterr() == ("", "")
     assert (first.samples, tasks.measure("boolq", model, tokenizer, limit=3)) == (3, first)
@@ -85,7 +91,11 @@ def test_requests_that_do_not_fit_are_counted(model, tokenizer, tmp_path):
 def test_zeroshot8_is_the_eight_of_the_paper(task_files):
     assert len(Tasks(["zeroshot8"]).names) == 8
     assert Tasks(["boolq", "zeroshot8"]).names[0] == "boolq"
-    with pytest.raises(TaskError, match=r"has no arc_challenge.jsonl.gz \(nor .jsonl or .json\) for the task arc_challenge"):
+    with pytest.raises(
+        TaskError,
+        match=r"has no arc_challenge.jsonl.gz \(nor .jsonl or .json\) for the "
+        r"task arc_challenge",
+    ):
         Tasks(["zeroshot8"], task_files)
 
 
@@ -94,7 +104,8 @@ def test_a_tag_stands_for_its_tasks(few_tasks):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("arc_eazy", "arc_easy"), ("zero-shot8", "zeroshot8"), ("helaswag", "hellaswag"), ("boolQ", "boolq")]
+    ("name", "meant"),
+    [("arc_eazy", "arc_easy"), ("zero-shot8", "zeroshot8"), ("helaswag", "hellaswag"), ("boolQ", "boolq")],
 )
 def test_an_unknown_task_is_refused_with_near_ones(few_tasks, name, meant):
     with pytest.raises(TaskError, match=f"has no task '{name}'; did you mean {meant}"):
@@ -108,7 +119,9 @@ def test_a_name_like_no_other_is_refused_alone(few_tasks):
 
 def test_data_that_cannot_be_fetched_is_named(tmp_path):
     with pytest.raises(
-        TaskError, match=r"the data set allenai/ai2_arc is not to be had .*serve arc_easy.jsonl.gz .*--data-dir"
+        TaskError,
+        match=r"the data set allenai/ai2_arc is not to be had .*serve arc_easy.jsonl.gz "
+        r".*--data-dir",
     ):
         Tasks(["arc_easy"]).prepare("arc_easy")
 
@@ -150,7 +163,10 @@ def test_without_the_package_the_extra_to_install_is_named(monkeypatch):
         ({"acc,none": 1, "acc_stderr,none": 0.1}, ("acc", 1.0, 0.1)),
         ({"acc,none": 0.5, "acc_stderr,none": "N/A"}, ("acc", 0.5, None)),
         ({"acc,none": 0.5, "acc_stderr,none": float("nan")}, ("acc", 0.5, None)),
-        ({"exact_match,strict-match": 0.2, "exact_match,flexible": 0.3}, ("exact_match (strict-match)", 0.2, None)),
+        (
+            {"exact_match,strict-match": 0.2, "exact_match,flexible": 0.3},
+            ("exact_match (strict-match)", 0.2, None),
+        ),
     ],
 )
 def test_one_metric_is_kept(reported, score):

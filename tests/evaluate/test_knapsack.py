@@ -12,7 +12,9 @@ from otaro.evaluate import knapsack
 from otaro.evaluate.knapsack import Knapsack
 
 _LOSS = st.integers(0, 1000).map(lambda value: value / 64)  # sums are exact in any order
-_ITEMS = st.lists(st.tuples(st.integers(1, 30), st.lists(_LOSS, min_size=1, max_size=4)), min_size=1, max_size=5)
+_ITEMS = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(_LOSS, min_size=1, max_size=4)), min_size=1, max_size=5
+)
 
 
 def _least(items: list[tuple[int, list[float]]], capacity: int) -> float:
@@ -32,7 +34,11 @@ def test_is_the_best_of_all_choices(items: list[tuple[int, list[float]]], capaci
     assert problem.exact
     assert found.loss == _least(items, capacity)
     assert found.loss == sum(loss[option] for option, loss in zip(found.options, losses, strict=True))
-    assert found.cost == sum(option * size for option, size in zip(found.options, sizes, strict=True)) <= capacity
+    assert (
+        found.cost
+        == sum(option * size for option, size in zip(found.options, sizes, strict=True))
+        <= capacity
+    )
 
 
 @given(_ITEMS, st.integers(0, 400))
@@ -46,7 +52,8 @@ def test_rounded_sizes_fit(items: list[tuple[int, list[float]]], capacity: int) 
 
 
 def test_sizes_of_a_real_model_are_exact() -> None:
-    sizes = [*([41472, 13824, 13824, 41472, 110592, 110592, 110592] * 30), 3538944]  # SmolLM2-135M, bytes of a plane
+    # SmolLM2-135M, bytes of a plane
+    sizes = [*([41472, 13824, 13824, 41472, 110592, 110592, 110592] * 30), 3538944]
     losses = [[4.0**-option * (1 + number % 5) for option in range(6)] for number in range(len(sizes))]
     problem = Knapsack(sizes, losses)
     assert problem.exact

@@ -16,7 +16,8 @@ from otaro.file.io import NestedDirectory
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')"
+    importlib.util.find_spec("llama_cpp") is None,
+    reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')",
 )
 
 
@@ -33,7 +34,11 @@ def test_quantized_files_are_near_the_weights(tiny, tmp_path, kind, levels):
 
 
 def test_rows_that_do_not_fit_blocks_are_refused(make_nested, tmp_path):
-    with pytest.raises(OtaroError, match=r"Q4_0 needs rows of a multiple of 32 weights, and this model has others"):
+    with pytest.raises(
+        OtaroError,
+        match=r"Q4_0 needs rows of a multiple of 32 weights, and this model has "
+        r"others",
+    ):
         gguf_file(NestedDirectory(make_nested("llama")), "Q4_0", tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -41,7 +46,11 @@ def test_rows_that_do_not_fit_blocks_are_refused(make_nested, tmp_path):
 def test_a_missing_package_is_named_and_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     llama_cpp.library.cache_clear()
-    with pytest.raises(OtaroError, match=r"pip install 'otaro-llm\[llama\]' brings it and compiles llama.cpp for this CPU"):
+    with pytest.raises(
+        OtaroError,
+        match=r"pip install 'otaro-llm\[llama\]' brings it and compiles "
+        r"llama.cpp for this CPU",
+    ):
         llama_cpp.library()
 
 

@@ -39,8 +39,8 @@ def test_slices_are_parts_of_the_models_own_logits(kind):
     states = sliced.states(IDS)
     assert states.shape == (40, 96)
     together = torch.cat([sliced.logits(part) for part in states.split(7)])
-    # A sum of 96 products, in another order: each rounds by half a unit of what it has grown to, which is below the sum of
-    # the products' sizes.
+    # A sum of 96 products, in another order: each rounds by half a unit of what it has grown to, which is
+    # below the sum of the products' sizes.
     bound = 96 * torch.finfo(torch.float32).eps * (1 + whole.abs().max()) * 4
     assert (together - whole).abs().max() <= bound
     with torch.inference_mode():
@@ -54,7 +54,9 @@ def test_a_frozen_head_says_what_it_said_when_the_model_is_gone(kind):
     before, frozen = sliced.logits(states), sliced.frozen_head()
     with torch.no_grad():
         sliced.model.get_output_embeddings().weight.zero_()
-    assert (frozen(states) - before).abs().max() <= 96 * torch.finfo(torch.float32).eps * (1 + before.abs().max()) * 4
+    assert (frozen(states) - before).abs().max() <= 96 * torch.finfo(torch.float32).eps * (
+        1 + before.abs().max()
+    ) * 4
     assert not torch.equal(sliced.logits(states), before)
 
 
@@ -65,7 +67,8 @@ def test_a_head_that_cannot_be_run_apart_is_run_whole():
     class Odd(type(model)):
         def forward(self, input_ids, **options):
             found = forward(self, input_ids, **options).logits
-            return CausalLMOutputWithPast(logits=found + input_ids.unsqueeze(-1))  # depends on more than the states
+            # depends on more than the states
+            return CausalLMOutputWithPast(logits=found + input_ids.unsqueeze(-1))
 
     model.__class__ = Odd
     sliced = SlicedModel(model)
@@ -80,7 +83,8 @@ def test_a_head_that_cannot_be_run_apart_is_run_whole():
 def test_only_a_slice_of_logits_is_made_at_once(monkeypatch):
     from tests.evaluate.reading import perplexity
 
-    monkeypatch.setattr(logits, "SLICE", 120 * 8)  # and four times as many positions where nothing is compared
+    # and four times as many positions where nothing is compared
+    monkeypatch.setattr(logits, "SLICE", 120 * 8)
     model, made = random_model("gemma2"), []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, output: made.append(output.shape[1]))
@@ -90,7 +94,9 @@ def test_only_a_slice_of_logits_is_made_at_once(monkeypatch):
     assert sum(made[2:]) == 40
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [("float16", "float16"), ("bfloat16", "bfloat16"), (None, "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [("float16", "float16"), ("bfloat16", "bfloat16"), (None, "float32")]
+)
 def test_a_frozen_head_takes_16_bits_where_that_loses_nothing(dtype, kept):
     linear = torch.nn.Linear(32, 50, bias=True)
     if dtype:

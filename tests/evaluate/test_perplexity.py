@@ -42,7 +42,9 @@ def by_definition(model, ids, window, stride, bos=None):
     for start in range(0, len(ids), min(stride, room)):
         end = min(start + room, len(ids))
         with torch.no_grad():
-            log_probabilities = model(torch.tensor([begin + ids[start:end].tolist()])).logits[0].log_softmax(-1)
+            log_probabilities = (
+                model(torch.tensor([begin + ids[start:end].tolist()])).logits[0].log_softmax(-1)
+            )
         counted = [t for t in range(scored_to, end) if t > start or begin]
         if counted:
             window_losses = [-float(log_probabilities[len(begin) + t - 1 - start, ids[t]]) for t in counted]
@@ -79,7 +81,8 @@ def test_every_window_begins_with_the_beginning_of_text_which_takes_a_position_a
 @pytest.mark.parametrize("bos", [None, 7])
 @pytest.mark.parametrize(("window", "stride"), [(16, 16), (16, 8), (16, 5), (64, 64)])
 def test_it_is_the_strided_computation(make_nested, window, stride, bos, monkeypatch):
-    monkeypatch.setattr("otaro.evaluate.logits.SLICE", 120 * 9)  # slices of 9 positions, which no window is a multiple of
+    # slices of 9 positions, which no window is a multiple of
+    monkeypatch.setattr("otaro.evaluate.logits.SLICE", 120 * 9)
     model = DecodedModel(otaro.load(make_nested("llama"))).at("E5M5")
     value = perplexity(model, IDS, window=window, stride=stride, bos=bos)
     assert value == pytest.approx(by_definition(model, IDS, window, stride, bos), rel=1e-5)
@@ -95,11 +98,18 @@ def test_a_loss_beyond_all_bounds_is_infinite():
 
 def test_progress_reaches_the_end():
     seen = []
-    measured(Uniform(2), torch.zeros(10, dtype=torch.long), 4, progress=lambda done, total: seen.append((done, total)))
+    measured(
+        Uniform(2),
+        torch.zeros(10, dtype=torch.long),
+        4,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen == [(4, 10), (8, 10), (10, 10)]
 
 
-@pytest.mark.parametrize(("tokens", "stride", "words"), [(1, None, "at least 2 tokens"), (9, 5, "stride"), (9, -1, "stride")])
+@pytest.mark.parametrize(
+    ("tokens", "stride", "words"), [(1, None, "at least 2 tokens"), (9, 5, "stride"), (9, -1, "stride")]
+)
 def test_what_cannot_be_measured_is_refused(tokens, stride, words):
     with pytest.raises(OtaroError, match=words):
         measured(Uniform(2), torch.zeros(tokens, dtype=torch.long), window=4, stride=stride)

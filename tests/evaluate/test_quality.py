@@ -53,13 +53,26 @@ def test_no_record_is_none(tmp_path):
 
 
 def test_measuring_again_replaces_and_anything_else_adds():
-    quality = Quality(MODEL, (PERPLEXITY, TASK)).including({**PERPLEXITY, "value": 18.0, "date": "2026-11-16"})
+    quality = Quality(MODEL, (PERPLEXITY, TASK)).including(
+        {**PERPLEXITY, "value": 18.0, "date": "2026-11-16"}
+    )
     assert [entry["value"] for entry in quality.entries] == [18.0, 0.5]
-    for asked in ({"stride": 512}, {"precision": "E5M3"}, {"text_sha256": "d" * 64}, {"tokens": 999}, {"device": "a GPU"}):
+    for asked in (
+        {"stride": 512},
+        {"precision": "E5M3"},
+        {"text_sha256": "d" * 64},
+        {"tokens": 999},
+        {"device": "a GPU"},
+    ):
         assert len(quality.including({**PERPLEXITY, **asked}).entries) == 3
     assert len(quality.including({**TASK, "limit": 10}).entries) == 3
     assert quality.find({**TASK, "limit": 10}) is None
-    assert quality.find({key: TASK[key] for key in ("kind", "precision", "device", "task", "limit", "data_sha256")}) == TASK
+    assert (
+        quality.find(
+            {key: TASK[key] for key in ("kind", "precision", "device", "task", "limit", "data_sha256")}
+        )
+        == TASK
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +95,9 @@ def test_an_entry_with_a_bad_field_is_refused(tmp_path, field, value):
 @pytest.mark.parametrize("field", ["value", "text", "stride", "command", "kind", "bos", "device", *CODING])
 def test_an_entry_that_lacks_a_field_is_refused(tmp_path, field):
     with pytest.raises(QualityError, match="no quality record"):
-        read_quality(stored(tmp_path, entries=[{key: value for key, value in PERPLEXITY.items() if key != field}]))
+        read_quality(
+            stored(tmp_path, entries=[{key: value for key, value in PERPLEXITY.items() if key != field}])
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +113,9 @@ def test_a_record_of_another_make_is_refused(tmp_path, changes):
         read_quality(stored(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"9" * 10_000, b'{"schema": Infinity}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"9" * 10_000, b'{"schema": Infinity}']
+)
 def test_what_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "quality.json").write_bytes(text)
     with pytest.raises(QualityError, match=r"quality.json"):
@@ -137,7 +154,11 @@ def test_what_is_added_at_the_same_time_all_stays(tmp_path):
 
 
 def test_what_would_not_be_read_is_not_written(tmp_path):
-    with pytest.raises(QualityError, match=r"cannot be kept in a quality record: entries\.0\.perplexity\.command: string"):
+    with pytest.raises(
+        QualityError,
+        match=r"cannot be kept in a quality record: "
+        r"entries\.0\.perplexity\.command: string",
+    ):
         Record(MODEL, tmp_path).add({**PERPLEXITY, "command": "x" * 5000})
     assert not list(tmp_path.iterdir())
 
@@ -186,7 +207,9 @@ def test_the_average_of_the_papers_eight_stays_whatever_else_was_measured():
 def test_tasks_are_averaged_at_one_limit_on_one_device():
     both = [TASK, {**TASK, "task": "piqa", "value": 0.7}]
     others = [{**entry, **odd, "value": 0.1} for odd in ({"limit": 5}, {"device": "a GPU"}) for entry in both]
-    assert [(one["limit"], one["device"], one["value"]) for one in averages([*both, *others, PERPLEXITY])] == [
+    assert [
+        (one["limit"], one["device"], one["value"]) for one in averages([*both, *others, PERPLEXITY])
+    ] == [
         (None, "cpu", pytest.approx(0.6)),
         (5, "cpu", pytest.approx(0.1)),
         (None, "a GPU", pytest.approx(0.1)),
@@ -196,16 +219,26 @@ def test_tasks_are_averaged_at_one_limit_on_one_device():
 def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other():
     paper, ours = ({"group_size": 64, "reconstruction": kind} for kind in ("truncate", "midpoint"))
     for kind in (PERPLEXITY, {**TASK, "precision": "E5M4"}):
-        full = {field: value for field, value in kind.items() if field not in CODING} | {"precision": "fp", "value": 0.9}
+        full = {field: value for field, value in kind.items() if field not in CODING} | {
+            "precision": "fp",
+            "value": 0.9,
+        }
         coded = [{**kind, **coding, "precision": p} for coding in (paper, ours) for p in ("E5M3", "E5M8")]
         groups = series([coded[0], full, *coded[1:]])
         assert [list(group.items()) for group in groups] == [
             [("fp", full), ("E5M8", coded[1]), ("E5M3", coded[0])],
             [("fp", full), ("E5M8", coded[3]), ("E5M3", coded[2])],
         ]
-    tasks = [{**TASK, "task": task, **coding} for task in ("boolq", "piqa") for coding in ({}, {**paper, "precision": "E5M3"})]
+    tasks = [
+        {**TASK, "task": task, **coding}
+        for task in ("boolq", "piqa")
+        for coding in ({}, {**paper, "precision": "E5M3"})
+    ]
     (group,) = series(averages(tasks))
-    assert [(name, one["task"]) for name, one in group.items()] == [("fp", "average of 2"), ("E5M3", "average of 2")]
+    assert [(name, one["task"]) for name, one in group.items()] == [
+        ("fp", "average of 2"),
+        ("E5M3", "average of 2"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -32,22 +32,48 @@ BEFORE_TUNING = dict(zip(NAMES, (7.94, 7.95, 7.96, 7.99, 8.06, 8.35, 9.87), stri
 TUNED = dict(zip(NAMES, (7.90, 7.91, 7.91, 7.92, 7.97, 8.10, 8.52), strict=True))
 STEPS = 90
 EVAL = "otaro eval run/nested --precision all"
-EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'&{{script}}"
+EVIL = (
+    "</script><script>document.title='owned'</script><img src=x "
+    "onerror=\"document.title='owned'\">'&{{script}}"
+)
 
 
 def quality_entries(scale: float) -> list[dict]:
-    made = {"command": f"{EVAL} --text wiki.txt", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
+    made = {
+        "command": f"{EVAL} --text wiki.txt",
+        "date": "2026-11-15",
+        "versions": {"otaro": "0.1.0"},
+        "device": "cpu",
+    }
     text = {"text": "wiki.txt", "text_sha256": "ab" * 32, "window": 512, "tokens": 9000, "bos": True}
     entries = []
     for number, name in enumerate(NAMES):
         at = {"precision": name} | ({} if name == "fp" else {"group_size": 64, "reconstruction": "midpoint"})
         value = 20 * scale * 1.5 ** max(0, number - 3)
         speed = 900.0 + 50 * number
-        entries.append({"kind": "perplexity", **at, **text, "stride": 256, "value": value, "tokens_per_second": speed, **made})
+        entries.append(
+            {
+                "kind": "perplexity",
+                **at,
+                **text,
+                "stride": 256,
+                "value": value,
+                "tokens_per_second": speed,
+                **made,
+            }
+        )
         for task in ("arc_easy", "piqa"):
-            score = {"metric": "acc_norm", "value": 0.6 / scale - 0.02 * number, "stderr": 0.01, "samples": 500, "limit": None}
+            score = {
+                "metric": "acc_norm",
+                "value": 0.6 / scale - 0.02 * number,
+                "stderr": 0.01,
+                "samples": 500,
+                "limit": None,
+            }
             score |= {"data_sha256": None, "truncated": 0}
-            entries.append({"kind": "task", **at, "task": task, **score, **made, "command": f"{EVAL} --tasks {task}"})
+            entries.append(
+                {"kind": "task", **at, "task": task, **score, **made, "command": f"{EVAL} --tasks {task}"}
+            )
         if name != "fp":
             figures = {"kl": 0.001 * 3**number, "agreement": 1 - 0.03 * number, "reference": "fp"}
             entries.append({"kind": "divergence", **at, **text, **figures, **made})
@@ -66,12 +92,18 @@ def gradients() -> dict:
 
     projections = ("q_proj", "k_proj", "down_proj")
     modules = [
-        {"module": f"model.layers.{i}.{p}", "layer": i, "projection": p, "matrix": matrix(0.02 * (i + 1) + 0.01 * len(p))}
+        {
+            "module": f"model.layers.{i}.{p}",
+            "layer": i,
+            "projection": p,
+            "matrix": matrix(0.02 * (i + 1) + 0.01 * len(p)),
+        }
         for i in range(4)
         for p in projections
     ]
     modules.append({"module": "lm_head", "layer": None, "projection": "lm_head", "matrix": matrix(0.05)})
-    modules.append({"module": "idle", "layer": None, "projection": "idle", "matrix": [[None] * 6] * 6})  # without a gradient
+    # without a gradient
+    modules.append({"module": "idle", "layer": None, "projection": "idle", "matrix": [[None] * 6] * 6})
     return {
         "precisions": list(PRECISIONS),
         "overall": matrix(0.06),
@@ -83,20 +115,29 @@ def gradients() -> dict:
 def timed() -> dict:
     """What `otaro bench --json` prints, of what a report reads."""
     rows = [
-        {"precision": name, "decode": 100.0 + i, "prefill": 500.0, "weight_bytes": 512_000} for i, name in enumerate(PRECISIONS)
+        {"precision": name, "decode": 100.0 + i, "prefill": 500.0, "weight_bytes": 512_000}
+        for i, name in enumerate(PRECISIONS)
     ]
     settings = {"prompt_tokens": 64, "tokens": 32, "context": 16, "rounds": 3, "threads": None, "kv": None}
     place = {"machine": "a Xeon", "kernels": "cpu:avx2", "threads": 2, "device": "cpu"}
     return {**place, "settings": settings, "precisions": [*rows, {**rows[0], "precision": "fit:90MB"}]}
 
 
-def make_run(directory: Path, tuned: dict, nested: Path | None = None, data: str = "builtin", method: str = "bps") -> Path:
+def make_run(
+    directory: Path, tuned: dict, nested: Path | None = None, data: str = "builtin", method: str = "bps"
+) -> Path:
     """A run folder as `otaro tune` leaves it, written by hand."""
     directory.mkdir(parents=True)
     training = {"steps": STEPS, "epochs": 1.0, "sequence_length": 128, "seed": 0, "lora": None, "bf16": False}
     options = {"method": method, "exploration": 5.0, "precisions": list(PRECISIONS)}
     versions = {"otaro": "0.1.0", "torch": "2.13.0"}
-    config = {"model": "builtin", "data": data, "options": options, "training": training, "versions": versions}
+    config = {
+        "model": "builtin",
+        "data": data,
+        "options": options,
+        "training": training,
+        "versions": versions,
+    }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": tuned}))
     lines = []
@@ -163,7 +204,9 @@ class Reader(HTMLParser):
 
 def perplexities(runs: list) -> dict[str, list]:
     """Series by what was measured, in words."""
-    return {about.what: series for about, series in {**measured(runs, "perplexity"), **held_out(runs)}.items()}
+    return {
+        about.what: series for about, series in {**measured(runs, "perplexity"), **held_out(runs)}.items()
+    }
 
 
 def page_of(*runs: Path) -> str:
@@ -174,7 +217,9 @@ def page_of(*runs: Path) -> str:
 
 def charts_of(page: str) -> dict[str, dict]:
     """Specifications by description."""
-    stored = json.loads(re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)[1])
+    stored = json.loads(
+        re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)[1]
+    )
     return {spec["description"]: spec for spec in stored["figures"].values()}
 
 
@@ -188,28 +233,41 @@ def test_the_opening_tells_the_result(full_report):
     assert "perplexity changes by +237.5% (plain: +237.5%)" in text
     assert "67.50739.3 kB4.139 bits" in text
     assert (
-        "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, each begun with BOS), lower is better"
-        in text
+        "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, each begun with BOS), "
+        "lower is better" in text
     )
 
 
 def test_the_first_figure_is_relative_to_the_best_at_each_precision(tmp_path, builtin_nested):
-    runs = [make_run(tmp_path / name, values, builtin_nested) for name, values in (("one", TUNED), ("two", BEFORE_TUNING))]
+    runs = [
+        make_run(tmp_path / name, values, builtin_nested)
+        for name, values in (("one", TUNED), ("two", BEFORE_TUNING))
+    ]
     first, second = list(charts_of(page_of(*runs)).values())[:2]
     percent = {(row["run"], row["precision"]): row["value"] for row in first["data"]["values"]}
     assert percent == {
         **{("one", shown(name)): pytest.approx(0) for name in NAMES},
-        **{("two", shown(name)): pytest.approx(100 * (BEFORE_TUNING[name] / TUNED[name] - 1)) for name in NAMES},
+        **{
+            ("two", shown(name)): pytest.approx(100 * (BEFORE_TUNING[name] / TUNED[name] - 1))
+            for name in NAMES
+        },
     }
     assert second["description"].startswith("Perplexity on data held out of builtin, by size")
     sizes = {row.precision: row.bytes / 1e6 for row in summarize(NestedDirectory(builtin_nested)).precisions}
-    curve = {row["precision"]: (row["megabytes"], row["value"]) for row in second["data"]["values"] if row["run"] == "one"}
+    curve = {
+        row["precision"]: (row["megabytes"], row["value"])
+        for row in second["data"]["values"]
+        if row["run"] == "one"
+    }
     assert curve == {name: (sizes[name], TUNED[name]) for name in PRECISIONS}
 
 
 def test_names_by_size_stand_above_every_line(tmp_path, builtin_nested):
     crossing = {**TUNED, "E5M8": TUNED["E5M8"] + 1, "E5M3": TUNED["E5M3"] - 1}
-    runs = [make_run(tmp_path / name, values, builtin_nested) for name, values in (("one", TUNED), ("two", crossing))]
+    runs = [
+        make_run(tmp_path / name, values, builtin_nested)
+        for name, values in (("one", TUNED), ("two", crossing))
+    ]
     curve = list(charts_of(page_of(*runs)).values())[1]
     named = {row["label"]: row["value"] for row in curve["data"]["values"] if row["label"]}
     assert named == {name: max(TUNED[name], crossing[name]) for name in PRECISIONS}
@@ -225,7 +283,9 @@ def test_one_model_alone_is_relative_to_its_finest(tmp_path):
 def test_hashes_are_under_a_fold(full_report):
     page = full_report.read_text()
     assert re.search(
-        r"<details><summary>how it was made</summary><ul>.*?<li><code>sha256 (ab){32}</code></li></ul></details>", page
+        r"<details><summary>how it was made</summary><ul>.*?<li><code>sha256 "
+        r"(ab){32}</code></li></ul></details>",
+        page,
     )
     assert "abababab" not in re.sub(r"<details>.*?</details>", "", page)
 
@@ -296,7 +356,10 @@ def test_every_heading_of_quality_says_which_text_and_columns_have_one_order(tmp
 
 def test_bits_are_those_of_the_whole_model_everywhere(tmp_path, builtin_nested):
     page = page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
-    bits = {row.precision: f"{row.bits_per_weight:.3f}" for row in summarize(NestedDirectory(builtin_nested)).precisions}
+    bits = {
+        row.precision: f"{row.bits_per_weight:.3f}"
+        for row in summarize(NestedDirectory(builtin_nested)).precisions
+    }
     told = Reader(page).text
     assert all(told.count(f"{count} bits") == 1 for count in bits.values())
     assert all(f"class=number>{count}</td>" in page for count in bits.values())
@@ -312,7 +375,10 @@ def steps_table(*runs):
 
 
 def test_steps_count_the_pass_in_full_precision_and_name_the_recipe(tmp_path):
-    best, usual = make_run(tmp_path / "run", TUNED, method="uniform"), make_run(tmp_path / "usual", TUNED, method="fp")
+    best, usual = (
+        make_run(tmp_path / "run", TUNED, method="uniform"),
+        make_run(tmp_path / "usual", TUNED, method="fp"),
+    )
     for run, options in ((best, {"full": 1 / 3}), (usual, {"full": 0.0})):
         stated = json.loads((run / "config.json").read_text())
         stated["options"] |= options
@@ -331,10 +397,16 @@ def test_steps_count_the_pass_in_full_precision_and_name_the_recipe(tmp_path):
 def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
     runs = [make_run(tmp_path / name, TUNED, builtin_nested) for name in ("one", "two")]
     for run, tokens in zip(runs, (9000, 7000), strict=True):
-        entries = [{**entry, "tokens": tokens} if "tokens" in entry else entry for entry in quality_entries(1.0)]
+        entries = [
+            {**entry, "tokens": tokens} if "tokens" in entry else entry for entry in quality_entries(1.0)
+        ]
         write_entries(run / "nested", entries)
-        (run / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": TUNED, "tokens": tokens}))
-    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+        (run / "perplexity.json").write_text(
+            json.dumps({"before": BEFORE_TUNING, "after": TUNED, "tokens": tokens})
+        )
+    assert {
+        text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()
+    } == {
         "wiki.txt (9,000 tokens, windows of 512, stride 256, each begun with BOS)": ["one"],
         "wiki.txt (7,000 tokens, windows of 512, stride 256, each begun with BOS)": ["two"],
         "data held out of builtin (sequences of 128, seed 0, 9,000 tokens)": [BEFORE, "one"],
@@ -347,9 +419,14 @@ def test_runs_whose_sequences_begin_otherwise_are_not_compared(tmp_path, builtin
     for run, bos in zip(runs[1:], (False, True), strict=True):  # the first was tuned before it was recorded
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "bos": bos}))
-    assert {text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()} == {
+    assert {
+        text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()
+    } == {
         "data held out of builtin (sequences of 128, seed 0)": [BEFORE, "older", "without"],
-        "data held out of builtin (sequences of 128, each with a beginning-of-text token, seed 0)": [BEFORE, "with"],
+        "data held out of builtin (sequences of 128, each with a beginning-of-text token, seed 0)": [
+            BEFORE,
+            "with",
+        ],
     }
 
 
@@ -366,7 +443,9 @@ def test_speed_is_what_bench_timed_and_nothing_else(tmp_path, builtin_nested):
         "Decode speed on a Core, kernels cpu:avx2, 2 threads": {"other"},
     }
     rows = next(iter(found.values()))["data"]["values"]
-    assert {row["precision"]: row["value"] for row in rows} == {name: 100.0 + i for i, name in enumerate(PRECISIONS)}
+    assert {row["precision"]: row["value"] for row in rows} == {
+        name: 100.0 + i for i, name in enumerate(PRECISIONS)
+    }
     assert "E5M8one10090 kB" not in Reader(page).text
     assert "E5M8one100500512.0 kB" in Reader(page).text
     settings = "--prompt-tokens 64 --tokens 32 --context 16 --rounds 3"
@@ -375,11 +454,20 @@ def test_speed_is_what_bench_timed_and_nothing_else(tmp_path, builtin_nested):
 
 def test_averages_are_of_shares_at_one_limit(tmp_path):
     (tmp_path / "model").mkdir()
-    entries = [entry for entry in quality_entries(1.0) if entry["kind"] == "task" and entry["precision"] == "E5M3"]
+    entries = [
+        entry for entry in quality_entries(1.0) if entry["kind"] == "task" and entry["precision"] == "E5M3"
+    ]
     few = [{**entry, "limit": 5, "value": 0.25} for entry in entries]
-    odd = [{**entry, "limit": 7, "metric": metric} for entry, metric in zip(entries, ("acc", "perplexity"), strict=True)]
+    odd = [
+        {**entry, "limit": 7, "metric": metric}
+        for entry, metric in zip(entries, ("acc", "perplexity"), strict=True)
+    ]
     write_entries(tmp_path / "model", [*entries, *few, *odd])
-    found = {title: spec for title, spec in charts_of(page_of(tmp_path / "model")).items() if title.startswith("average")}
+    found = {
+        title: spec
+        for title, spec in charts_of(page_of(tmp_path / "model")).items()
+        if title.startswith("average")
+    }
     assert {title: [row["value"] for row in spec["data"]["values"]] for title, spec in found.items()} == {
         "average of 2 (acc)": [pytest.approx(0.48)],
         "average of 2 (acc, first 5)": [0.25],
@@ -387,7 +475,9 @@ def test_averages_are_of_shares_at_one_limit(tmp_path):
 
 
 def test_divergence_is_from_what_the_command_compares_with(tmp_path, builtin_nested):
-    assert "No divergence from its finest precision here." in page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
+    assert "No divergence from its finest precision here." in page_of(
+        make_run(tmp_path / "run", TUNED, builtin_nested)
+    )
     assert "No divergence from the unquantized model here." in page_of(make_run(tmp_path / "other", TUNED))
 
 
@@ -479,7 +569,9 @@ def test_what_is_absent_is_one_line_with_the_command_that_makes_it(tmp_path):
 def test_figures_that_are_not_finite_are_told_and_not_drawn(tmp_path):
     run = make_run(tmp_path / "run", {**TUNED, "E5M3": math.inf})
     log = (run / "log.jsonl").read_text().splitlines()
-    (run / "log.jsonl").write_text("\n".join([*log[:5], json.dumps({**json.loads(log[5]), "loss": math.nan}), *log[6:]]))
+    (run / "log.jsonl").write_text(
+        "\n".join([*log[:5], json.dumps({**json.loads(log[5]), "loss": math.nan}), *log[6:]])
+    )
     page = page_of(run)
     assert "not finite" in Reader(page).text
     assert "1 steps without a finite loss are left out" in page
@@ -527,7 +619,9 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
     assert not reader.attributes("src")
     assert all(link.startswith("#") for link in reader.attributes("href"))
     assert not re.search(r"@import|url\(", re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1])
-    (policy,) = (a["content"] for tag, a in reader.elements if a.get("http-equiv") == "Content-Security-Policy")
+    (policy,) = (
+        a["content"] for tag, a in reader.elements if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -551,8 +645,16 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ("log.jsonl", '{"step": 1, "precision": "E5M8", "loss": 1}\n{"step": 2, "pre', "line 2 is not JSON"),
         ("perplexity.json", '{"tokens": "many"}', "tokens: input should be a valid integer"),
         ("log.jsonl", '{"precision": "E5M8"}', "line 1: step: field required"),
-        ("log.jsonl", '{"step": 1, "precision": "E5M9", "loss": 1}', "line 1: precision: it should be one of fp, E5M8"),
-        ("nested/quality.json", '{"schema": 2, "model": "", "entries": []}', "schema: input should be 1, not '2'"),
+        (
+            "log.jsonl",
+            '{"step": 1, "precision": "E5M9", "loss": 1}',
+            "line 1: precision: it should be one of fp, E5M8",
+        ),
+        (
+            "nested/quality.json",
+            '{"schema": 2, "model": "", "entries": []}',
+            "schema: input should be 1, not '2'",
+        ),
         (
             "model/quality.json",
             f'{{"schema": 1, "model": "{"0" * 64}", "entries": [{{}}]}}',
@@ -563,8 +665,16 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
             json.dumps({**gradients(), "overall": [[1, 2]]}),
             "overall or a module is not a matrix of the precisions",
         ),
-        ("analysis/gradients.json", json.dumps({**gradients(), "modules": [{}]}), "modules.0.module: field required"),
-        ("model/analysis/gradients.json", '{"precisions": ["E5M8"], "overall": [[1]]}', "modules: field required"),
+        (
+            "analysis/gradients.json",
+            json.dumps({**gradients(), "modules": [{}]}),
+            "modules.0.module: field required",
+        ),
+        (
+            "model/analysis/gradients.json",
+            '{"precisions": ["E5M8"], "overall": [[1]]}',
+            "modules: field required",
+        ),
         (
             "log.jsonl",
             '{"step": 1, "precision": "E5M8", "loss": 1, "cross_entropy": "low"}',
@@ -572,10 +682,26 @@ def test_the_page_fetches_nothing_and_runs_only_its_own_scripts(full_report):
         ),
         ("analysis/gradients.json", "{}", "precisions: field required"),
         ("bench.json", "[]", "not a JSON object"),
-        ("bench.json", "{}", "make it again or remove it (by `otaro bench DIR --json`, without --parallel or --draft)"),
-        ("bench.json", json.dumps({**timed(), "machine": 3}), "machine: input should be a valid string, not '3'"),
-        ("nested/bench.json", json.dumps({**timed(), "settings": {"tokens": 1}}), "settings.prompt_tokens: field required"),
-        ("bench.json", json.dumps({**timed(), "precisions": []}), "precisions: list should have at least 1 item"),
+        (
+            "bench.json",
+            "{}",
+            "make it again or remove it (by `otaro bench DIR --json`, without --parallel or --draft)",
+        ),
+        (
+            "bench.json",
+            json.dumps({**timed(), "machine": 3}),
+            "machine: input should be a valid string, not '3'",
+        ),
+        (
+            "nested/bench.json",
+            json.dumps({**timed(), "settings": {"tokens": 1}}),
+            "settings.prompt_tokens: field required",
+        ),
+        (
+            "bench.json",
+            json.dumps({**timed(), "precisions": []}),
+            "precisions: list should have at least 1 item",
+        ),
         (
             "bench.json",
             json.dumps({**timed(), "precisions": [{"precision": "E5M8", "decode": -1}]}),
@@ -600,7 +726,11 @@ def test_damaged_files_are_refused_by_name(tmp_path, file, content, words):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(OtaroError, match="is not a directory; give a run folder"):
         read_runs([tmp_path / "nowhere"])
-    with pytest.raises(OtaroError, match=r"neither a run folder of `otaro tune` nor a model's directory: no config.json"):
+    with pytest.raises(
+        OtaroError,
+        match=r"neither a run folder of `otaro tune` nor a model's directory: no "
+        r"config.json",
+    ):
         read_runs([tmp_path])
     run = make_run(tmp_path / "run", TUNED)
     with pytest.raises(OtaroError, match="the same run is given twice"):
@@ -641,10 +771,23 @@ def browser(tmp_path_factory):
     if program is None:
         pytest.skip("no browser on this machine: none of chromium, chromium-browser, google-chrome is found")
     profile = tmp_path_factory.mktemp("profile")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={profile}",
+    ]
 
     def load(page: Path) -> tuple[str, list[str]]:
-        command = [program, *flags, "--window-size=1200,900", "--virtual-time-budget=20000", "--dump-dom", page.as_uri()]
+        command = [
+            program,
+            *flags,
+            "--window-size=1200,900",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            page.as_uri(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -672,7 +815,9 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     assert figures[f"Perplexity on wiki.txt, by size, {read}"]["point"] == 2 * 6
     assert figures["arc_easy (acc_norm)"]["rule mark"] == 2 * 7
     assert (
-        figures["Divergence from full precision on wiki.txt (9,000 tokens, windows of 512, each begun with BOS)"]["point"]
+        figures[
+            "Divergence from full precision on wiki.txt (9,000 tokens, windows of 512, each begun with BOS)"
+        ]["point"]
         == 2 * 6
     )
     assert figures["Decode speed on a Xeon, kernels cpu:avx2, 2 threads"]["point"] == 6
@@ -704,7 +849,8 @@ document.documentElement.dataset.told = JSON.stringify(told);
 
 
 def test_the_theme_switches_and_hovering_shows_values(full_report, browser, tmp_path):
-    page = re.sub(r"<meta http-equiv[^>]*>", "", full_report.read_text())  # or its policy would stop this script
+    # or its policy would stop this script
+    page = re.sub(r"<meta http-equiv[^>]*>", "", full_report.read_text())
     before, _, after = page.rpartition("</body>")
     (tmp_path / "acting.html").write_text(f"{before}<script>{ACTIONS}</script></body>{after}")
     content, console = browser(tmp_path / "acting.html")

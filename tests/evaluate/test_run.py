@@ -41,7 +41,9 @@ def test_perplexities_are_those_of_the_model_at_each_precision(tiny, tmp_path):
     for entry, precision in zip(entries, ["E5M8", "E5M6", "E5M3"], strict=True):
         assert entry["value"] == perplexity(model.at(precision), ids, window=64, stride=32)
         assert (entry["precision"], entry["tokens"], entry["device"]) == (precision, len(ids), "cpu")
-        assert entry["command"] == (f"otaro eval {tiny} --precision {precision} --text held.txt --window 64 --stride 32")
+        assert entry["command"] == (
+            f"otaro eval {tiny} --precision {precision} --text held.txt --window 64 --stride 32"
+        )
     assert read_quality(tmp_path, "a" * 64).entries == tuple(entries)
 
 
@@ -94,7 +96,9 @@ def test_every_window_begins_as_the_tokenizer_begins_texts_unless_told_otherwise
 
 
 def test_keys_and_values_are_measured_in_the_decoders_cache(tiny, tmp_path):
-    entries = evaluation(tiny, "E5M8", kv=("float16", "E5M3"), divergence=True).run(Record("a" * 64, tmp_path), VERSIONS)
+    entries = evaluation(tiny, "E5M8", kv=("float16", "E5M3"), divergence=True).run(
+        Record("a" * 64, tmp_path), VERSIONS
+    )
     assert [(e["kind"], e["kv"]) for e in entries] == [
         (k, v) for v in ("float16", "E5M3") for k in ("perplexity", "divergence")
     ]
@@ -118,13 +122,18 @@ def test_keys_and_values_are_measured_in_the_decoders_cache(tiny, tmp_path):
 
 def test_what_the_decoder_does_not_serve_has_no_kv_to_measure(tiny, make_nested):
     with pytest.raises(
-        otaro.OtaroError, match="--kv E5M5 needs the decoder, which does not serve this model: its architecture"
+        otaro.OtaroError,
+        match="--kv E5M5 needs the decoder, which does not serve this model: its architecture",
     ):
         KvReader(otaro.load(make_nested("gemma")), "E5M5")
     with pytest.raises(otaro.OtaroError, match="give another --precision than fp"):
         evaluation("builtin", "fp", kv=("E5M5",))
-    assert {entry["precision"] for entry in evaluation("builtin", "all", kv=("E5M5",)).plan} == set(map(str, otaro.PRECISIONS))
-    with pytest.raises(otaro.OtaroError, match="--kv is measured on a text; leave --tasks for another command"):
+    assert {entry["precision"] for entry in evaluation("builtin", "all", kv=("E5M5",)).plan} == set(
+        map(str, otaro.PRECISIONS)
+    )
+    with pytest.raises(
+        otaro.OtaroError, match="--kv is measured on a text; leave --tasks for another command"
+    ):
         evaluation(tiny, kv=("E5M5",), tasks=("boolq",))
     assert parse_kv("e5m5, float16,E5M5") == ("E5M5", "float16")
     assert parse_kv("all") == ("float16", *map(str, otaro.PRECISIONS))
@@ -137,7 +146,10 @@ def test_a_nested_model_is_compared_with_the_checkpoint_it_came_from(tiny, tmp_p
     subject = Subject(str(tiny), "fp,E5M3", original="builtin")
     entries = Evaluation(subject, Wanted(TEXT, 64, divergence=True)).run(Record("a" * 64, tmp_path), VERSIONS)
     from_full = evaluation("builtin", "fp,E5M3", divergence=True).run(Record("b" * 64, None), VERSIONS)
-    outcomes = [[(e["kind"], e["precision"], e.get("value"), e.get("kl")) for e in some] for some in (entries, from_full)]
+    outcomes = [
+        [(e["kind"], e["precision"], e.get("value"), e.get("kl")) for e in some]
+        for some in (entries, from_full)
+    ]
     assert outcomes[0] == outcomes[1]
     whose = Subject("builtin").identity
     assert [entry.get("reference_model") for entry in entries] == [whose, None, whose]
@@ -169,7 +181,9 @@ def test_a_reference_that_cannot_be_compared_with_is_refused(tiny, tmp_path, mak
 def test_how_a_nested_model_is_packed_cannot_be_asked_for(tiny):
     assert Subject(str(tiny), group_size=64, reconstruction="midpoint").coding == Coding(64, "midpoint")
     for asked in ({"group_size": 32}, {"reconstruction": "truncate"}):
-        with pytest.raises(otaro.OtaroError, match="is packed in groups of 64, midpoint; pack its checkpoint anew"):
+        with pytest.raises(
+            otaro.OtaroError, match="is packed in groups of 64, midpoint; pack its checkpoint anew"
+        ):
             Subject(str(tiny), **asked)
 
 
@@ -193,7 +207,8 @@ def test_the_unquantized_model_is_gone_before_the_packed_one_comes(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "readings"),
     [
-        ({}, [("fp", 2), ("E5M8", 2), ("E5M3", 2)]),  # perplexity and divergence together; fp is kept as it is read
+        # perplexity and divergence together; fp is kept as it is read
+        ({}, [("fp", 2), ("E5M8", 2), ("E5M3", 2)]),
         ({"stride": 32}, [("fp", 1), ("fp", 1), ("E5M8", 1), ("E5M8", 1), ("E5M3", 1), ("E5M3", 1)]),
     ],
     ids=["windows side by side", "overlapping windows"],
@@ -202,13 +217,19 @@ def test_the_text_is_read_once_for_all_that_has_the_same_windows(monkeypatch, op
     seen, subject = [], Subject("builtin", "fp,E5M8,E5M3")
     real, at = run.read, Subject.at
     monkeypatch.setattr(Subject, "at", lambda *a: seen.append([a[1]]) or at(*a))
-    monkeypatch.setattr(run, "read", lambda r, w, meters, *a, **o: seen[-1].append(len(meters)) or real(r, w, meters, *a, **o))
-    together = Evaluation(subject, Wanted(TEXT, 64, divergence=True, **options)).run(Record("a" * 64, None), VERSIONS)
+    monkeypatch.setattr(
+        run, "read", lambda r, w, meters, *a, **o: seen[-1].append(len(meters)) or real(r, w, meters, *a, **o)
+    )
+    together = Evaluation(subject, Wanted(TEXT, 64, divergence=True, **options)).run(
+        Record("a" * 64, None), VERSIONS
+    )
     assert [tuple(one) for one in seen] == readings
     monkeypatch.undo()
     for entry in together:
         wanted = Wanted(TEXT, 64, divergence=entry["kind"] == "divergence", **options)
-        alone = Evaluation(Subject("builtin", entry["precision"]), wanted).run(Record("a" * 64, None), VERSIONS)
+        alone = Evaluation(Subject("builtin", entry["precision"]), wanted).run(
+            Record("a" * 64, None), VERSIONS
+        )
         assert without_speed([entry]) == without_speed([one for one in alone if one["kind"] == entry["kind"]])
 
 
@@ -220,12 +241,16 @@ def test_what_is_recorded_is_not_measured_again_unless_asked_for(tiny, tmp_path,
         assert evaluation(tiny, **wanted).run(Record("a" * 64, tmp_path), VERSIONS) == first
         assert evaluation(tiny, "E5M3", **wanted).run(Record("a" * 64, tmp_path), VERSIONS) == first[2:]
     again = evaluation(tiny, **wanted).run(Record("a" * 64, tmp_path), {"otaro": "0.2.0"}, again=True)
-    assert without_speed(again) == without_speed([{**entry, "versions": {"otaro": "0.2.0"}} for entry in first])
+    assert without_speed(again) == without_speed(
+        [{**entry, "versions": {"otaro": "0.2.0"}} for entry in first]
+    )
     assert len(read_quality(tmp_path).entries) == len(first) == 4
 
 
 @pytest.mark.parametrize("stopped_at", [0, 2])
-def test_an_interrupted_evaluation_goes_on_and_ends_as_if_nothing_had_been(tiny, tmp_path, monkeypatch, stopped_at):
+def test_an_interrupted_evaluation_goes_on_and_ends_as_if_nothing_had_been(
+    tiny, tmp_path, monkeypatch, stopped_at
+):
     whole = evaluation(tiny, "E5M8,E5M5,E5M3").run(Record("a" * 64, tmp_path / "whole"), VERSIONS)
     measured = []
 
@@ -274,7 +299,9 @@ def test_a_text_shorter_than_the_window_is_one_short_window(tiny):
     entry = few.run(Record("a" * 64, None), VERSIONS)[0]
     assert entry["tokens"] < entry["window"] == 512
     model, ids = otaro.load(tiny), Text("few", TEXT.content[:100], "few").ids(few.subject.tokenizer)
-    assert entry["value"] == pytest.approx(float(model(ids[None], labels=ids[None]).loss.detach().exp()), rel=1e-6)
+    assert entry["value"] == pytest.approx(
+        float(model(ids[None], labels=ids[None]).loss.detach().exp()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,7 +326,11 @@ def test_a_window_is_as_long_as_the_model_allows_up_to_2048():
 
 def test_outputs_that_overflow_are_not_recorded(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run.Loss, "perplexity", float("nan"))
-    with pytest.raises(otaro.OtaroError, match=r"E5M8 perplexity, 1 of 2: comes out as nan; E5M3 .* out as nan\)"):
+    with pytest.raises(
+        otaro.OtaroError,
+        match=r"E5M8 perplexity, 1 of 2: comes out as nan; E5M3 .* out as "
+        r"nan\)",
+    ):
         evaluation(tiny).run(Record("a" * 64, tmp_path), VERSIONS)
     assert not list(tmp_path.iterdir())
 
@@ -336,7 +367,9 @@ def test_a_command_that_is_too_long_is_cut_and_the_measurement_kept(tiny, tmp_pa
 def test_progress_tells_what_is_measured(tiny):
     seen = []
     evaluation(tiny).run(
-        Record("a" * 64, None), VERSIONS, progress=lambda what, done, total: seen.append((what, done == total))
+        Record("a" * 64, None),
+        VERSIONS,
+        progress=lambda what, done, total: seen.append((what, done == total)),
     )
     readings = [what for what, _ in seen if "perplexity" in what]
     assert list(dict.fromkeys(what.partition(", about ")[0] for what in readings)) == [

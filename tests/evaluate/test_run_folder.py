@@ -53,7 +53,8 @@ def test_a_bad_line_is_named(tmp_path, line, words):
     [
         ("best", {"method": "uniform", "full": None}, "best", True),  # by how often data are seen
         ("best", {"method": "uniform", "full": 1 / 3}, "best", True),
-        ("best", {"method": "uniform", "full": 0.0}, "uniform", False),  # the method was named, and came plain
+        # the method was named, and came plain
+        ("best", {"method": "uniform", "full": 0.0}, "uniform", False),
         ("best", {"method": "uniform"}, "best", False),  # of before there was such a pass
         ("best", {"method": "fp", "full": 0.0}, "fp", False),
         ("paper", {"method": "otaro", "full": 0.0}, "paper", False),

@@ -1,4 +1,6 @@
-"""What a tensor loses: the same whether earlier layers are computed again or not, kept as it is measured, checked when read."""
+"""What a tensor loses: the same whether earlier layers are computed again or not, kept as it is measured,
+checked when read.
+"""
 
 import json
 from dataclasses import asdict
@@ -30,8 +32,11 @@ def test_kept_layers_change_nothing(make_nested, architecture):
     assert probe.divergence(finest) == pytest.approx(0, abs=1e-6)  # rounding alone
     for name in decoded.weights:
         changed = {**finest, name: E5M3}
-        # Whichever way, the same numbers are computed from the same numbers; a library may add them in another order.
-        assert probe.divergence(changed, changed=name) == pytest.approx(probe.divergence(changed), abs=1e-6, rel=1e-3)
+        # Whichever way, the same numbers are computed from the same numbers; a library may add them in
+        # another order.
+        assert probe.divergence(changed, changed=name) == pytest.approx(
+            probe.divergence(changed), abs=1e-6, rel=1e-3
+        )
     assert probe.divergence(dict.fromkeys(decoded.weights, E5M3)) > 1e-5
 
 
@@ -105,11 +110,26 @@ def damaged(change):
         (lambda raw, row: row.update(finest="E5M9"), "finest: it should be one of fp, E5M8"),
         (lambda raw, row: row.update(divergences={"b": [1, 1]}), "its divergences are of other tensors"),
         (lambda raw, row: row.update(errors=[]), "errors: input should be a valid dictionary"),
-        (lambda raw, row: row.update(divergences={"a": [1.0]}), "its divergences are not 2 numbers for each tensor"),
-        (lambda raw, row: row.update(divergences={"a": [1.0, -1.0]}), "divergences.a.1: input should be greater than or"),
-        (lambda raw, row: row.update(divergences={"a": [1.0, "x"]}), "divergences.a.1: it should be a number, not 'x'"),
-        (lambda raw, row: row.update(divergences={"a": [1.0, 10**400]}), "divergences.a.1: it should be a number"),
-        (lambda raw, row: row.update(divergences={"a": [1e308, 1e308]}), "divergences.a.0: input should be less than or"),
+        (
+            lambda raw, row: row.update(divergences={"a": [1.0]}),
+            "its divergences are not 2 numbers for each tensor",
+        ),
+        (
+            lambda raw, row: row.update(divergences={"a": [1.0, -1.0]}),
+            "divergences.a.1: input should be greater than or",
+        ),
+        (
+            lambda raw, row: row.update(divergences={"a": [1.0, "x"]}),
+            "divergences.a.1: it should be a number, not 'x'",
+        ),
+        (
+            lambda raw, row: row.update(divergences={"a": [1.0, 10**400]}),
+            "divergences.a.1: it should be a number",
+        ),
+        (
+            lambda raw, row: row.update(divergences={"a": [1e308, 1e308]}),
+            "divergences.a.0: input should be less than or",
+        ),
         (lambda raw, row: row.update(errors={"a": [10**400] * 5}), "errors.a.0: it should be a number"),
         (lambda raw, row: row.update(errors={"a": [1, 2, 3, 4, float("inf")]}), "Infinity is no number"),
     ],

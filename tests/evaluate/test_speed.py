@@ -45,7 +45,8 @@ def test_every_precision_is_measured_from_fine_to_coarse(measured):
 def test_bytes_per_token_are_those_of_the_matrices(measured, precision):
     result, _ = measured
     row = next(row for row in result.precisions if row.precision == str(precision))
-    assert row.weight_bytes == MATRICES * (precision.mantissa_bits + 1) // 8 + MATRICES // 64  # a byte of scale for 64
+    # a byte of scale for 64
+    assert row.weight_bytes == MATRICES * (precision.mantissa_bits + 1) // 8 + MATRICES // 64
     per_token = 6 * 2 * 2 * 32 * 2  # layers, keys and values, heads, their width, float16
     assert row.kv_bytes == per_token * (QUICK.context + 2)  # the second of three tokens is the average
     assert row.kv_cache_bytes == per_token * (QUICK.context + QUICK.tokens)
@@ -64,7 +65,9 @@ def test_memory_is_told_beside_the_shards(measured, tiny):
     result, _ = measured
     for row in result.precisions:
         planes = range(3, otaro.Precision(row.precision).mantissa_bits + 1)
-        assert row.file_bytes == sum((tiny / f"model-m{plane}.safetensors").stat().st_size for plane in planes)
+        assert row.file_bytes == sum(
+            (tiny / f"model-m{plane}.safetensors").stat().st_size for plane in planes
+        )
         assert row.resident_bytes is None or row.resident_bytes > 0
 
 
@@ -76,7 +79,9 @@ def test_transformers_is_compared_with_every_precision(measured):
     assert other.weight_bytes == 4 * (MATRICES + norms)
     for ratio, row in zip(result.ratios, result.precisions, strict=True):
         assert (ratio.precision, ratio.against) == (row.precision, other.name)
-        assert ratio.decode == median(b / a for a, b in zip(row.rounds.decode, other.rounds.decode, strict=True))
+        assert ratio.decode == median(
+            b / a for a, b in zip(row.rounds.decode, other.rounds.decode, strict=True)
+        )
 
 
 def test_progress_ends_where_it_said(measured):
@@ -100,7 +105,8 @@ def test_keys_and_values_may_be_packed(tiny, small_read):
 
 
 def test_the_number_of_threads_is_as_before(tiny, small_read):
-    settings = Settings(prompt_tokens=2, tokens=1, context=5, rounds=1, threads=2)  # the context goes beyond the prompt
+    # the context goes beyond the prompt
+    settings = Settings(prompt_tokens=2, tokens=1, context=5, rounds=1, threads=2)
     assert bench(str(tiny), settings, [otaro.Precision("E5M3")]).threads == 2
     assert torch.get_num_threads() == 1
 
@@ -111,11 +117,16 @@ def test_a_model_without_a_decode_path_goes_through_transformers(make_nested, sm
     assert result.path.startswith("transformers: ")
     assert result.precisions[0].kv_bytes == round(2 * 2 * 2 * 24 * 4 * 4.5)  # float32
     with pytest.raises(OtaroError, match="keys and values at E5M7 need the decode path, but"):
-        bench(str(make_nested("gemma")), Settings(kv=otaro.Precision("E5M7"), prompt_tokens=4, tokens=2, context=3))
+        bench(
+            str(make_nested("gemma")),
+            Settings(kv=otaro.Precision("E5M7"), prompt_tokens=4, tokens=2, context=3),
+        )
 
 
 def test_more_tokens_than_positions_are_refused(tiny):
-    with pytest.raises(OtaroError, match="512 positions, but --prompt-tokens 500, --context 500 and --tokens 64 take 564"):
+    with pytest.raises(
+        OtaroError, match="512 positions, but --prompt-tokens 500, --context 500 and --tokens 64 take 564"
+    ):
         bench(str(tiny), Settings(context=500))
 
 
@@ -146,7 +157,9 @@ def test_what_would_take_too_long_is_cut_rounds_first_then_tokens():
     assert (least.rounds, least.tokens, least.context, least.prompt_tokens) == (1, 1, 0, 1)
 
 
-def test_a_model_outside_the_decode_path_ends_in_time_and_says_what_was_left_out(make_nested, small_read, monkeypatch):
+def test_a_model_outside_the_decode_path_ends_in_time_and_says_what_was_left_out(
+    make_nested, small_read, monkeypatch
+):
     from otaro.cli import bench as command
     from otaro.cli import console
 
@@ -157,7 +170,10 @@ def test_a_model_outside_the_decode_path_ends_in_time_and_says_what_was_left_out
     assert json.loads(json.dumps(result.to_dict()))["cut_from"]["rounds"] == 2
     with console.out.capture() as shown:
         command.show(result)
-    assert "cut to end within minutes: asked for were 8 tokens of prefill, decode of 3 after 4, 2 rounds" in shown.get()
+    assert (
+        "cut to end within minutes: asked for were 8 tokens of prefill, decode of 3 after 4, 2 rounds"
+        in shown.get()
+    )
     monkeypatch.setattr(speed, "BUDGET", 1e6)
     assert bench(str(make_nested("gemma")), asked, [otaro.Precision("E5M3")]).cut_from is None
 

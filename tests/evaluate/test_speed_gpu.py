@@ -1,4 +1,6 @@
-"""`otaro bench --device cuda`: its whole way on the CPU, with a GPU that is pretended; on a GPU, what it counts."""
+"""`otaro bench --device cuda`: its whole way on the CPU, with a GPU that is pretended; on a GPU, what it
+counts.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,9 @@ def test_every_precision_goes_through_the_decoder_of_a_gpu(tiny, pretended):
     # Looked at before, then after each warm-up, from coarse to fine.
     assert [row.resident_bytes for row in result.precisions] == [6000, 5000, 4000, 3000, 2000, 1000]
     turns = 7 * (1 + QUICK.rounds)
-    assert pretended.waits == 2 * (2 * turns + QUICK.rounds), "before and after each prefill, each decode, each plain copy"
+    assert pretended.waits == 2 * (2 * turns + QUICK.rounds), (
+        "before and after each prefill, each decode, each plain copy"
+    )
     assert result.kv_type == "float16"
     assert result.graph_bytes == 0
 
@@ -90,7 +94,11 @@ def test_what_the_decoder_does_not_serve_is_said(make_nested, pretended):
 
 
 def test_llama_cpp_is_for_the_cpu(tiny, pretended):
-    with pytest.raises(OtaroError, match=r"--against llama.cpp is built for this CPU, and compares with --device cpu alone"):
+    with pytest.raises(
+        OtaroError,
+        match=r"--against llama.cpp is built for this CPU, and compares with "
+        r"--device cpu alone",
+    ):
         bench(str(tiny), QUICK, device="cuda", with_llama=True)
 
 
@@ -98,8 +106,21 @@ def test_the_tables_speak_of_a_gpu(tiny, pretended):
     runner = pytest.importorskip("typer.testing", reason="the command line needs typer").CliRunner()
     from otaro.cli.main import app
 
-    flags = ["--prompt-tokens", "6", "--tokens", "2", "--context", "3", "--rounds", "1", "--precision", "E5M4,E5M3"]
-    done = runner.invoke(app, ["bench", str(tiny), "--device", "cuda", *flags], catch_exceptions=False, env={"COLUMNS": "80"})
+    flags = [
+        "--prompt-tokens",
+        "6",
+        "--tokens",
+        "2",
+        "--context",
+        "3",
+        "--rounds",
+        "1",
+        "--precision",
+        "E5M4,E5M3",
+    ]
+    done = runner.invoke(
+        app, ["bench", str(tiny), "--device", "cuda", *flags], catch_exceptions=False, env={"COLUMNS": "80"}
+    )
     head, rest = done.stdout.split("Speed", 1)
     assert "a pretended GPU; kernels" in head
     assert "thread" not in head
@@ -127,7 +148,9 @@ def test_a_gpu_holds_what_a_precision_needs(tiny):
     assert held == sorted(set(held), reverse=True)
     for finer, coarser in zip(result.precisions, result.precisions[1:], strict=False):
         plane = finer.weight_bytes - coarser.weight_bytes
-        assert finer.resident_bytes - coarser.resident_bytes < 2 * plane, "one plane more, and no copy of the weights"
+        assert finer.resident_bytes - coarser.resident_bytes < 2 * plane, (
+            "one plane more, and no copy of the weights"
+        )
     assert result.graph_bytes >= 0
     assert result.read_bandwidth > 1e10
 

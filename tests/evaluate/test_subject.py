@@ -20,7 +20,9 @@ IDS = torch.randint(0, 120, (40,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "gemma3", "gpt2"])
-def test_a_checkpoint_quantized_on_the_fly_is_what_packing_and_loading_gives(make_checkpoint, make_nested, architecture):
+def test_a_checkpoint_quantized_on_the_fly_is_what_packing_and_loading_gives(
+    make_checkpoint, make_nested, architecture
+):
     subject, packed = Subject(str(make_checkpoint(architecture))), otaro.load(make_nested(architecture))
     assert subject.precisions == ["fp", *NAMES]
     for name in (*NAMES, "E5M8"):  # and back: one set of weights is decoded over the other
@@ -43,7 +45,9 @@ def is_expert(path):
 
 def test_one_set_of_decoded_weights_serves_all_precisions_and_what_is_not_packed_is_not_copied(make_nested):
     subject = Subject(str(make_nested("llama_tied")))
-    where = [{name: t.data_ptr() for name, t in subject.at(name).named_parameters()} for name in ("E5M8", "E5M3")]
+    where = [
+        {name: t.data_ptr() for name, t in subject.at(name).named_parameters()} for name in ("E5M8", "E5M3")
+    ]
     assert where[0] == where[1]
     model = subject.at("E5M3")
     assert model.lm_head.weight is model.model.embed_tokens.weight

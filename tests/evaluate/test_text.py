@@ -43,13 +43,24 @@ def write_rows(path, rows):
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz", "a.json.gz", "a.parquet.gz", "A.JSONL"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz", "a.json.gz", "a.parquet.gz", "A.JSONL"]
+)
 def test_rows_with_a_text_are_joined_by_blank_lines_and_others_refused_by_their_fields(tmp_path, name):
     rows = [{"text": "one", "id": 1}, {"text": "", "id": 2}, {"text": "two", "id": 3}]
-    assert read_text(str(write_rows(tmp_path / name.lower(), rows).rename(tmp_path / name))).content == "one\n\n\n\ntwo"
-    rows = [{"text": "one", "id": 1}, {"instruction": "Add.", "output": "3"}] if "parquet" not in name else [{"output": "3"}]
+    assert (
+        read_text(str(write_rows(tmp_path / name.lower(), rows).rename(tmp_path / name))).content
+        == "one\n\n\n\ntwo"
+    )
+    rows = (
+        [{"text": "one", "id": 1}, {"instruction": "Add.", "output": "3"}]
+        if "parquet" not in name
+        else [{"output": "3"}]
+    )
     write_rows(tmp_path / name.lower(), rows).rename(tmp_path / name)
-    with pytest.raises(TextError, match=f"row {len(rows)} has no `text`, but .*`output`; write what is to be measured"):
+    with pytest.raises(
+        TextError, match=f"row {len(rows)} has no `text`, but .*`output`; write what is to be measured"
+    ):
         read_text(str(tmp_path / name))
 
 
@@ -73,7 +84,8 @@ def test_rows_that_cannot_be_read_are_refused(tmp_path, name, content, words):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "holds no text"), (b" \n", "holds no text"), (b"ab\xff", "no text in UTF-8 .byte 2")]
+    ("content", "words"),
+    [(b"", "holds no text"), (b" \n", "holds no text"), (b"ab\xff", "no text in UTF-8 .byte 2")],
 )
 def test_what_is_no_text_is_refused(tmp_path, content, words):
     (tmp_path / "a.txt").write_bytes(content)
@@ -106,7 +118,9 @@ def test_the_rows_of_a_data_set_are_joined_by_blank_lines(monkeypatch):
         asked.append((arguments, options))
         return Rows(text=["one", "", None, "two"])
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, __spec__="here"))
+    monkeypatch.setitem(
+        sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, __spec__="here")
+    )
     text = read_text("Salesforce/wikitext/wikitext-2-raw-v1:validation")
     assert text.content == "one\n\n\n\n\n\ntwo"
     assert text.name == "Salesforce/wikitext/wikitext-2-raw-v1:validation"
@@ -121,7 +135,9 @@ def test_the_rows_of_a_data_set_are_joined_by_blank_lines(monkeypatch):
 
 
 def test_a_data_set_that_cannot_be_reached_is_named():
-    with pytest.raises(TextError, match="--text owner/no-such-set is no file, and fetching it from the Hub failed"):
+    with pytest.raises(
+        TextError, match="--text owner/no-such-set is no file, and fetching it from the Hub failed"
+    ):
         read_text("owner/no-such-set")
 
 

@@ -50,13 +50,19 @@ def assert_same(found, expected):
 
 
 def awkward(rows, length):
-    """Weights with outliers, zeros, ties, weights at the edges of steps, and a range of scales beyond what a byte holds."""
+    """Weights with outliers, zeros, ties, weights at the edges of steps, and a range of scales beyond what a
+    byte holds.
+    """
     generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(rows, length, generator=generator) * 2.0 ** torch.randint(-20, 3, (rows, 1), generator=generator)
+    weights = torch.randn(rows, length, generator=generator) * 2.0 ** torch.randint(
+        -20, 3, (rows, 1), generator=generator
+    )
     weights[:, ::7] *= 16  # outliers
     weights[torch.rand(rows, length, generator=generator) < 0.1] = 0
     weights[0] = 0
-    weights[1] = torch.tensor([1.0, -0.25, 0.125, 0.0625, -0.0625, 0.03125, 2**-9, -(2**-30)]).repeat(length)[:length]
+    weights[1] = torch.tensor([1.0, -0.25, 0.125, 0.0625, -0.0625, 0.03125, 2**-9, -(2**-30)]).repeat(length)[
+        :length
+    ]
     weights[2, 1:] = 0
     return weights
 
@@ -64,7 +70,8 @@ def awkward(rows, length):
 @pytest.mark.parametrize("group_size", [5, 16, 64])
 @pytest.mark.parametrize("length", [33, 40])
 def test_counts_are_those_of_a_plain_loop(group_size, length, reconstruction):
-    weights = awkward(24, length)  # 33 ends in a group of one weight at group size 16, and in short groups at the others
+    # 33 ends in a group of one weight at group size 16, and in short groups at the others
+    weights = awkward(24, length)
     found = sum(counted(some, group_size, reconstruction) for some in (weights[:10], weights[10:]))
     expected = by_hand([weights[:10], weights[10:]], group_size, reconstruction)
     assert_same(shares(found), expected)
@@ -87,7 +94,9 @@ def test_a_checkpoint_is_counted_tensor_by_tensor(make_checkpoint):
     result = analyze_weights(
         checkpoint, group_sizes=(16, 64), progress=lambda name, done, total: seen.append((name, done, total))
     )
-    assert [module["module"] for module in result["modules"]] == [name.removesuffix(".weight") for name in checkpoint.packed]
+    assert [module["module"] for module in result["modules"]] == [
+        name.removesuffix(".weight") for name in checkpoint.packed
+    ]
     assert result["weights"] == sum(tensor.numel() for tensor in map(checkpoint.read, checkpoint.packed))
     assert {name for name, _, _ in seen} == set(checkpoint.packed)
     tensors = {name: checkpoint.read(name).flatten(0, -2).float() for name in checkpoint.packed}

@@ -21,7 +21,9 @@ from otaro.sefp.codec import SefpTensor, scale_values
 
 @pytest.fixture(scope="session")
 def decoded() -> Callable[[Path, str], dict[str, torch.Tensor]]:
-    """decoded(directory, "E5M4"): every tensor of a nested model, float32, by the names and shapes of the model class."""
+    """decoded(directory, "E5M4"): every tensor of a nested model, float32, by the names and shapes of the
+    model class.
+    """
 
     def decode(directory: Path, precision: str) -> dict[str, torch.Tensor]:
         nested = NestedDirectory(directory)
@@ -40,7 +42,8 @@ def decoded() -> Callable[[Path, str], dict[str, torch.Tensor]]:
     return decode
 
 
-# What llama.cpp builds in is not to be had otherwise in its files: the models of tests/conftest.py, made to agree with it.
+# What llama.cpp builds in is not to be had otherwise in its files: the models of tests/conftest.py, made to
+# agree with it.
 FITTING = {
     "llama": {},
     "llama_tied": {},
@@ -49,7 +52,12 @@ FITTING = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": {"norm_topk_prob": True},
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False, "sliding_window": None},
+    "smollm3": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
     "olmo2": {},
     "phi3": {"sliding_window": None},
     "granite": {},
@@ -60,7 +68,9 @@ FITTING = {
 
 @pytest.fixture(scope="session")
 def make_fitting(random_model, tmp_path_factory) -> Callable[..., Path]:
-    """make_fitting("gemma2") is a nested model that every target can hold, shared by all tests: do not write into it."""
+    """make_fitting("gemma2") is a nested model that every target can hold, shared by all tests: do not write
+    into it.
+    """
 
     @cache
     def make(architecture: str, reconstruction: str = "midpoint") -> Path:

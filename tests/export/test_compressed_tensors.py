@@ -26,7 +26,9 @@ def test_bits_come_back(bits):
     assert words.shape == (1, numbers.numel() * bits // 32)
     assert torch.equal(unpack_bits(words, bits), numbers.reshape(1, -1))
     stream = int.from_bytes(words.numpy().tobytes(), "little")
-    assert [stream >> bits * i & (1 << bits) - 1 for i in range(numbers.numel())] == numbers.flatten().tolist()
+    assert [
+        stream >> bits * i & (1 << bits) - 1 for i in range(numbers.numel())
+    ] == numbers.flatten().tolist()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -43,17 +45,26 @@ def test_which_precisions_have_integers():
     assert [integer_bits(Grid(bits, "truncate")) for bits in range(3, 9)] == [4, 8, 8, 8, 8, None]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "qwen2", "qwen3", "phi3", "gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "llama_tied", "qwen2", "qwen3", "phi3", "gemma3", "granite", "olmo2"]
+)
 @pytest.mark.parametrize("precision", ["E5M3", "E5M5"])
-def test_transformers_opens_it_with_the_values_of_the_precision(architecture, precision, make_fitting, decoded, tmp_path):
+def test_transformers_opens_it_with_the_values_of_the_precision(
+    architecture, precision, make_fitting, decoded, tmp_path
+):
     nested = make_fitting(architecture)
     report = export(nested, tmp_path / "out", precision=precision, to="compressed-tensors")
     assert report.exact, report
     assert {"E5M3": "int4", "E5M5": "int8"}[precision] in report.types
-    settings = {"dequantize": True, **json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]}
+    settings = {
+        "dequantize": True,
+        **json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"],
+    }
     config = json.loads((tmp_path / "out" / "config.json").read_text()) | {"quantization_config": settings}
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = model.state_dict()
     for name, wanted in decoded(nested, precision).items():
@@ -73,7 +84,9 @@ def test_experts_lie_one_by_one_and_come_out_the_same(random_model, tmp_path):
     assert torch.equal(found, wanted)
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.1.block_sparse_moe.gate" in stated["ignore"]
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in load_file(
+        tmp_path / "out" / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,8 @@ def test_truncated_models_and_what_runs(make_fitting, tmp_path):
     ids = torch.arange(3, 23).unsqueeze(0)
     with torch.no_grad():
         found, wanted = (
-            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits for name in ("out", "hf")
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits
+            for name in ("out", "hf")
         )
     assert (found - wanted).abs().max() < 2.0**-16 * wanted.abs().max()
 
@@ -112,14 +126,20 @@ def test_what_is_not_whole_words_stays_in_full(make_fitting, tmp_path):
     report = export(make_fitting("llama"), tmp_path / "out", precision="E5M3", to="compressed-tensors")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.layers.0.mlp.down_proj.weight"].dtype == torch.float16, "rows of 112"
-    assert written["model.layers.0.mlp.up_proj.weight_scale"].shape == (112, 3), "rows of 96 are three groups of 32"
+    assert written["model.layers.0.mlp.up_proj.weight_scale"].shape == (112, 3), (
+        "rows of 96 are three groups of 32"
+    )
     assert report.types["int4"].tensors == 2 * 6
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert stated["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
 
 
 def test_precisions_without_integers_are_refused(make_fitting, tmp_path):
-    with pytest.raises(OtaroError, match=r"no integers that hold E5M6 \(midpoint\): they end at eight bits; export a lower"):
+    with pytest.raises(
+        OtaroError,
+        match=r"no integers that hold E5M6 \(midpoint\): they end at eight bits; "
+        r"export a lower",
+    ):
         export(make_fitting("llama"), tmp_path / "out", precision="E5M6", to="compressed-tensors")
     with pytest.raises(OtaroError, match=r"no linear layer of this mistral model has rows of whole words"):
         export(make_fitting("mistral"), tmp_path / "out", precision="E5M3", to="compressed-tensors")

@@ -1,4 +1,6 @@
-"""GGUF files hold the values of a precision, under the right names, in the right order; and llama.cpp computes with them."""
+"""GGUF files hold the values of a precision, under the right names, in the right order; and llama.cpp
+computes with them.
+"""
 
 import importlib.util
 import json
@@ -17,14 +19,17 @@ from tests.export.conftest import FITTING, every_code
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')"
+    importlib.util.find_spec("llama_cpp") is None,
+    reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')",
 )
 
 
 def read(path):
     """Tensors by name, as float32, and the reader."""
     reader = gguf.GGUFReader(path)
-    return {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}, reader
+    return {
+        t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors
+    }, reader
 
 
 def fields(reader):
@@ -78,14 +83,19 @@ def test_a_file_is_exact_and_says_so(precision, make_fitting, tmp_path):
 
 
 # Those that transformers reads from GGUF; of the others llama.cpp is asked.
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"]
+)
 def test_transformers_reads_the_values_of_the_precision(architecture, make_fitting, decoded, tmp_path):
     nested = make_fitting(architecture)
     report = export(nested, tmp_path / "m.gguf", precision="E5M4", to="gguf")
     assert report.exact, report
-    state = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).state_dict()
+    state = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).state_dict()
     for name, wanted in decoded(nested, "E5M4").items():
-        if architecture.startswith("gemma") and "norm" in name:  # one was added for the file, and is taken away again
+        # one was added for the file, and is taken away again
+        if architecture.startswith("gemma") and "norm" in name:
             assert torch.equal(state[name] + 1, wanted + 1), name
         else:
             assert torch.equal(state[name], wanted), name
@@ -98,7 +108,9 @@ def test_queries_and_keys_are_put_into_the_order_of_llama(make_fitting, decoded,
     for head in range(2):
         for pair in range(12):  # 2i and 2i + 1 turn together there, i and i + 12 here
             assert torch.equal(tensors["blk.1.attn_k.weight"][24 * head + 2 * pair], rows[24 * head + pair])
-            assert torch.equal(tensors["blk.1.attn_k.weight"][24 * head + 2 * pair + 1], rows[24 * head + pair + 12])
+            assert torch.equal(
+                tensors["blk.1.attn_k.weight"][24 * head + 2 * pair + 1], rows[24 * head + pair + 12]
+            )
 
 
 def test_experts_are_split_into_gates_and_ups(make_fitting, decoded, tmp_path):
@@ -142,12 +154,16 @@ def test_refusals_name_what_llama_cpp_does_otherwise(make_nested, make_fitting, 
     config = json.loads((changed / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
     with pytest.raises(
-        OtaroError, match=r"GGUF's qwen3_moe models have no model.layers.0.mlp.gate_proj.weight; export --to hf"
+        OtaroError,
+        match=r"GGUF's qwen3_moe models have no model.layers.0.mlp.gate_proj.weight; export "
+        r"--to hf",
     ):
         export(changed, out, precision="E5M3", to="gguf")
     changes = {
         "its activation is gelu": {"hidden_act": "gelu"},
-        "positions are of type dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "positions are of type dynamic": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        },
     }
     for why, change in changes.items():
         changed = copy_of(make_fitting("llama"))
@@ -160,7 +176,9 @@ def test_refusals_name_what_llama_cpp_does_otherwise(make_nested, make_fitting, 
 
 def test_a_window_that_llama_cpp_lacks_is_noted(make_nested, tmp_path):
     report = export(make_nested("phi3"), tmp_path / "m.gguf", precision="E5M3", to="gguf")
-    assert report.notes[0] == ("llama.cpp has no window for phi3 models: beyond 11 tokens it sees more than this model does")
+    assert report.notes[0] == (
+        "llama.cpp has no window for phi3 models: beyond 11 tokens it sees more than this model does"
+    )
 
 
 def test_only_an_earlier_export_is_replaced(make_fitting, tmp_path):
@@ -180,8 +198,16 @@ def test_only_an_earlier_export_is_replaced(make_fitting, tmp_path):
 
 
 def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
-    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not the files that are mapped."""
-    changes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 1024, "head_dim": 64}
+    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not the files that are
+    mapped.
+    """
+    changes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "vocab_size": 1024,
+        "head_dim": 64,
+    }
     model = random_model("llama_tied", **changes, num_attention_heads=8, num_key_value_heads=8)
     model.save_pretrained(tmp_path / "checkpoint")
     del model
@@ -234,9 +260,18 @@ def logits_of(path, tokens):
     try:
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, True
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = (
+                token,
+                i,
+                1,
+                0,
+                True,
+            )
         assert lib.llama_decode(context, batch) == 0
-        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (count,)).copy() for i in range(len(tokens))]
+        rows = [
+            np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (count,)).copy()
+            for i in range(len(tokens))
+        ]
         return torch.from_numpy(np.stack(rows)).double()
     finally:
         lib.llama_batch_free(batch)
@@ -251,11 +286,14 @@ def test_llama_cpp_computes_what_transformers_does(architecture, make_fitting, t
     nested = make_fitting(architecture)
     export(nested, tmp_path / "m.gguf", precision="E5M8", to="gguf", type="F32")
     export(nested, tmp_path / "hf", precision="E5M8", to="hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
+    )
     tokens = [(7 * i * i + 3) % 120 for i in range(20)]
     with torch.no_grad():
         wanted = model(torch.tensor([tokens])).logits[0].double()
-    tolerance = 2.0**-9 if architecture.startswith("gemma") else 2.0**-12  # GELU comes from a table in float16 there
+    # GELU comes from a table in float16 there
+    tolerance = 2.0**-9 if architecture.startswith("gemma") else 2.0**-12
     assert (logits_of(tmp_path / "m.gguf", tokens) - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
@@ -277,7 +315,9 @@ def test_scaled_positions_too(rope, random_model, tmp_path):
 @needs_llama
 @pytest.mark.slow
 def test_smollm2_says_the_same_in_llama_cpp(smollm2, shared_data, tmp_path):
-    """With the same numbers in float32 to the token; as Q4_0 activations are rounded to eight bits there, and texts part."""
+    """With the same numbers in float32 to the token; as Q4_0 activations are rounded to eight bits there, and
+    texts part.
+    """
     import llama_cpp
     from transformers import AutoTokenizer
 
@@ -288,18 +328,29 @@ def test_smollm2_says_the_same_in_llama_cpp(smollm2, shared_data, tmp_path):
     files = {kind: tmp_path / f"{kind}.gguf" for kind in ("Q4_0", "F32")}
     for kind, path in files.items():
         assert export(nested, path, precision="E5M3", to="gguf", type=kind).exact
-    theirs = {kind: llama_cpp.Llama(str(path), n_ctx=512, logits_all=True, verbose=False) for kind, path in files.items()}
+    theirs = {
+        kind: llama_cpp.Llama(str(path), n_ctx=512, logits_all=True, verbose=False)
+        for kind, path in files.items()
+    }
     ours, tokenizer = otaro.load(nested, "E5M3"), AutoTokenizer.from_pretrained(nested)
     text = (shared_data / "wikitext-2" / "wiki.test.raw").read_text()[:8000]
     ids = tokenizer(text).input_ids
     assert theirs["Q4_0"].tokenize(text.encode(), add_bos=True, special=True) == ids
 
     def said(model, prompt):
-        return [token for token, _ in zip(model.generate(prompt, temp=0.0, repeat_penalty=1.0), range(40), strict=False)]
+        return [
+            token
+            for token, _ in zip(model.generate(prompt, temp=0.0, repeat_penalty=1.0), range(40), strict=False)
+        ]
 
-    for words, kinds in {"The capital of France is": ("F32", "Q4_0"), "Once upon a time, there was": ("F32",)}.items():
+    for words, kinds in {
+        "The capital of France is": ("F32", "Q4_0"),
+        "Once upon a time, there was": ("F32",),
+    }.items():
         prompt = tokenizer(words).input_ids
-        wanted = ours.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
+        wanted = ours.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         for kind in kinds:
             assert said(theirs[kind], prompt) == wanted
 

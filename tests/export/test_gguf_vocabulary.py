@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 needs_llama = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')"
+    importlib.util.find_spec("llama_cpp") is None,
+    reason="llama-cpp-python is not installed (pip install 'otaro-llm[llama]')",
 )
 SIZE = 500
 TEXTS = [
@@ -35,9 +36,13 @@ def trained(kind):
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         steps = [normalizers.Replace(" ", "▁")]
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if kind == "spm" else steps)
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
         special += [f"<0x{byte:02X}>" for byte in range(256)]
-        made.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=SIZE, special_tokens=special, show_progress=False))
+        made.train_from_iterator(
+            corpus, trainers.BpeTrainer(vocab_size=SIZE, special_tokens=special, show_progress=False)
+        )
         stated = json.loads(made.to_str())  # byte tokens are no special ones
         stated["added_tokens"] = stated["added_tokens"][:5]
         made = Tokenizer.from_str(json.dumps(stated))
@@ -51,12 +56,18 @@ def trained(kind):
         made.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
         made.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
         made.train_from_iterator(corpus, trainer)
     if kind in ("spm", "llama-bpe"):
         made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
+        tokenizer_object=made,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{{ messages }}",
     )
 
 
@@ -97,7 +108,9 @@ def test_a_file_states_the_tokenizer(kind, make, tmp_path):
         assert (kinds[0], kinds[tokens.index("<0x0A>")]) == (2, 6)
         scores = about["tokenizer.ggml.scores"]
         merged = [token for token in tokens[:SIZE] if scores[tokens.index(token)] > -1e4]
-        assert sorted(merged, key=lambda token: -scores[tokens.index(token)]) == merged, "merged in the order of training"
+        assert sorted(merged, key=lambda token: -scores[tokens.index(token)]) == merged, (
+            "merged in the order of training"
+        )
     else:
         assert (about["tokenizer.ggml.model"], about["tokenizer.ggml.pre"]) == ("gpt2", kind)
         assert about["tokenizer.ggml.merges"][0] == " ".join(
@@ -123,7 +136,11 @@ def test_a_rule_that_llama_cpp_lacks_is_refused(make):
     stated["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,2}"
     assert split_rule(stated) is None
     (nested / "tokenizer.json").write_text(json.dumps(stated))
-    with pytest.raises(OtaroError, match=r"cannot be written as GGUF: llama.cpp has no rule like its pre_tokenizer; export"):
+    with pytest.raises(
+        OtaroError,
+        match=r"cannot be written as GGUF: llama.cpp has no rule like its "
+        r"pre_tokenizer; export",
+    ):
         vocabulary(nested, SIZE)
 
 
@@ -147,12 +164,20 @@ def test_more_tokens_than_rows_are_refused(make):
 
 
 def test_other_models_of_tokenizers_are_refused(tmp_path):
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    )
     made.save_pretrained(tmp_path)
-    with pytest.raises(OtaroError, match=r"it is WordLevel, and llama.cpp gets byte-level BPE and SentencePiece's BPE here"):
+    with pytest.raises(
+        OtaroError,
+        match=r"it is WordLevel, and llama.cpp gets byte-level BPE and "
+        r"SentencePiece's BPE here",
+    ):
         vocabulary(tmp_path, 10)
 
 
 def test_a_model_without_tokenizer_has_no_vocabulary(make_fitting, tmp_path):
     report = export(make_fitting("llama"), tmp_path / "m.gguf", precision="E5M3", to="gguf")
-    assert report.notes == ["the model has no tokenizer, so the file has no vocabulary: tokens go in and out as numbers"]
+    assert report.notes == [
+        "the model has no tokenizer, so the file has no vocabulary: tokens go in and out as numbers"
+    ]

@@ -40,7 +40,9 @@ def test_the_integers_are_those_that_the_formats_are_chosen_by():
     ],
 )
 def test_which_types_have_the_digits(dtype, reconstruction, finest):
-    assert [bits for bits in range(3, 9) if Grid(bits, reconstruction).fits(dtype, BYTES)] == list(range(3, finest + 1))
+    assert [bits for bits in range(3, 9) if Grid(bits, reconstruction).fits(dtype, BYTES)] == list(
+        range(3, finest + 1)
+    )
 
 
 def test_scales_that_are_powers_of_two_leave_more_digits_to_codes():

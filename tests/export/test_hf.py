@@ -14,7 +14,19 @@ from otaro.export.checkpoint import spell_out_rope
 from otaro.export.run import export
 from otaro.export.source import Source
 
-ALL = ["llama", "llama_tied", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2"]
+ALL = [
+    "llama",
+    "llama_tied",
+    "qwen2",
+    "mixtral",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize("architecture", ALL)
@@ -22,7 +34,9 @@ def test_transformers_opens_it_with_the_values_of_the_precision(architecture, ma
     nested = make_nested(architecture)
     report = export(nested, tmp_path / "out", precision="E5M4", to="hf")
     assert report.exact, report
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = model.state_dict()
     for name, wanted in decoded(nested, "E5M4").items():
@@ -44,7 +58,9 @@ def test_experts_have_the_names_of_checkpoints_on_the_hub(make_nested, make_chec
     export(make_nested("mixtral"), tmp_path / "out", precision="E5M3", to="hf")
     written = load_file(tmp_path / "out" / "model.safetensors")
     original = load_file(make_checkpoint("mixtral") / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in written.items()} == {name: t.shape for name, t in original.items()}
+    assert {name: tensor.shape for name, tensor in written.items()} == {
+        name: t.shape for name, t in original.items()
+    }
     assert any(name.endswith("experts.3.w2.weight") for name in written)
 
 
@@ -59,12 +75,16 @@ def test_experts_have_the_names_of_checkpoints_on_the_hub(make_nested, make_chec
         ("E5M8", "truncate", "llama", torch.float16),
     ],
 )
-def test_the_type_is_the_smallest_that_is_exact(precision, reconstruction, architecture, dtype, make_nested, tmp_path):
+def test_the_type_is_the_smallest_that_is_exact(
+    precision, reconstruction, architecture, dtype, make_nested, tmp_path
+):
     report = export(make_nested(architecture, reconstruction), tmp_path / "out", precision=precision, to="hf")
     assert report.exact
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.layers.0.mlp.up_proj.weight"].dtype == dtype
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
 
 
 def test_damaged_shards_are_not_exported(make_nested, tmp_path):
@@ -118,7 +138,11 @@ def test_what_is_missing_or_unknown_is_refused_by_name(make_nested, copy_of, tmp
     assert not (tmp_path / "out").exists()
     config = json.loads((nested / "config.json").read_text())
     (nested / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    with pytest.raises(FormatError, match=r"has model.layers.0.mlp.gate_proj.weight as \[112, 96\], config.json implies"):
+    with pytest.raises(
+        FormatError,
+        match=r"has model.layers.0.mlp.gate_proj.weight as \[112, 96\], "
+        r"config.json implies",
+    ):
         export(nested, tmp_path / "out", precision="E5M4", to="hf")
     (nested / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(FormatError, match=r"lacks model.layers.2"):
@@ -134,7 +158,11 @@ def test_what_is_missing_or_unknown_is_refused_by_name(make_nested, copy_of, tmp
 def test_only_an_earlier_export_is_replaced(make_nested, tmp_path):
     nested, out = make_nested("llama"), tmp_path / "out"
     export(nested, out, precision="E5M4", to="hf")
-    with pytest.raises(TargetError, match=r"exists; choose another place, or replace an earlier export with --overwrite"):
+    with pytest.raises(
+        TargetError,
+        match=r"exists; choose another place, or replace an earlier export with "
+        r"--overwrite",
+    ):
         export(nested, out, precision="E5M3", to="hf")
     export(nested, out, precision="E5M3", to="hf", overwrite=True)
     assert json.loads((out / "otaro-export.json").read_text())["precision"] == "E5M3"
@@ -163,7 +191,10 @@ def test_rope_is_told_by_its_older_names_too(architecture, make_nested, tmp_path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     rope = config["rope_parameters"]
     assert config["rope_theta"] == rope.get("full_attention", rope)["rope_theta"]
-    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == AutoConfig.from_pretrained(nested).rope_parameters
+    assert (
+        AutoConfig.from_pretrained(tmp_path / "out").rope_parameters
+        == AutoConfig.from_pretrained(nested).rope_parameters
+    )
 
 
 def test_scaled_rope_is_told_by_its_older_names_too(tmp_path):

@@ -50,8 +50,8 @@ CASES = [
 @pytest.mark.parametrize("by", ["our arithmetic", pytest.param("mlx", marks=needs_mlx)])
 @pytest.mark.parametrize(("bits", "reconstruction", "width", "dtype", "least_exponent"), CASES)
 def test_every_code_at_every_scale_is_held_exactly(bits, reconstruction, width, dtype, least_exponent, by):
-    """Float16 ends at steps of 2^-24: below `least_exponent` some units are not among its numbers. And twice the largest
-    scale of all is too large for it."""
+    """Float16 ends at steps of 2^-24: below `least_exponent` some units are not among its numbers. And twice
+    the largest scale of all is too large for it."""
     grid = Grid(bits, reconstruction)
     assert integer_bits(grid) == width
     assert is_exact(grid, dtype, BYTES)
@@ -61,7 +61,9 @@ def test_every_code_at_every_scale_is_held_exactly(bits, reconstruction, width, 
         stored = form.encode(piece, rows)
         parts = (stored["x.weight"].view(torch.uint32), stored["x.scales"], stored["x.biases"])
         found = dequantized(*parts, 64, width) if by == "mlx" else form.decode(piece, stored).float()
-        assert torch.equal(found, rows.values()) == (least_exponent <= exponent <= (6 if dtype == torch.float16 else 7))
+        assert torch.equal(found, rows.values()) == (
+            least_exponent <= exponent <= (6 if dtype == torch.float16 else 7)
+        )
 
 
 def test_what_16_bits_are_too_few_for():
@@ -93,7 +95,9 @@ def test_weights_that_are_too_large_for_float16_get_float32(random_model, tmp_pa
     model.save_pretrained(tmp_path / "checkpoint")
     otaro.pack(tmp_path / "checkpoint", tmp_path / "nested")
     assert export(tmp_path / "nested", tmp_path / "out", precision="E5M4", to="mlx").exact
-    assert load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.scales"].dtype == torch.float32
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.scales"].dtype == torch.float32
+    )
 
 
 def test_the_finest_precision_is_in_full(make_fitting, tmp_path):

@@ -13,7 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Misbehaving:
-    """Files by name, and what is wrong with how they are served; `asked` notes name and range of everything asked for."""
+    """Files by name, and what is wrong with how they are served; `asked` notes name and range of everything
+    asked for.
+    """
 
     address: str
     files: dict[str, bytes]
@@ -81,14 +83,18 @@ def misbehaving(files: dict[str, bytes]) -> Iterator[Misbehaving]:
                 start, end = int(part[1]), min(int(part[2] or size - 1), size - 1)
                 body = body[start : end + 1]
                 self.send_response(206)
-                self.send_header("Content-Range", f"bytes {start}-{end}/{'*' if server.stated is None else size + added}")
+                self.send_header(
+                    "Content-Range", f"bytes {start}-{end}/{'*' if server.stated is None else size + added}"
+                )
                 added = 0
             else:
                 self.send_response(200)
             if server.tags:
                 self.send_header("ETag", f'"{tag}"')
             if server.stated is not None and name != server.endless:
-                self.send_header("Content-Length", str(len(body) + (added if name.startswith("model-m") else 0)))
+                self.send_header(
+                    "Content-Length", str(len(body) + (added if name.startswith("model-m") else 0))
+                )
             self.end_headers()
             self.send(name, body, data)
 

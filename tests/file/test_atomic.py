@@ -40,9 +40,13 @@ def mounted(tmp_path):
     def mount(options):
         point = tmp_path / f"mount{len(mounts)}"
         point.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, text=True
+        )
         if done.returncode:
-            pytest.skip(f"mounting a small file system needs root and its permission here: {done.stderr.strip()}")
+            pytest.skip(
+                f"mounting a small file system needs root and its permission here: {done.stderr.strip()}"
+            )
         mounts.append(point)
         return point
 
@@ -144,7 +148,11 @@ def test_a_file_in_the_way_is_refused(target):
 def test_a_second_writer_is_refused_while_the_first_one_writes(target):
     with new_directory(target) as directory:
         (directory / "file").write_text("first")
-        with pytest.raises(TargetError, match=r"another process is writing .*model right now; wait for it to finish"):
+        with pytest.raises(
+            TargetError,
+            match=r"another process is writing .*model right now; wait for it "
+            r"to finish",
+        ):
             write(target, "second")
     assert (target / "file").read_text() == "first"
     assert left_in_room(target) == ["model"]
@@ -152,7 +160,9 @@ def test_a_second_writer_is_refused_while_the_first_one_writes(target):
 
 @pytest.mark.parametrize("step", ["flush", "_move_into_place"])
 def test_a_second_writer_is_refused_while_the_first_one_finishes(target, monkeypatch, step):
-    """Flushing a large model takes minutes, in which a second writer must not sweep away what the first one wrote."""
+    """Flushing a large model takes minutes, in which a second writer must not sweep away what the first one
+    wrote.
+    """
     original, refusals = getattr(atomic, step), []
 
     def with_second_writer(*args):
@@ -227,13 +237,18 @@ def test_a_refusal_of_the_system_is_explained(target, code, advice):
     assert left_in_room(target) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made")
+@pytest.mark.skipif(
+    not Path("/proc/self").is_dir(), reason="there is no /proc here, in which nothing can be made"
+)
 @pytest.mark.parametrize("name", ["model", "made/model"])
 def test_a_folder_in_which_nothing_can_be_made_is_named(name):
     for way in (new_directory, alone):
         with pytest.raises(TargetError) as refused, way(Path("/proc") / name):
             pass
-        assert str(refused.value) == f"cannot write /proc/{name}: nothing can be made in /proc; choose another place"
+        assert (
+            str(refused.value)
+            == f"cannot write /proc/{name}: nothing can be made in /proc; choose another place"
+        )
 
 
 def test_another_error_of_the_system_is_passed_on(target):
@@ -257,7 +272,9 @@ def test_a_file_size_limit_is_explained_and_leaves_nothing(checkpoint_dir, targe
             print(type(error).__name__, error)
         """)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith(f"TargetError cannot write {target}: the file would be larger than this system allows")
+    assert child.stdout.startswith(
+        f"TargetError cannot write {target}: the file would be larger than this system allows"
+    )
     assert left_in_room(target) == []
 
 
@@ -283,7 +300,9 @@ def test_a_full_disk_leaves_the_old_model_as_it_was(make_checkpoint, mounted):
 
 def test_a_read_only_file_system_is_explained(checkpoint_dir, mounted):
     room = mounted("ro")
-    with pytest.raises(TargetError, match=f"cannot write {room}/model: the file system of {room} is read-only"):
+    with pytest.raises(
+        TargetError, match=f"cannot write {room}/model: the file system of {room} is read-only"
+    ):
         otaro.pack(checkpoint_dir, room / "model")
 
 
@@ -313,7 +332,8 @@ def test_a_directory_one_may_not_write_to_is_explained(in_child):
 
 # kill -9
 
-# Where a packing process dies: the code runs in it before packing starts. `die_at(owner, name, n)` kills at the n-th call.
+# Where a packing process dies: the code runs in it before packing starts. `die_at(owner, name, n)` kills at
+# the n-th call.
 DEATHS = {
     "at the first tensor": "die_at(pack_module, 'encode', 1)",
     "at a later tensor": "die_at(pack_module, 'encode', 7)",

@@ -13,7 +13,9 @@ PAPER = Coding(64, "truncate")
 def run_config(home, **options):
     """The config of a run folder of before there was otaro.json, and the folder of its checkpoint."""
     (home / "model").mkdir(parents=True)
-    (home / "config.json").write_text(json.dumps({"model": "builtin", "options": {"method": "otaro", **options}}))
+    (home / "config.json").write_text(
+        json.dumps({"model": "builtin", "options": {"method": "otaro", **options}})
+    )
     return home / "model"
 
 
@@ -40,14 +42,21 @@ def test_a_config_one_level_up_that_is_no_runs_says_nothing(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_coding(tmp_path / "model") is None
-    other = run_config(tmp_path / "run", group_size=64, reconstruction="truncate").rename(tmp_path / "run" / "else")
+    other = run_config(tmp_path / "run", group_size=64, reconstruction="truncate").rename(
+        tmp_path / "run" / "else"
+    )
     assert read_coding(other) is None
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON object"), ("[64]", "no JSON object"), ("[" * 100_000, "no JSON object"), ("\xff", "no JSON object"),
+        ("", "no JSON object"), ("[64]", "no JSON object"), ("[" * 100_000, "no JSON object"), ("\xff", "no "
+                                                                                                        "JSON "
+                                                                                                        ""
+                                                                                                        ""
+                                                                                                        ""
+                                                                                                        "object"),
         ("{}", "group_size is 'None'"), ('{"group_size": 64}', "reconstruction is 'None'"),
         ('{"group_size": 48, "reconstruction": "midpoint"}', "group_size is '48'"),
         ('{"group_size": true, "reconstruction": "midpoint"}', "group_size is 'True'"),

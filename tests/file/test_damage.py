@@ -93,7 +93,9 @@ def test_a_truncated_shard_is_refused(victim, plane, keep, message):
         AutoModelForCausalLM.from_pretrained(victim)
 
 
-@pytest.mark.parametrize(("plane", "name"), [(3, LAYER), (3, f"{LAYER}.scales"), (3, NORM), (4, LAYER), (8, LAYER)])
+@pytest.mark.parametrize(
+    ("plane", "name"), [(3, LAYER), (3, f"{LAYER}.scales"), (3, NORM), (4, LAYER), (8, LAYER)]
+)
 def test_a_flipped_byte_of_data_is_found_and_its_tensor_named(victim, plane, name):
     header, data = read_shard(shard(victim, plane))
     start, end = header[name]["data_offsets"]
@@ -132,7 +134,8 @@ def test_a_changed_header_that_still_reads_well_breaks_the_seal(victim, plane):
     edit_json(header["__metadata__"], "digests", **{LAYER: digests[LAYER][::-1]})
     shard(victim, plane).write_bytes(render_header(header) + data)
     with pytest.raises(
-        DigestError, match=f"model-m{plane}.safetensors: the header does not match its seal; the file is damaged"
+        DigestError,
+        match=f"model-m{plane}.safetensors: the header does not match its seal; the file is damaged",
     ):
         open_all(victim)
 
@@ -154,7 +157,9 @@ def test_swapped_planes_are_refused(victim):
     shard(victim, 5).rename(shard(victim, 4))
     (victim / "aside").rename(shard(victim, 5))
     with pytest.raises(
-        FormatError, match=r"model-m4.safetensors holds plane '5' but its name says plane 4.*renamed or swapped"
+        FormatError,
+        match=r"model-m4.safetensors holds plane '5' but its name says plane 4.*renamed or "
+        r"swapped",
     ):
         open_all(victim)
 
@@ -169,20 +174,29 @@ def test_a_plane_in_place_of_the_base_shard_is_refused(victim):
 def test_an_ordinary_safetensors_file_is_refused(victim, plane):
     save_file({LAYER: torch.zeros(4)}, shard(victim, plane))
     with pytest.raises(
-        FormatError, match=f"model-m{plane}.safetensors is not an OTARo shard: its header has no format version"
+        FormatError,
+        match=f"model-m{plane}.safetensors is not an OTARo shard: its header has no format version",
     ):
         open_all(victim)
 
 
 def test_a_directory_without_the_base_shard_is_refused(victim):
     shard(victim, 3).unlink()
-    with pytest.raises(ShardMissingError, match=r"has model-m4.safetensors, .* but not model-m3.safetensors, which every"):
+    with pytest.raises(
+        ShardMissingError,
+        match=r"has model-m4.safetensors, .* but not "
+        r"model-m3.safetensors, which every",
+    ):
         otaro.load(victim)
 
 
 def test_a_directory_without_any_shard_is_refused(tmp_path):
     for open_it in (NestedDirectory, otaro.load):
-        with pytest.raises(FormatError, match=rf"{tmp_path} is not a nested model \(no model-m3.safetensors\).*otaro pack"):
+        with pytest.raises(
+            FormatError,
+            match=rf"{tmp_path} is not a nested model \(no "
+            r"model-m3.safetensors\).*otaro pack",
+        ):
             open_it(tmp_path)
 
 
@@ -202,7 +216,10 @@ def test_a_missing_plane_limits_the_directory_and_is_named_when_asked_for(victim
     shard(victim, 4).unlink()
     assert str(NestedDirectory(victim).finest) == "E5M3"  # model-m5 is there, and no use without model-m4
     for precision in ("E5M4", "E5M5", "E5M8"):
-        message = rf"{precision} needs model-m4.safetensors, which .* lacks \(it is complete up to E5M3\); fetch"
+        message = (
+            rf"{precision} needs model-m4.safetensors, which .* lacks \(it is complete up to E5M3\); "
+            r"fetch"
+        )
         with pytest.raises(ShardMissingError, match=message):
             otaro.load(victim, precision)
     assert set(map(str, otaro.precisions_of(otaro.load(victim)).values())) == {"E5M3"}
@@ -215,7 +232,9 @@ def test_a_header_longer_than_the_limit_is_refused(victim):
     with open(shard(victim, 4), "wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER + 1))
         file.truncate(MAX_HEADER + 100)  # sparse: takes no room
-    with pytest.raises(FormatError, match=f"a header of {MAX_HEADER + 1} bytes is over the limit of {MAX_HEADER}"):
+    with pytest.raises(
+        FormatError, match=f"a header of {MAX_HEADER + 1} bytes is over the limit of {MAX_HEADER}"
+    ):
         open_all(victim)
 
 
@@ -248,7 +267,17 @@ def test_a_header_length_beyond_the_file_is_refused(victim, length):
         (b'{"a": {"dtype": 1%s}}' % (b"0" * 5000), "is not valid JSON"),
     ],
     ids=[
-        *("deep-objects", "deep-arrays", "array", "null", "not-utf8", "empty", "no-metadata", "text-metadata", "no-seal"),
+        *(
+            "deep-objects",
+            "deep-arrays",
+            "array",
+            "null",
+            "not-utf8",
+            "empty",
+            "no-metadata",
+            "text-metadata",
+            "no-seal",
+        ),
         *("number-seal", "version-1", "number-version", "huge-number"),
     ],
 )
@@ -307,7 +336,9 @@ def test_a_shape_or_offset_that_is_no_count_is_refused(victim, plane, entry):
     header, data = read_shard(shard(victim, plane))
     header[LAYER] |= entry
     write_sealed(shard(victim, plane), header, data)
-    with pytest.raises(FormatError, match=f"model-m{plane}.safetensors: the header entry of {LAYER} is malformed"):
+    with pytest.raises(
+        FormatError, match=f"model-m{plane}.safetensors: the header entry of {LAYER} is malformed"
+    ):
         open_all(victim)
 
 
@@ -324,7 +355,9 @@ def test_an_unknown_dtype_is_refused(victim, dtype):
     header, data = read_shard(shard(victim, 4))
     header[LAYER]["dtype"] = dtype
     write_sealed(shard(victim, 4), header, data)
-    with pytest.raises(FormatError, match=f"{LAYER} (has the unknown dtype|is malformed)|entry of {LAYER} is malformed"):
+    with pytest.raises(
+        FormatError, match=f"{LAYER} (has the unknown dtype|is malformed)|entry of {LAYER} is malformed"
+    ):
         open_all(victim)
 
 
@@ -355,26 +388,76 @@ LIES = {
     "overlap": (lambda h: shift(h, last_of(h), -12), 0, "overlaps the tensor before it"),
     "gap": (lambda h: shift(h, last_of(h), 12), 12, "leaves a gap before it"),
     "trailing bytes": (lambda h: None, 1, "has bytes after its last tensor"),
-    "beyond the file": (lambda h: add_tensor(h, "z"), 0, r"is truncated: \d+ bytes of data promised, \d+ found"),
-    "huge offsets": (lambda h: h[LAYER].update(data_offsets=[0, HUGE]), 0, r"claims 10+ bytes, U8 \[96, \d\d\] takes another"),
-    "huge shape": (lambda h: h[LAYER].update(shape=[HUGE, HUGE]), 0, r"claims \d{4} bytes, U8 \[10+, 10+\] takes another"),
-    "end before start": (lambda h: h[LAYER]["data_offsets"].reverse(), 0, r"claims -?\d+ bytes, U8 \[96, \d\d\] takes another"),
-    "other dtype": (lambda h: h[LAYER].update(dtype="I8"), 0, rf"{LAYER} is I8 \[96, \d\d\] where .* implies U8 \[96, \d\d\]"),
-    "other shape": (lambda h: h[LAYER]["shape"].reverse(), 0, rf"{LAYER} is U8 \[\d\d, 96\] where .* implies U8 \[96, \d\d\]"),
+    "beyond the file": (
+        lambda h: add_tensor(h, "z"),
+        0,
+        r"is truncated: \d+ bytes of data promised, \d+ "
+        r"found",
+    ),
+    "huge offsets": (
+        lambda h: h[LAYER].update(data_offsets=[0, HUGE]),
+        0,
+        r"claims 10+ bytes, U8 \[96, "
+        r"\d\d\] takes another",
+    ),
+    "huge shape": (
+        lambda h: h[LAYER].update(shape=[HUGE, HUGE]),
+        0,
+        r"claims \d{4} bytes, U8 \[10+, 10+\] "
+        r"takes another",
+    ),
+    "end before start": (
+        lambda h: h[LAYER]["data_offsets"].reverse(),
+        0,
+        r"claims -?\d+ bytes, U8 \[96, "
+        r"\d\d\] takes another",
+    ),
+    "other dtype": (
+        lambda h: h[LAYER].update(dtype="I8"),
+        0,
+        rf"{LAYER} is I8 \[96, \d\d\] where .* "
+        r"implies U8 \[96, \d\d\]",
+    ),
+    "other shape": (
+        lambda h: h[LAYER]["shape"].reverse(),
+        0,
+        rf"{LAYER} is U8 \[\d\d, 96\] where .* "
+        r"implies U8 \[96, \d\d\]",
+    ),
     "missing tensor": (drop_last, None, "lacks the tensor "),
     "model no digest": (lambda h: h["__metadata__"].update(model="x"), 0, "'model' is not a SHA-256"),
-    "plane missing": (lambda h: h["__metadata__"].pop("plane"), 0, "holds plane None but its name says plane"),
+    "plane missing": (
+        lambda h: h["__metadata__"].pop("plane"),
+        0,
+        "holds plane None but its name says plane",
+    ),
     "digests missing": (lambda h: h["__metadata__"].pop("digests"), 0, "'digests' is not valid JSON"),
-    "digests no object": (lambda h: h["__metadata__"].update(digests="[]"), 0, "'digests' is not a JSON object"),
+    "digests no object": (
+        lambda h: h["__metadata__"].update(digests="[]"),
+        0,
+        "'digests' is not a JSON object",
+    ),
     "digests no text": (lambda h: h["__metadata__"].update(digests={}), 0, "'digests' is not valid JSON"),
     "a digest missing": (
         lambda h: edit_json(h["__metadata__"], "digests", **{LAYER: None}),
         0,
         "does not give one SHA-256 for",
     ),
-    "a digest too many": (lambda h: edit_json(h["__metadata__"], "digests", z="0" * 64), 0, "does not give one SHA-256 for"),
-    "a digest too short": (lambda h: edit_json(h["__metadata__"], "digests", **{LAYER: "0" * 63}), 0, "one SHA-256 for every"),
-    "a digest no text": (lambda h: edit_json(h["__metadata__"], "digests", **{LAYER: 5}), 0, "does not give one SHA-256 for"),
+    "a digest too many": (
+        lambda h: edit_json(h["__metadata__"], "digests", z="0" * 64),
+        0,
+        "does not give one SHA-256 for",
+    ),
+    "a digest too short": (
+        lambda h: edit_json(h["__metadata__"], "digests", **{LAYER: "0" * 63}),
+        0,
+        "one SHA-256 for every",
+    ),
+    "a digest no text": (
+        lambda h: edit_json(h["__metadata__"], "digests", **{LAYER: 5}),
+        0,
+        "does not give one SHA-256 for",
+    ),
     "metadata no text": (lambda h: h["__metadata__"].update(extra=5), 0, ""),
 }
 
@@ -394,7 +477,9 @@ def test_a_tensor_too_many_in_a_plane_is_refused(victim):
     header, data = read_shard(shard(victim, 4))
     add_tensor(header, "z")
     write_sealed(shard(victim, 4), header, data + bytes(4))
-    with pytest.raises(FormatError, match=r"model-m4.safetensors holds z, which the base shard does not know"):
+    with pytest.raises(
+        FormatError, match=r"model-m4.safetensors holds z, which the base shard does not know"
+    ):
         open_all(victim)
 
 
@@ -407,7 +492,11 @@ def test_a_tensor_too_many_in_a_plane_is_refused(victim):
         ({"group_size": 64.0}, "the group size is 64.0, not"),
         ({"group_size": True}, "the group size is True, not"),
         ({"group_size": None}, "the group size is None, not"),
-        ({"group_size": 32}, r"embed_tokens.weight.scales is F8_E4M3 \[120, 2\] .* implies F8_E4M3 \[120, 3\]"),
+        (
+            {"group_size": 32},
+            r"embed_tokens.weight.scales is F8_E4M3 \[120, 2\] .* implies F8_E4M3 \[120, "
+            r"3\]",
+        ),
         ({"reconstruction": "round"}, "unknown reconstruction 'round'"),
         ({"reconstruction": ["midpoint"]}, r"unknown reconstruction \['midpoint'\]"),
         ({"reconstruction": None}, "unknown reconstruction None"),
@@ -438,7 +527,9 @@ def test_a_base_shard_that_describes_the_model_wrongly_is_refused(victim, change
         changes = changes | {"scale_exponents": dict.fromkeys(changes["shapes"], 0), "zeros": 0}
     edit_json(header["__metadata__"], "sefp", **changes)
     write_sealed(shard(victim, 3), header, data)
-    with pytest.raises(FormatError, match=f"model-m3.safetensors: .*{message}|model-m3.safetensors {message}"):
+    with pytest.raises(
+        FormatError, match=f"model-m3.safetensors: .*{message}|model-m3.safetensors {message}"
+    ):
         NestedDirectory(victim)
 
 
@@ -466,6 +557,8 @@ def test_a_tensor_that_the_model_does_not_have_is_named(victim):
     add_tensor(header, "model.norm.other")
     write_sealed(shard(victim, 3), header, data + bytes(4))
     with pytest.raises(
-        FormatError, match=r"model-m3.safetensors holds model.norm.other, which LlamaForCausalLM by config.json lacks"
+        FormatError,
+        match=r"model-m3.safetensors holds model.norm.other, which LlamaForCausalLM by "
+        r"config.json lacks",
     ):
         otaro.load(victim)

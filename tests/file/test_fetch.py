@@ -99,9 +99,13 @@ def test_a_directory_is_a_source_too(form, packed, tmp_path):
 def test_where_it_breaks_off_it_goes_on(server, packed, tmp_path):
     """Within a call, by ranges: nothing comes twice."""
     server.cuts = [100_000, 50_000, 0]
-    assert fetch(server.address, tmp_path / "out", E5M4).bytes == sum(len(server.files[name]) for name in SHARDS[:2])
+    assert fetch(server.address, tmp_path / "out", E5M4).bytes == sum(
+        len(server.files[name]) for name in SHARDS[:2]
+    )
     assert same(tmp_path / "out", packed, 4)
-    starts = [int(wanted[6:-1]) for name, wanted in server.asked if name == SHARDS[0] and wanted.endswith("-")]
+    starts = [
+        int(wanted[6:-1]) for name, wanted in server.asked if name == SHARDS[0] and wanted.endswith("-")
+    ]
     header = starts[0]
     assert starts == [header, header + 100_000, header + 150_000, header + 150_000]
 
@@ -110,7 +114,11 @@ def test_where_it_breaks_off_it_goes_on(server, packed, tmp_path):
 def test_after_it_broke_off_for_good_the_next_call_goes_on(tags, server, packed, tmp_path):
     server.cuts, server.always_cut, server.tags = [200_000], 0, tags
     out = tmp_path / "out"
-    with pytest.raises(FetchError, match=r"broke off after 2.* kB of 739.3 kB .* the same command goes on from there"):
+    with pytest.raises(
+        FetchError,
+        match=r"broke off after 2.* kB of 739.3 kB .* the same command goes on "
+        r"from there",
+    ):
         fetch(server.address, out)
     assert not (out / SHARDS[0]).exists()
     server.always_cut = None
@@ -139,7 +147,9 @@ def test_a_server_that_states_no_length_is_enough(server, packed, tmp_path):
     assert not (tmp_path / "other" / "merges.txt").exists()
 
 
-@pytest.mark.parametrize(("stated", "words"), [(-1000, "is truncated"), (1000, "has bytes after its last tensor")])
+@pytest.mark.parametrize(
+    ("stated", "words"), [(-1000, "is truncated"), (1000, "has bytes after its last tensor")]
+)
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_wrong_length_is_refused_before_anything_comes(stated, words, ranges, server, tmp_path):
     server.stated, server.ranges = stated, ranges
@@ -154,7 +164,9 @@ def test_a_length_that_becomes_wrong_is_refused(stated, ranges, server, packed, 
     out = tmp_path / "out"
     fetch(server.address, out, E5M3)
     server.stated, server.ranges, server.honest_first = stated, ranges, ranges
-    with pytest.raises((FetchError, FormatError), match="another length than its header implies" if ranges else "bytes"):
+    with pytest.raises(
+        (FetchError, FormatError), match="another length than its header implies" if ranges else "bytes"
+    ):
         fetch(server.address, out, E5M4)
     assert content(out).keys() == {name for name in content(packed) if name not in SHARDS[1:]}
     server.stated = 0
@@ -174,7 +186,9 @@ def test_flipped_bytes_are_never_put_in_place(server, packed, tmp_path):
     out = tmp_path / "out"
     fetch(server.address, out, E5M3)
     server.always_flip = 10
-    with pytest.raises(DigestError, match=rf"{server.address} serves a damaged {SHARDS[1]}: three times over"):
+    with pytest.raises(
+        DigestError, match=rf"{server.address} serves a damaged {SHARDS[1]}: three times over"
+    ):
         fetch(server.address, out, E5M4)
     assert content(out).keys() == {name for name in content(packed) if name not in SHARDS[1:]}
     NestedDirectory(out).verify()
@@ -234,7 +248,9 @@ def test_a_redirect_to_another_host_gets_no_token(server, packed):
     """The Hub sends clients elsewhere for large files."""
     with misbehaving(content(packed)) as other:
         server.redirects["config.json"] = f"{other.address}/config.json"
-        with sources._get(f"{server.address}/config.json", {"Authorization": "Bearer secret"}, 0, 4, None) as piece:
+        with sources._get(
+            f"{server.address}/config.json", {"Authorization": "Bearer secret"}, 0, 4, None
+        ) as piece:
             assert piece.exactly(4) == server.files["config.json"][:4]
         assert server.headers[0]["Authorization"] == "Bearer secret"
         assert "Authorization" not in other.headers[0]
@@ -297,7 +313,11 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server, packed, tmp_p
 
 def test_what_the_source_lacks(server, packed, tmp_path):
     del server.files[SHARDS[3]]
-    with pytest.raises(ShardMissingError, match=rf"E5M8 needs {SHARDS[3]}, which .* lacks; ask for E5M5 or a lower one"):
+    with pytest.raises(
+        ShardMissingError,
+        match=rf"E5M8 needs {SHARDS[3]}, which .* lacks; ask for E5M5 or "
+        r"a lower one",
+    ):
         fetch(server.address, tmp_path / "out", E5M8)
     assert not (tmp_path / "out").exists()
     assert fetch(server.address, tmp_path / "out").nested.finest == E5M5
@@ -362,7 +382,13 @@ def test_a_disk_without_room_is_noticed_before(packed, tmp_path, monkeypatch):
 
 
 def test_names_cannot_leave_the_directory():
-    hostile = ["../tokenizer.json", "/tokenizer.json", "tokenizer/../../x.json", "..\\tokenizer.json", "C:tokenizer.json"]
+    hostile = [
+        "../tokenizer.json",
+        "/tokenizer.json",
+        "tokenizer/../../x.json",
+        "..\\tokenizer.json",
+        "C:tokenizer.json",
+    ]
     hostile += [".tokenizer.json", "tokenizer\x00.json", "model.py", "tokenizer.json\n", ""]
     assert sources._wanted([*hostile, "tokenizer.json", "LICENSE"]) == ["LICENSE", "tokenizer.json"]
 
@@ -433,6 +459,7 @@ def test_an_interrupted_command_says_that_it_can_go_on(server, packed, tmp_path,
     assert ended.exit_code == 130
     assert "the same command goes on from there" in ended.output
     first = len(server.files[SHARDS[0]])
-    assert fetch(server.address, tmp_path / "out", E5M3).bytes == 0  # all of it had come, and was not checked yet
+    # all of it had come, and was not checked yet
+    assert fetch(server.address, tmp_path / "out", E5M3).bytes == 0
     assert (tmp_path / "out" / SHARDS[0]).stat().st_size == first
     assert same(tmp_path / "out", packed, 3)

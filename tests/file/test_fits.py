@@ -6,7 +6,17 @@ from decimal import Decimal
 import pytest
 
 from otaro.errors import FormatError, OtaroError, PrecisionError, ShardMissingError
-from otaro.file.fits import Budget, Fit, bytes_of, find_fit, is_fit, parse_fits, read_fits, weights_of, write_fit
+from otaro.file.fits import (
+    Budget,
+    Fit,
+    bytes_of,
+    find_fit,
+    is_fit,
+    parse_fits,
+    read_fits,
+    weights_of,
+    write_fit,
+)
 from otaro.file.header import shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.replace import carry_over
@@ -57,7 +67,9 @@ def test_budgets_have_one_name_however_they_are_written(text, name, count):
     assert Budget.parse(budget.name) == Budget(Decimal(budget.amount), budget.unit)
 
 
-@pytest.mark.parametrize("text", ["", "90", "MB", "0MB", "-1MB", "1e9B", "90XB", "90MB\n90MB", "９０MB", "1" * 99 + "MB"])
+@pytest.mark.parametrize(
+    "text", ["", "90", "MB", "0MB", "-1MB", "1e9B", "90XB", "90MB\n90MB", "９０MB", "1" * 99 + "MB"]
+)
 def test_other_budgets_are_refused(text):
     with pytest.raises(OtaroError, match="is no budget; write 90MB"):
         Budget.parse(text)
@@ -101,11 +113,17 @@ def test_only_names_of_fits_are_taken_for_one():
 
 def test_a_fit_that_is_not_there_is_refused_with_the_command_that_makes_it(nested):
     with pytest.raises(
-        PrecisionError, match=r"has no fit:80MB, there are no fits yet; make it with: otaro fit .* --budget 80MB$"
+        PrecisionError,
+        match=r"has no fit:80MB, there are no fits yet; make it with: otaro fit .* --budget "
+        r"80MB$",
     ):
         find_fit(nested, "fit:80MB")
     write_fit(nested, mixed(nested))
-    with pytest.raises(PrecisionError, match=r"has no fit:4.5bits, there are fit:90MB; make it with: .* --bits 4.5$"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"has no fit:4.5bits, there are fit:90MB; make it with: .* "
+        r"--bits 4.5$",
+    ):
         find_fit(nested, "fit:4.5bits")
     with pytest.raises(PrecisionError, match="fit:nonsense: 'nonsense' is no budget"):
         find_fit(nested, "fit:nonsense")
@@ -115,7 +133,9 @@ def test_missing_planes_are_refused_with_the_command_that_brings_them(nested):
     write_fit(nested, mixed(nested))
     (nested.path / shard_name(5)).unlink()
     with pytest.raises(
-        ShardMissingError, match=r"fit:90MB needs shards up to model-m5.safetensors.* complete up to E5M4; .* E5M5$"
+        ShardMissingError,
+        match=r"fit:90MB needs shards up to model-m5.safetensors.* complete up to E5M4; "
+        r".* E5M5$",
     ):
         find_fit(NestedDirectory(nested.path), "fit:90MB")
 
@@ -141,7 +161,10 @@ def damaged(nested, change):
         (lambda raw, fit: fit.pop("bytes"), "does not consist of precisions"),
         (lambda raw, fit: fit.update(bytes=-1), "bytes is '-1'"),
         (lambda raw, fit: fit.update(bytes=1.5), "bytes is '1.5'"),
-        (lambda raw, fit: fit.update(bytes=5), "bytes by its precisions, and its bytes or bits_per_weight say something else"),
+        (
+            lambda raw, fit: fit.update(bytes=5),
+            "bytes by its precisions, and its bytes or bits_per_weight say something else",
+        ),
         (lambda raw, fit: fit.update(bits_per_weight=4.7), "its bytes or bits_per_weight say something else"),
         (lambda raw, fit: fit.update(bits_per_weight=10**400), "bits_per_weight is '1000"),
         (lambda raw, fit: fit.update(measured=10**400), "measured is '1000"),
@@ -161,8 +184,14 @@ def damaged(nested, change):
         (lambda raw, fit: fit.update(precisions=[]), "does not have one precision for each packed tensor"),
         (lambda raw, fit: fit["precisions"].popitem(), "does not have one precision for each packed tensor"),
         (lambda raw, fit: fit["precisions"].update(other="E5M3"), "'other' is in one and not in the other"),
-        (lambda raw, fit: fit["precisions"].update({next(iter(fit["precisions"])): "E5M2"}), "unknown precision 'E5M2'"),
-        (lambda raw, fit: fit["precisions"].update({next(iter(fit["precisions"])): 4}), "unknown precision 4"),
+        (
+            lambda raw, fit: fit["precisions"].update({next(iter(fit["precisions"])): "E5M2"}),
+            "unknown precision 'E5M2'",
+        ),
+        (
+            lambda raw, fit: fit["precisions"].update({next(iter(fit["precisions"])): 4}),
+            "unknown precision 4",
+        ),
     ],
 )
 def test_whatever_else_a_file_says_is_refused(nested, change, why):

@@ -1,4 +1,6 @@
-"""FORMAT.md is run: its reader against the package, its worked bytes against the packer, its example file byte for byte."""
+"""FORMAT.md is run: its reader against the package, its worked bytes against the packer, its example file
+byte for byte.
+"""
 
 import hashlib
 import re
@@ -19,7 +21,9 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def write_example(target: Path, reconstruction: str) -> dict[str, torch.Tensor]:
-    """A model of two packed tensors, one of them three-dimensional with padded rows, and a norm; every byte is determined."""
+    """A model of two packed tensors, one of them three-dimensional with padded rows, and a norm; every byte
+    is determined.
+    """
     numbers = torch.arange(2 * 3 * 70, dtype=torch.float32)
     weights = {
         "a.weight": ((numbers * 37 % 101 - 50) / 64).reshape(6, 70),
@@ -31,7 +35,10 @@ def write_example(target: Path, reconstruction: str) -> dict[str, torch.Tensor]:
         for name, weight in weights.items():
             rows = weight.reshape(-1, weight.shape[-1])
             writer.append_rows(
-                name, PackedRows.of(otaro.encode(rows, reconstruction=reconstruction), zeros=int((rows == 0).sum()))
+                name,
+                PackedRows.of(
+                    otaro.encode(rows, reconstruction=reconstruction), zeros=int((rows == 0).sum())
+                ),
             )
         writer.append_stored(BASE, "norm.weight", torch.tensor([1.0, 0.5, -2.0, 3.0], dtype=torch.bfloat16))
     return weights
@@ -50,12 +57,21 @@ def test_the_reader_of_the_page_reads_what_the_package_writes(example, precision
     exec(code, namespace)
     for name, weight in weights.items():
         values = namespace["read_tensor"](directory, name, precision.mantissa_bits)
-        assert values == otaro.encode(weight, reconstruction=reconstruction).decode(precision).flatten().tolist()
+        assert (
+            values == otaro.encode(weight, reconstruction=reconstruction).decode(precision).flatten().tolist()
+        )
 
 
 def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
     block = PAGE.split("Worked bytes.")[1].split("## Shards")[0]
-    stated = {name.strip(): value.split("(")[0].split() for name, value in re.findall(r"(scales|base |plane \d) +(.*)", block)}
+    stated = {
+        name.strip(): value.split("(")[0].split()
+        for name, value in re.findall(
+            r"(scales|base |plane "
+            r"\d) +(.*)",
+            block,
+        )
+    }
     t = otaro.encode(torch.tensor([[0.8, -0.3, 0.02]]))
     base, planes = pack_codes(t.finest_codes)
     made = {"scales": t.scale_bytes[0], "base": base[0]}
@@ -70,7 +86,9 @@ def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
 
 @pytest.mark.parametrize("reconstruction", ["midpoint", "truncate"])
 def test_files_of_this_version_never_change(tmp_path, reconstruction):
-    """Golden bytes: if this fails, the format has changed, and the version with it; or only what the encoder chooses."""
+    """Golden bytes: if this fails, the format has changed, and the version with it; or only what the encoder
+    chooses.
+    """
     write_example(tmp_path / "example", reconstruction)
     golden = GOLDEN / f"version2-{reconstruction}"
     names = sorted(path.name for path in golden.iterdir())
@@ -80,7 +98,11 @@ def test_files_of_this_version_never_change(tmp_path, reconstruction):
 
 
 def test_a_directory_of_version_1_is_refused_with_the_command_that_packs_anew():
-    with pytest.raises(FormatError, match=r"format version '1', .* reads version '2'; .* `otaro pack CHECKPOINT OUT`"):
+    with pytest.raises(
+        FormatError,
+        match=r"format version '1', .* reads version '2'; .* `otaro pack "
+        r"CHECKPOINT OUT`",
+    ):
         NestedDirectory(GOLDEN / "version1")
 
 

@@ -1,4 +1,6 @@
-"""GGUF files are packed like checkpoints: by rows, with their tokenizer; and damaged ones are refused in words."""
+"""GGUF files are packed like checkpoints: by rows, with their tokenizer; and damaged ones are refused in
+words.
+"""
 
 import importlib.util
 import json
@@ -24,7 +26,13 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 @pytest.mark.parametrize("architecture", FITTING)
 def test_a_file_has_the_tensors_of_the_model_it_was_made_of(architecture, make_fitting, decoded, tmp_path):  # noqa: F811
     nested = make_fitting(architecture)
-    export(nested, tmp_path / "m.gguf", precision="E5M4", to="gguf", type="F32" if architecture == "qwen2" else None)
+    export(
+        nested,
+        tmp_path / "m.gguf",
+        precision="E5M4",
+        to="gguf",
+        type="F32" if architecture == "qwen2" else None,
+    )
     checkpoint, wanted = Checkpoint(tmp_path / "m.gguf"), decoded(nested, "E5M4")
     assert checkpoint.shapes.keys() == wanted.keys()
     for name, values in wanted.items():
@@ -34,8 +42,21 @@ def test_a_file_has_the_tensors_of_the_model_it_was_made_of(architecture, make_f
         else:
             assert torch.equal(read, values), name
     original = Checkpoint(nested.parent / "checkpoint").config
-    kept = ["hidden_size", "head_dim", "rope_parameters", "num_key_value_heads", "tie_word_embeddings", "layer_types"]
-    for setting in [*kept, "embedding_multiplier", "attn_logit_softcapping", "query_pre_attn_scalar", "num_experts_per_tok"]:
+    kept = [
+        "hidden_size",
+        "head_dim",
+        "rope_parameters",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "layer_types",
+    ]
+    for setting in [
+        *kept,
+        "embedding_multiplier",
+        "attn_logit_softcapping",
+        "query_pre_attn_scalar",
+        "num_experts_per_tok",
+    ]:
         assert getattr(checkpoint.config, setting, None) == getattr(original, setting, None), setting
 
 
@@ -64,7 +85,9 @@ def test_packing_one_says_what_it_came_from(tiny, tmp_path):
     first, second = (model.generate(ids, max_new_tokens=12, do_sample=False) for model in models)
     assert torch.equal(first, second)
     text = "The statement returns a list of 42 words."
-    assert AutoTokenizer.from_pretrained(tmp_path / "nested")(text) == AutoTokenizer.from_pretrained(tiny)(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "nested")(text) == AutoTokenizer.from_pretrained(tiny)(
+        text
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +107,8 @@ def test_the_tokenizer_comes_along(kind, make, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("kind", ["Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "BF16"])
 def test_every_type_that_gguf_dequantizes_is_read_by_rows(kind, tmp_path):
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = np.random.default_rng(0).integers(0, 60, (6, 512 // block * size), dtype=np.uint8)  # no exponent is that of NaN
+    # no exponent is that of NaN
+    data = np.random.default_rng(0).integers(0, 60, (6, 512 // block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("x", data, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -124,18 +148,40 @@ TENSOR = text(b"x") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
             header(settings=1) + text(b"a") + struct.pack("<IIQ", 9, 4, 1 << 61) + bytes(20),
             "numbers, for which it is too short",
         ),
-        (header(settings=1) + text(b"a") + struct.pack("<IIQ", 9, 8, 1 << 61) + bytes(20), "values, for which it is too short"),
-        (header(settings=1) + text(b"a") + struct.pack("<IIQ", 9, 9, 1) * 1 + struct.pack("<IQ", 9, 1) * 9, "unknown type 9"),
+        (
+            header(settings=1) + text(b"a") + struct.pack("<IIQ", 9, 8, 1 << 61) + bytes(20),
+            "values, for which it is too short",
+        ),
+        (
+            header(settings=1) + text(b"a") + struct.pack("<IIQ", 9, 9, 1) * 1 + struct.pack("<IQ", 9, 1) * 9,
+            "unknown type 9",
+        ),
         (header(settings=2) + (text(b"a") + struct.pack("<IB", 7, 1)) * 2 + bytes(20), "it says 'a' twice"),
         (header(tensors=1) + TENSOR + bytes(40), "it ends before x does"),
         (header(tensors=1) + text(b"x") + struct.pack("<I", 9) + bytes(90), "or has 9 dimensions"),
         (header(tensors=2) + TENSOR * 2 + bytes(90), "is there twice"),
-        (header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 1 << 62, 0, 0) + bytes(90), "it ends before x does"),
-        (header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 4, 0, 1 << 63) + bytes(90), "it ends before x does"),
-        (header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 33, 4, 2, 0) + bytes(90), "Q4_0 comes in blocks of 32"),
-        (header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 4, 77, 0) + bytes(90), "x is of the unknown type 77"),
         (
-            header(settings=1, tensors=1) + text(b"general.alignment") + struct.pack("<II", 4, 0) + TENSOR + bytes(600),
+            header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 1 << 62, 0, 0) + bytes(90),
+            "it ends before x does",
+        ),
+        (
+            header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 4, 0, 1 << 63) + bytes(90),
+            "it ends before x does",
+        ),
+        (
+            header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 33, 4, 2, 0) + bytes(90),
+            "Q4_0 comes in blocks of 32",
+        ),
+        (
+            header(tensors=1) + text(b"x") + struct.pack("<IQQIQ", 2, 32, 4, 77, 0) + bytes(90),
+            "x is of the unknown type 77",
+        ),
+        (
+            header(settings=1, tensors=1)
+            + text(b"general.alignment")
+            + struct.pack("<II", 4, 0)
+            + TENSOR
+            + bytes(600),
             "its alignment is 0",
         ),
     ],
@@ -200,7 +246,13 @@ def test_settings_that_do_not_fit_are_refused(changes, why, make_fitting, tmp_pa
 
 
 def test_positions_of_llama_3_come_back(random_model, tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope |= {"original_max_position_embeddings": 8192}
     random_model("llama", rope_parameters=rope).save_pretrained(tmp_path / "checkpoint")
     otaro.pack(tmp_path / "checkpoint", tmp_path / "nested")

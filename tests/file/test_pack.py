@@ -29,7 +29,9 @@ def load_parameters(checkpoint):
 
 
 def names_to_pack(parameters, tied):
-    """Matrices and stacks of matrices, except routers and GPT-2's positions; a tied head is stored as the embedding."""
+    """Matrices and stacks of matrices, except routers and GPT-2's positions; a tied head is stored as the
+    embedding.
+    """
     return {
         name
         for name, tensor in parameters.items()
@@ -49,7 +51,9 @@ def assert_holds(nested, parameters, tied=False, as_packed=lambda name, weight: 
     packed = names_to_pack(parameters, tied)
     assert set(nested.schema.packed) == packed
     for name in packed:
-        expected = otaro.encode(as_packed(name, parameters[name]), nested.schema.group_size, nested.schema.reconstruction)
+        expected = otaro.encode(
+            as_packed(name, parameters[name]), nested.schema.group_size, nested.schema.reconstruction
+        )
         assert nested.schema.scale_exponents[name] == expected.scale_exponent, name
         assert torch.equal(nested.scale_bytes(name), expected.scale_bytes), name
         assert torch.equal(read_codes(nested, name), expected.finest_codes), name
@@ -66,11 +70,17 @@ def files_of(directory):
 
 
 def edited_copy(checkpoint, tmp_path, **changes):
-    """A copy of a one-file checkpoint with tensors replaced, or removed by None; `__` in a name stands for a dot."""
+    """A copy of a one-file checkpoint with tensors replaced, or removed by None; `__` in a name stands for a
+    dot.
+    """
     copy = shutil.copytree(checkpoint, tmp_path / "edited")
     tensors = load_file(copy / "model.safetensors")
     tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
-    save_file({name: t for name, t in tensors.items() if t is not None}, copy / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t for name, t in tensors.items() if t is not None},
+        copy / "model.safetensors",
+        {"format": "pt"},
+    )
     return copy
 
 
@@ -80,7 +90,9 @@ def edit_config(directory, **changes):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.005, 0.3])
-def test_exact_zeros_are_counted_and_where_there_are_many_truncation_is_named(checkpoint_dir, tmp_path, share):
+def test_exact_zeros_are_counted_and_where_there_are_many_truncation_is_named(
+    checkpoint_dir, tmp_path, share
+):
     weight = load_file(checkpoint_dir / "model.safetensors")[LAYER]
     zeros = int(share * weight.numel())
     weight.view(-1)[:zeros] = 0
@@ -102,7 +114,9 @@ def test_exact_zeros_are_counted_and_where_there_are_many_truncation_is_named(ch
 def test_a_model_that_was_quantized_to_four_bits_is_noticed(checkpoint_dir, tmp_path, precision):
     packed = otaro.pack(checkpoint_dir, tmp_path / "first").schema.packed
     weights = load_file(checkpoint_dir / "model.safetensors")
-    coarse = {name: otaro.encode(weights[name].float()).decode(precision) for name in packed} if precision else {}
+    coarse = (
+        {name: otaro.encode(weights[name].float()).decode(precision) for name in packed} if precision else {}
+    )
     copy = edited_copy(checkpoint_dir, tmp_path, **coarse)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -112,7 +126,9 @@ def test_a_model_that_was_quantized_to_four_bits_is_noticed(checkpoint_dir, tmp_
     assert len(about) == (precision == "E5M3")
 
 
-def test_every_tensor_of_every_architecture_is_held(make_checkpoint, make_nested, architecture, reconstruction):
+def test_every_tensor_of_every_architecture_is_held(
+    make_checkpoint, make_nested, architecture, reconstruction
+):
     nested = NestedDirectory(make_nested(architecture, reconstruction))
     assert nested.schema.reconstruction == reconstruction
     assert_holds(nested, load_parameters(make_checkpoint(architecture)), tied=architecture == "llama_tied")
@@ -121,7 +137,10 @@ def test_every_tensor_of_every_architecture_is_held(make_checkpoint, make_nested
 def test_scaled_embeddings_fused_projections_and_convolutions_are_packed(
     make_checkpoint, make_nested, other_architecture, as_packed
 ):
-    nested, parameters = NestedDirectory(make_nested(other_architecture)), load_parameters(make_checkpoint(other_architecture))
+    nested, parameters = (
+        NestedDirectory(make_nested(other_architecture)),
+        load_parameters(make_checkpoint(other_architecture)),
+    )
     assert_holds(nested, parameters, other_architecture != "phi3", as_packed)
     for name, shape in nested.schema.packed.items():
         assert shape == tuple(as_packed(name, parameters[name]).shape)
@@ -156,7 +175,9 @@ def test_packing_twice_gives_the_same_bytes(make_checkpoint, make_nested, archit
     assert files_of(tmp_path / "again") == files_of(make_nested(architecture))
 
 
-def test_chunk_size_does_not_change_the_bytes(make_checkpoint, make_nested, architecture, tmp_path, monkeypatch):
+def test_chunk_size_does_not_change_the_bytes(
+    make_checkpoint, make_nested, architecture, tmp_path, monkeypatch
+):
     monkeypatch.setattr(pack_module, "_CHUNK", 1000)  # 8 rows, so that chunks cross the borders of experts
     otaro.pack(make_checkpoint(architecture), tmp_path / "again")
     assert files_of(tmp_path / "again") == files_of(make_nested(architecture))
@@ -182,14 +203,20 @@ def test_config_and_sidecars_come_along(checkpoint_dir, tmp_path):
     assert {name: (tmp_path / "out" / name).read_text() for name in sidecars} == sidecars
     assert not (tmp_path / "out" / "training.log").exists()
     before, after = (json.loads((d / "config.json").read_text()) for d in (source, tmp_path / "out"))
-    assert after.pop("quantization_config") == {"quant_method": "sefp", "group_size": 64, "reconstruction": "truncate"}
+    assert after.pop("quantization_config") == {
+        "quant_method": "sefp",
+        "group_size": 64,
+        "reconstruction": "truncate",
+    }
     assert after.pop("transformers_weights") == "model-m3.safetensors"
     assert after == before
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_other_group_sizes_are_held(checkpoint_dir, tmp_path, group_size, reconstruction):
-    nested = otaro.pack(checkpoint_dir, tmp_path / "out", group_size=group_size, reconstruction=reconstruction)
+    nested = otaro.pack(
+        checkpoint_dir, tmp_path / "out", group_size=group_size, reconstruction=reconstruction
+    )
     assert nested.schema.group_size == group_size
     assert_holds(nested, load_parameters(checkpoint_dir))
 
@@ -215,7 +242,9 @@ def test_a_sharded_checkpoint_gives_the_same_bytes(make_checkpoint, make_nested,
 
 
 @pytest.mark.parametrize("chunk", [1 << 22, 1000], ids=["one-chunk", "many-chunks"])
-def test_a_checkpoint_with_fused_experts_gives_the_same_bytes(make_checkpoint, make_nested, tmp_path, monkeypatch, chunk):
+def test_a_checkpoint_with_fused_experts_gives_the_same_bytes(
+    make_checkpoint, make_nested, tmp_path, monkeypatch, chunk
+):
     monkeypatch.setattr(pack_module, "_CHUNK", chunk)
     fused = shutil.copytree(make_checkpoint("mixtral"), tmp_path / "fused")
     save_file(load_parameters(fused), fused / "model.safetensors", {"format": "pt"})
@@ -267,7 +296,11 @@ def test_pickled_weights_beside_safetensors_are_left_alone(checkpoint_dir, neste
 def test_a_directory_without_weights_is_refused(checkpoint_dir, tmp_path):
     source = shutil.copytree(checkpoint_dir, tmp_path / "source")
     (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no model.safetensors and no model.safetensors.index.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no model.safetensors and no "
+        r"model.safetensors.index.json",
+    ):
         otaro.pack(source, tmp_path / "out")
 
 
@@ -289,10 +322,16 @@ def test_a_config_that_describes_no_model_is_refused(checkpoint_dir, tmp_path, t
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {LAYER: "../elsewhere.safetensors"}}, "names '../elsewhere.safetensors', which is not a file of"),
+        (
+            {"weight_map": {LAYER: "../elsewhere.safetensors"}},
+            "names '../elsewhere.safetensors', which is not a file of",
+        ),
         ({"weight_map": {LAYER: "/etc/passwd"}}, "names '/etc/passwd', which is not a file of"),
         ({"weight_map": {LAYER: 5}}, "names 5, which is not a file of"),
-        ({"weight_map": {LAYER: "model-00009.safetensors"}}, "lacks model-00009.safetensors, which its index names"),
+        (
+            {"weight_map": {LAYER: "model-00009.safetensors"}},
+            "lacks model-00009.safetensors, which its index names",
+        ),
         ({"weight_map": [LAYER]}, "is not a safetensors index"),
         ({"metadata": {}}, "is not a safetensors index"),
         ([], "is not a safetensors index"),
@@ -324,18 +363,28 @@ def test_a_missing_tensor_is_named(checkpoint_dir, tmp_path):
 def test_a_missing_or_misshapen_part_of_an_expert_stack_is_refused(make_checkpoint, tmp_path, name, part):
     source = edited_copy(make_checkpoint(name), tmp_path, **{part: None})
     named = part.replace("block_sparse_moe", "mlp")  # as transformers calls it
-    with pytest.raises(CheckpointError, match=f"lacks the tensor {named}, a part of model.layers.1.mlp.experts.gate_up_proj"):
+    with pytest.raises(
+        CheckpointError, match=f"lacks the tensor {named}, a part of model.layers.1.mlp.experts.gate_up_proj"
+    ):
         otaro.pack(source, tmp_path / "out")
     shutil.rmtree(source)
     source = edited_copy(make_checkpoint(name), tmp_path, **{part: torch.zeros(8, 96)})
-    with pytest.raises(CheckpointError, match=r"the parts of model.layers.1.mlp.experts.gate_up_proj do not add up"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the parts of model.layers.1.mlp.experts.gate_up_proj do not "
+        r"add up",
+    ):
         otaro.pack(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", [LAYER, "model.norm.weight"], ids=["packed", "kept"])
 def test_a_tensor_of_the_wrong_shape_is_refused(checkpoint_dir, tmp_path, name):
     source = edited_copy(checkpoint_dir, tmp_path, **{name: torch.zeros(64, 32)})
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \[64, 32\], config.json implies \[96(, 96)?\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} has shape \[64, 32\], config.json implies \[96(, "
+        r"96)?\]",
+    ):
         otaro.pack(source, tmp_path / "out")
 
 
@@ -365,7 +414,11 @@ def test_a_damaged_safetensors_file_is_refused(checkpoint_dir, tmp_path, keep):
 
 def test_a_tied_head_with_values_of_its_own_is_refused(make_checkpoint, tmp_path):
     source = edited_copy(make_checkpoint("llama_tied"), tmp_path, lm_head__weight=torch.zeros(120, 96))
-    with pytest.raises(CheckpointError, match=r"ties lm_head.weight to model.embed_tokens.weight.*tie_word_embeddings"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"ties lm_head.weight to "
+        r"model.embed_tokens.weight.*tie_word_embeddings",
+    ):
         otaro.pack(source, tmp_path / "out")
 
 
@@ -379,7 +432,9 @@ def test_a_tied_head_with_values_of_its_own_is_refused(make_checkpoint, tmp_path
     ids=["nan", "infinity", "large"],
 )
 @pytest.mark.parametrize("chunk", [1 << 22, 1000], ids=["one-chunk", "many-chunks"])
-def test_a_weight_that_cannot_be_held_is_named_with_its_index(checkpoint_dir, tmp_path, monkeypatch, value, words, chunk):
+def test_a_weight_that_cannot_be_held_is_named_with_its_index(
+    checkpoint_dir, tmp_path, monkeypatch, value, words, chunk
+):
     monkeypatch.setattr(pack_module, "_CHUNK", chunk)
     bad = load_file(checkpoint_dir / "model.safetensors")[LAYER].float()
     bad[77, 13] = value
@@ -395,7 +450,11 @@ def test_nan_in_an_expert_is_named_with_its_index_in_the_stack(make_checkpoint, 
     part = "model.layers.0.block_sparse_moe.experts.3.w3.weight"
     bad = load_file(make_checkpoint("mixtral") / "model.safetensors")[part]
     bad[5, 95] = float("nan")
-    with pytest.raises(WeightError, match=rf"model.layers.0.mlp.experts.gate_up_proj\[3, {112 + 5}, 95\] is nan"):
+    with pytest.raises(
+        WeightError,
+        match=rf"model.layers.0.mlp.experts.gate_up_proj\[3, {112 + 5}, 95\] is "
+        r"nan",
+    ):
         otaro.pack(edited_copy(make_checkpoint("mixtral"), tmp_path, **{part: bad}), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edited"]
 
@@ -422,7 +481,9 @@ def test_a_model_quantized_otherwise_is_refused(checkpoint_dir, tmp_path):
         otaro.pack(source, tmp_path / "out")
 
 
-def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(checkpoint_dir, nested_dir, tmp_path):
+def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(
+    checkpoint_dir, nested_dir, tmp_path
+):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -496,7 +557,11 @@ def test_a_norm_with_which_nothing_runs_is_named_with_its_index(checkpoint_dir, 
     norm = load_file(checkpoint_dir / "model.safetensors")["model.norm.weight"].clone()
     norm[5] = value
     source = edited_copy(checkpoint_dir, tmp_path, **{"model.norm.weight": norm})
-    with pytest.raises(WeightError, match=rf"model.norm.weight\[5\] is {value}, with which no model runs; repair"):
+    with pytest.raises(
+        WeightError,
+        match=rf"model.norm.weight\[5\] is {value}, with which no model runs; "
+        r"repair",
+    ):
         otaro.pack(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -507,7 +572,9 @@ def test_a_buffer_may_hold_infinity_but_not_nan():
         pack_module._check_finite("mask", torch.tensor([0.0, torch.nan]), is_buffer=True)
 
 
-def test_a_tensor_that_transformers_rearranges_when_it_reads_it_is_read_so(checkpoint_dir, tmp_path, monkeypatch):
+def test_a_tensor_that_transformers_rearranges_when_it_reads_it_is_read_so(
+    checkpoint_dir, tmp_path, monkeypatch
+):
     """Its shape may be that of the parameter: taken as it is, a square matrix would be packed transposed."""
     from transformers import conversion_mapping, modeling_utils
     from transformers.core_model_loading import Chunk, Transpose, WeightConverter
@@ -515,7 +582,9 @@ def test_a_tensor_that_transformers_rearranges_when_it_reads_it_is_read_so(check
     query, gate, up = "self_attn.q_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"
     steps = [
         WeightConverter(source_patterns=query, target_patterns=query, operations=[Transpose(0, 1)]),
-        WeightConverter(source_patterns="mlp.both.weight", target_patterns=[gate, up], operations=[Chunk(dim=0)]),
+        WeightConverter(
+            source_patterns="mlp.both.weight", target_patterns=[gate, up], operations=[Chunk(dim=0)]
+        ),
     ]
     for module in (conversion_mapping, modeling_utils):
         monkeypatch.setattr(module, "get_model_conversion_mapping", lambda model, *args, **options: steps)
@@ -531,14 +600,20 @@ def test_a_tensor_that_transformers_rearranges_when_it_reads_it_is_read_so(check
     assert all(torch.equal(found[name], tensor) for name, tensor in parameters.items())
     short = edited_copy(source, tmp_path / "short", **{"model.layers.0.mlp.both.weight": both[:100]})
     with pytest.raises(
-        CheckpointError, match=r"layers.0.mlp.gate_proj.weight has shape \[50, 96\], config.json implies \[112, 96\]"
+        CheckpointError,
+        match=r"layers.0.mlp.gate_proj.weight has shape \[50, 96\], config.json implies "
+        r"\[112, 96\]",
     ):
         otaro.pack(short, tmp_path / "none")
 
 
 def test_a_model_that_does_not_generate_is_refused(checkpoint_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "can_generate", classmethod(lambda cls: False))
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM \(llama\) is not a model that generates text"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"LlamaForCausalLM \(llama\) is not a model that generates "
+        r"text",
+    ):
         otaro.pack(checkpoint_dir, tmp_path / "out")
 
 
@@ -575,18 +650,28 @@ def stored_bits(directory, mantissa_bits):
 def save_random(directory, kind, dtype=torch.float32, **settings):
     """A checkpoint half of which is the embedding; returns the model."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, vocab_size=4096, **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=4096, **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
     return model
 
 
-GEMMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 32}
+GEMMA = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
 XGLM = {"d_model": 96, "ffn_dim": 112, "num_layers": 1, "attention_heads": 4}  # whose embedding is not packed
 
 
 def test_a_float32_gemma_takes_at_each_precision_the_bits_that_it_is_said_to_take(tmp_path):
-    """Its tied embedding is most of it: kept as it is, the model would take 147% of FP16 where the table said 9.08 bits."""
+    """Its tied embedding is most of it: kept as it is, the model would take 147% of FP16 where the table said
+    9.08 bits.
+    """
     model = save_random(tmp_path, "gemma3_text", **GEMMA, num_key_value_heads=1, sliding_window=16)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert model.get_input_embeddings().weight.numel() > 0.7 * weights
@@ -613,15 +698,23 @@ def test_large_float32_tensors_that_are_not_packed_are_stored_in_16_bits(tmp_pat
     model = save_random(tmp_path, "xglm", **XGLM)
     name, table = "model.embed_tokens.weight", values(model.get_input_embeddings().weight.data)
     source = edited_copy(tmp_path, tmp_path, **{name: table})
-    with pytest.warns(UserWarning, match=rf"stored in 16 bits: {name} in {str(stored_in)[6:]}; otaro pack --keep-float32"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"stored in 16 bits: {name} in {str(stored_in)[6:]}; otaro pack "
+        r"--keep-float32",
+    ):
         nested = otaro.pack(source, tmp_path / "nested")
     stored = nested.base.tensor(name)
     assert stored.dtype == stored_in
     assert torch.equal(stored, table.to(stored_in))
     assert torch.equal(otaro.load(nested.path).get_input_embeddings().weight, stored.float())
-    assert {nested.base.tensor(other).dtype for other in nested.unpacked if other != name} == {torch.float32}  # norms
+    # norms
+    assert {nested.base.tensor(other).dtype for other in nested.unpacked if other != name} == {torch.float32}
     weights = sum(parameter.numel() for parameter in model.parameters())
-    assert precision_summary(nested, otaro.PRECISIONS[0]).bits_per_weight == stored_bits(nested.path, 8) / weights
+    assert (
+        precision_summary(nested, otaro.PRECISIONS[0]).bits_per_weight
+        == stored_bits(nested.path, 8) / weights
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         whole = otaro.pack(source, tmp_path / "whole", keep_float32=True)
@@ -649,12 +742,20 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused(tmp_path, monkeypatch, reaso
         raise LocalEntryNotFoundError(reason)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"someone/model is not a directory, and fetching .* failed.*(no network)?$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"someone/model is not a directory, and fetching .* "
+        r"failed.*(no network)?$",
+    ):
         otaro.pack("someone/model", tmp_path / "out")
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no/such/directory is neither a directory nor a Hub id \(owner/name\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no/such/directory is neither a directory nor a Hub id "
+        r"\(owner/name\)",
+    ):
         otaro.pack("no/such/directory", tmp_path / "out")
 
 
@@ -663,7 +764,9 @@ def test_a_hub_id_is_fetched_without_pickles(checkpoint_dir, nested_dir, tmp_pat
 
     asked = {}
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options, name=name) or str(checkpoint_dir)
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: asked.update(options, name=name) or str(checkpoint_dir),
     )
     otaro.pack("someone/model", tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(nested_dir)
@@ -673,11 +776,18 @@ def test_a_hub_id_is_fetched_without_pickles(checkpoint_dir, nested_dir, tmp_pat
 
 
 def test_packing_reads_a_checkpoint_twice_and_holds_little_of_it(checkpoint_dir, tmp_path, in_child):
-    """Packing 245 MB, the largest tensor 31 MB, may add a third of the checkpoint to the process, and not more."""
+    """Packing 245 MB, the largest tensor 31 MB, may add a third of the checkpoint to the process, and not
+    more.
+    """
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2304, "vocab_size": 20000}
-    config = AutoConfig.from_pretrained(checkpoint_dir, **sizes, num_attention_heads=12, num_key_value_heads=12, head_dim=64)
+    config = AutoConfig.from_pretrained(
+        checkpoint_dir, **sizes, num_attention_heads=12, num_key_value_heads=12, head_dim=64
+    )
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        shapes = {
+            name: tensor.shape
+            for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
     noise = torch.randn(20000 * 768).half()  # as large as the embedding
     config.save_pretrained(tmp_path / "big")
     file = tmp_path / "big" / "model.safetensors"
@@ -698,4 +808,6 @@ def test_packing_reads_a_checkpoint_twice_and_holds_little_of_it(checkpoint_dir,
     size, largest = file.stat().st_size, noise.nbytes
     assert size > 200e6
     assert read < 2.1 * size, f"{read / 1e6:.0f} MB read of a file of {size / 1e6:.0f} MB"
-    assert growth < size / 3, f"{growth / 1e6:.0f} MB for {size / 1e6:.0f} MB: {growth / largest:.1f} times the largest tensor"
+    assert growth < size / 3, (
+        f"{growth / 1e6:.0f} MB for {size / 1e6:.0f} MB: {growth / largest:.1f} times the largest tensor"
+    )

@@ -1,4 +1,6 @@
-"""The order of bits in a nested file: pinned bytes, and the formulas of the format read aloud in plain Python."""
+"""The order of bits in a nested file: pinned bytes, and the formulas of the format read aloud in plain
+Python.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LENGTHS = range(1, 131)
 
 
 def random_codes(*shape: int) -> torch.Tensor:
-    return torch.randint(-256, 256, shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.int16)
+    return torch.randint(-256, 256, shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        torch.int16
+    )
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -25,8 +29,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def packed_by_formula(codes: list[int]) -> tuple[bytes, list[bytes]]:
-    """One row: base byte 4w+b holds weight 8w+b in its low and weight 8w+4+b in its high nibble; a plane's little-endian
-    word holds the bit of weight 8w+4i+b at position 8b+2w+i. Stored is u = code + 256, and zero beyond the row."""
+    """One row: base byte 4w+b holds weight 8w+b in its low and weight 8w+4+b in its high nibble; a plane's
+    little-endian word holds the bit of weight 8w+4i+b at position 8b+2w+i. Stored is u = code + 256, and zero
+    beyond the row."""
     stored = [code + 256 for code in codes] + [0] * (-len(codes) % 32)
     base, planes = b"", [b""] * 5
     for start in range(0, len(stored), 32):
@@ -62,7 +67,9 @@ def test_a_packed_row_is_what_the_formula_says_and_comes_back(length):
     assert torch.equal(unpack_codes(base, planes, length), codes)
 
 
-@pytest.mark.parametrize("shape", [(5, 70), (2, 3, 33), (1, 2, 3, 64), (1, 1)], ids=lambda s: f"rank {len(s)} {s}")
+@pytest.mark.parametrize(
+    "shape", [(5, 70), (2, 3, 33), (1, 2, 3, 64), (1, 1)], ids=lambda s: f"rank {len(s)} {s}"
+)
 def test_leading_dimensions_stay_and_rows_are_packed_one_by_one(shape):
     codes = random_codes(*shape)
     base, planes = pack_codes(codes)
@@ -129,7 +136,9 @@ def test_the_bytes_of_one_full_weight_among_empty_ones_are_pinned(position, base
 
 
 def test_the_bytes_of_a_block_of_ascending_codes_are_pinned():
-    """Codes -256, -240, ... 240: u = 16 j, so the nibbles count 0 0 1 1 2 2 ... and plane 4 alone has bits, of odd weights."""
+    """Codes -256, -240, ... 240: u = 16 j, so the nibbles count 0 0 1 1 2 2 ... and plane 4 alone has bits,
+    of odd weights.
+    """
     base, planes = pack_codes(torch.arange(-256, 256, 16, dtype=torch.int16))
     assert raw(base) == bytes.fromhex("20 20 31 31  64 64 75 75  a8 a8 b9 b9  ec ec fd fd")
     assert [raw(plane) for plane in planes] == [bytes.fromhex("00 ff 00 ff")] + [bytes(4)] * 4
@@ -140,7 +149,8 @@ def test_the_bytes_of_a_short_row_are_pinned():
     base, planes = pack_codes(torch.tensor([220, -61, 21], dtype=torch.int16))
     assert raw(base) == bytes.fromhex("0e 06 08 00") + bytes(12)
     assert [raw(plane) for plane in planes] == [
-        bytes.fromhex(text) for text in ("01 00 01 00", "01 00 00 00", "01 00 01 00", "00 01 00 00", "00 01 01 00")
+        bytes.fromhex(text)
+        for text in ("01 00 01 00", "01 00 00 00", "01 00 01 00", "00 01 00 00", "00 01 01 00")
     ]
 
 

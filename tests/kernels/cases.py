@@ -2,10 +2,11 @@
 
     python -m tests.kernels.cases FILE [--few]
 
-A case is eight int64 (number, rows, length, group size, mantissa bits, truncate, scale exponent, tokens), then base, planes and
-scales, activations [tokens, length] in float32, the bits of every token as int32; then what is expected: the activations'
-integers in int16, their scales in float32, the integers of units in int32 [tokens, rows, units], products [tokens, rows] and
-values [rows, length] in float32. Where tokens have different bits, products are those of each at its own.
+A case is eight int64 (number, rows, length, group size, mantissa bits, truncate, scale exponent, tokens),
+then base, planes and scales, activations [tokens, length] in float32, the bits of every token as int32; then
+what is expected: the activations' integers in int16, their scales in float32, the integers of units in int32
+[tokens, rows, units], products [tokens, rows] and values [rows, length] in float32. Where tokens have
+different bits, products are those of each at its own.
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ def cases(few: bool) -> Iterator[Case]:
     for shape in FEW_SHAPES if few else SHAPES:
         tokens = 8 if shape[1] < 4000 else 3
         for bits, truncate in GRIDS:
-            yield make_packed(*shape, seed=sum(shape)).at(bits, truncate), make_activations(tokens, shape[1]), [bits] * tokens
+            yield (
+                make_packed(*shape, seed=sum(shape)).at(bits, truncate),
+                make_activations(tokens, shape[1]),
+                [bits] * tokens,
+            )
     yield from many_tokens(few)
     for mix in MIXES[-5:-4] if few else MIXES:
         for shape in [(19, 600, 64)] if few else [(19, 600, 64), (5, 100, 32), (17, 384, 128)]:
             for truncate in (False, True):
-                yield make_packed(*shape, truncate=truncate), make_activations(len(mix), shape[1], seed=len(mix)), mix
+                yield (
+                    make_packed(*shape, truncate=truncate),
+                    make_activations(len(mix), shape[1], seed=len(mix)),
+                    mix,
+                )
     if few:
         return
     yield from every_scale_byte()
@@ -45,9 +54,15 @@ def cases(few: bool) -> Iterator[Case]:
 
 
 def many_tokens(few: bool) -> Iterator[Case]:
-    for shape, tokens in [((19, 320, 64), 17)] if few else [((19, 960, 64), 67), ((40, 600, 128), 16), ((5, 1000, 96), 15)]:
+    for shape, tokens in (
+        [((19, 320, 64), 17)] if few else [((19, 960, 64), 67), ((40, 600, 128), 16), ((5, 1000, 96), 15)]
+    ):
         for bits, truncate in GRIDS:
-            yield make_packed(*shape, seed=tokens).at(bits, truncate), make_activations(tokens, shape[1]), [bits] * tokens
+            yield (
+                make_packed(*shape, seed=tokens).at(bits, truncate),
+                make_activations(tokens, shape[1]),
+                [bits] * tokens,
+            )
 
 
 def every_scale_byte() -> Iterator[Case]:
@@ -85,17 +100,32 @@ def what_is_not_finite() -> Iterator[Case]:
     edges[6], edges[7, ::2] = -0.0, 2.0**-81
     for group_size in (32, 64, 96, 128, 256):
         for bits, truncate in GRIDS:
-            yield make_packed(3, 200, group_size, bits, truncate, scale_exponent=MAX_SCALE_EXPONENT), edges, [bits] * 8
+            yield (
+                make_packed(3, 200, group_size, bits, truncate, scale_exponent=MAX_SCALE_EXPONENT),
+                edges,
+                [bits] * 8,
+            )
 
 
 def write(to: BinaryIO, number: int, packed: Packed, x: torch.Tensor, bits: Sequence[int]) -> None:
     codes, scales = reference.quantize(x, packed.group_size)
     products = torch.stack(
-        [reference.linear(one[None], packed.at(own, packed.truncate))[0] for one, own in zip(x, bits, strict=True)]
+        [
+            reference.linear(one[None], packed.at(own, packed.truncate))[0]
+            for one, own in zip(x, bits, strict=True)
+        ]
         if any(own != packed.bits for own in bits)
         else list(reference.linear(x, packed))
     )
-    head = (number, len(packed.base), packed.length, packed.group_size, packed.bits, packed.truncate, packed.scale_exponent)
+    head = (
+        number,
+        len(packed.base),
+        packed.length,
+        packed.group_size,
+        packed.bits,
+        packed.truncate,
+        packed.scale_exponent,
+    )
     for part in (
         torch.tensor([*map(int, head), len(x)], dtype=torch.int64),
         packed.base,

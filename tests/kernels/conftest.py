@@ -20,6 +20,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def installed() -> None:
-    """Child processes and compilers know nothing of another build, and what torch asks of an operation is slow to ask."""
+    """Child processes and compilers know nothing of another build, and what torch asks of an operation is
+    slow to ask.
+    """
     if SANITIZED:
         pytest.skip("this test is about the installed extension, not about the one with sanitizers")

@@ -1,10 +1,10 @@
 """Our CUDA sources compiled for the CPU, as far as tests of small sizes need: see emulated.h.
 
-`emulated.kernel` takes the place of `nvrtc.kernel`: tensors are in the host's memory then. Assembler is replaced, function by
-function, by what emulated.h has under the same name.
+`emulated.kernel` takes the place of `nvrtc.kernel`: tensors are in the host's memory then. Assembler is
+replaced, function by function, by what emulated.h has under the same name.
 
-What was compiled is kept in build/test-emulated, under the digest of all it was made of: the processes of a run share it,
-and the next run has it already.
+What was compiled is kept in build/test-emulated, under the digest of all it was made of: the processes of a
+run share it, and the next run has it already.
 """
 
 import ctypes
@@ -55,7 +55,10 @@ class Kernel:
     """Called as a kernel on a GPU is."""
 
     def __init__(self, library, file, name):
-        self._launch, self._parameters = getattr(library, f"launch_{name}"), cuda_structs.parameters(file)[name]
+        self._launch, self._parameters = (
+            getattr(library, f"launch_{name}"),
+            cuda_structs.parameters(file)[name],
+        )
         self._launch.restype = ctypes.c_bool
 
     def __call__(self, grid, threads, shared=0, /, **fields):
@@ -73,15 +76,21 @@ class Kernel:
 
 def kernel(file, name, device, **constants):
     """The kernel `name` of a source file, compiled for this CPU with these constants."""
-    return Kernel(_library(file, name, tuple(sorted((key, int(value)) for key, value in constants.items()))), file, name)
+    return Kernel(
+        _library(file, name, tuple(sorted((key, int(value)) for key, value in constants.items()))), file, name
+    )
 
 
 @cache
 def _folder():
-    """Where kernels are kept, with emulated.h compiled ahead: reading the library's headers takes longer than a kernel."""
+    """Where kernels are kept, with emulated.h compiled ahead: reading the library's headers takes longer than
+    a kernel.
+    """
     headers = [_HERE / "emulated.h", *sorted(cuda_structs.FORMAT.parent.glob("*.h"))]
     made_of = [repr(_COMPILER).encode(), *(path.read_bytes() for path in headers)]
-    folder = _HERE.parents[1] / "build" / "test-emulated" / hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    folder = (
+        _HERE.parents[1] / "build" / "test-emulated" / hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     _compile("", folder / "emulated.h.gch", "-x", "c++-header", _HERE / "emulated.h")
     return folder
@@ -91,7 +100,9 @@ def _compile(text, target, *options):
     """Unless it was done before; another process may be doing it."""
     if not target.exists():
         partial = target.with_name(f"{target.name}.{os.getpid()}")
-        done = subprocess.run([*_COMPILER, *options, "-o", partial], input=text, capture_output=True, text=True)
+        done = subprocess.run(
+            [*_COMPILER, *options, "-o", partial], input=text, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[:4000]
         partial.replace(target)
 
@@ -104,7 +115,18 @@ def _library(file, name, constants):
     text += cuda_structs.assertions(file) + _LAUNCH.format(name=name, struct=struct, cluster=cluster)
     flags = [f"-D{key}={value}" for key, value in constants]
     path = _folder() / (hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest() + ".so")
-    _compile(text, path, "-shared", f"-I{_folder()}", f"-I{_HERE}", f"-I{cuda_structs.FORMAT.parent}", *flags, "-x", "c++", "-")
+    _compile(
+        text,
+        path,
+        "-shared",
+        f"-I{_folder()}",
+        f"-I{_HERE}",
+        f"-I{cuda_structs.FORMAT.parent}",
+        *flags,
+        "-x",
+        "c++",
+        "-",
+    )
     return ctypes.CDLL(str(path))
 
 
@@ -132,6 +154,9 @@ def _without_assembler(source):
         names = [re.search(r"\(&(\w+)\)|(\w+)$", one.strip()) for one in parameters.split(",") if one.strip()]
         arguments = ", ".join(one.group(1) or one.group(2) for one in names)
         template, constant = (f"template <int {given}> ", f"<{given}>") if given else ("", "")
-        return f"{template}inline {match['kind']} {name}({parameters}) {{ return assembler::{name}{constant}({arguments}); }}"
+        return (
+            f"{template}inline {match['kind']} {name}({parameters}) {{ return "
+            f"assembler::{name}{constant}({arguments}); }}"
+        )
 
     return _FUNCTION.sub(replaced, source)

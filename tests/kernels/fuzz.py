@@ -1,9 +1,10 @@
 """Random hostile calls of the operations, and of the extension behind their back.
 
-Calls are made from a number alone, so a failure can be repeated: `through_ops(seed, number)`. First an honest problem is
-made; then its tensors are *disguised* (strides, odd addresses, read-only memory, other types), which must change nothing;
-then, in half of the cases, something is *spoiled*. The same call goes to one backend after the other, and each ends in the
-reference's answer or in a refusal with words, on all of them alike; an honest one is never refused.
+Calls are made from a number alone, so a failure can be repeated: `through_ops(seed, number)`. First an honest
+problem is made; then its tensors are *disguised* (strides, odd addresses, read-only memory, other types),
+which must change nothing; then, in half of the cases, something is *spoiled*. The same call goes to one
+backend after the other, and each ends in the reference's answer or in a refusal with words, on all of them
+alike; an honest one is never refused.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Problem:
         self.planes = [self._stored(PLANE_BYTES) for _ in range(count)]
         self.scales = _bytes(rng, (self.rows, groups))
         self.scale_exponent = rng.randrange(MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT + 1)
-        self.ids = np.array([rng.randrange(self.rows) for _ in range(rng.randrange(5) if self.rows else 0)], np.int64)
+        self.ids = np.array(
+            [rng.randrange(self.rows) for _ in range(rng.randrange(5) if self.rows else 0)], np.int64
+        )
         with np.errstate(over="ignore"):
             self.x = self._activations()
 
@@ -125,7 +128,10 @@ def through_ops(seed: int, number: int) -> Ends:
         for _ in range(rng.randrange(1, 3)):
             _spoil(args, rng)
     ends, judge = Counter(), None
-    for backend in [*(f"cpu:{one}" for one in cpu.available()), *(["reference"] if cpu.MISSING or number % 4 == 0 else [])]:
+    for backend in [
+        *(f"cpu:{one}" for one in cpu.available()),
+        *(["reference"] if cpu.MISSING or number % 4 == 0 else []),
+    ]:
         os.environ[ops.OVERRIDE] = backend
         try:
             got = getattr(torch.ops.otaro, name)(**args)
@@ -229,18 +235,31 @@ def _spoiled(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
             return torch.zeros((), dtype=tensor.dtype)
     # Numbers that do not belong there: ids out of range; bytes and activations may be anything.
     if tensor.is_floating_point():
-        return torch.full_like(tensor, float(rng.choice([np.nan, np.inf, torch.finfo(tensor.dtype).max, 0.0])))
+        return torch.full_like(
+            tensor, float(rng.choice([np.nan, np.inf, torch.finfo(tensor.dtype).max, 0.0]))
+        )
     limits = torch.iinfo(tensor.dtype)
     return torch.full_like(tensor, rng.choice([limits.min, limits.max, 17]))
 
 
 def _other_dtype(tensor: torch.Tensor, rng: random.Random) -> torch.dtype:
-    others = (torch.float64, torch.int32, torch.uint8, torch.int8, torch.int16, torch.bool, torch.complex64, torch.float16)
+    others = (
+        torch.float64,
+        torch.int32,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.bool,
+        torch.complex64,
+        torch.float16,
+    )
     return others[rng.randrange(len(others))]
 
 
 def _judge(name: str, args: dict[str, Any]) -> Judge:
-    """What judges answers: they are the reference's. Arguments without numbers have an answer without numbers."""
+    """What judges answers: they are the reference's. Arguments without numbers have an answer without
+    numbers.
+    """
     given = [value for value in args.values() if isinstance(value, torch.Tensor)]
     if any(tensor.is_meta for tensor in given):
 
@@ -266,7 +285,9 @@ def _judge(name: str, args: dict[str, Any]) -> Judge:
 
     def judge(got: list[torch.Tensor]) -> None:
         for one, other in zip(got, expected, strict=True):
-            assert same_bits(one.detach(), other), f"{name} on {os.environ[ops.OVERRIDE]} differs from the reference"
+            assert same_bits(one.detach(), other), (
+                f"{name} on {os.environ[ops.OVERRIDE]} differs from the reference"
+            )
 
     return judge
 
@@ -304,7 +325,9 @@ class Output:
 
     def check(self) -> None:
         assert (self.memory[:CANARY] == 77).all(), "something was written before the output"
-        assert (self.memory[len(self.memory) - CANARY :] == 77).all(), "something was written behind the output"
+        assert (self.memory[len(self.memory) - CANARY :] == 77).all(), (
+            "something was written behind the output"
+        )
 
 
 def through_extension(seed: int, number: int) -> Ends:
@@ -364,7 +387,9 @@ def _spoiled_argument(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return [0, 1, "no", None, 2.5][rng.randrange(5)]
     if isinstance(value, int):
-        return [rng.choice(HOSTILE_SIZES), value + rng.randrange(-70, 71), 2**63, -(2**70), 1.5, "64"][rng.randrange(6)]
+        return [rng.choice(HOSTILE_SIZES), value + rng.randrange(-70, 71), 2**63, -(2**70), 1.5, "64"][
+            rng.randrange(6)
+        ]
     if isinstance(value, list):
         if value and rng.random() < 0.6:
             at = rng.randrange(len(value))
@@ -392,14 +417,20 @@ def _spoiled_argument(value: Any, rng: random.Random) -> Any:
         lambda: _misaligned(value),
         lambda: _read_only(value),
         lambda: torch.from_numpy(value.copy()),
-        lambda: np.full_like(value, rng.choice([-128, -16, 17, 127])) if value.dtype != np.uint8 else np.full_like(value, 255),
+        lambda: (
+            np.full_like(value, rng.choice([-128, -16, 17, 127]))
+            if value.dtype != np.uint8
+            else np.full_like(value, 255)
+        ),
     ]
     return spoilers[rng.randrange(len(spoilers))]()
 
 
 def _misaligned(value: np.ndarray) -> np.ndarray:
     return (
-        np.frombuffer(bytearray(b"\0" + value.tobytes()), value.dtype, offset=1).reshape(value.shape) if value.size else value
+        np.frombuffer(bytearray(b"\0" + value.tobytes()), value.dtype, offset=1).reshape(value.shape)
+        if value.size
+        else value
     )
 
 

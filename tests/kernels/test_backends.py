@@ -28,8 +28,8 @@ from .packed import (
     skip_unless_runnable,
 )
 
-# Rows, length, group size. Rows around the numbers that kernels take at a time; lengths around blocks, units and the 8 or 16
-# units that make up a register; last groups and last units that are short.
+# Rows, length, group size. Rows around the numbers that kernels take at a time; lengths around blocks, units
+# and the 8 or 16 units that make up a register; last groups and last units that are short.
 SHAPES = [
     *[(3, length, 64) for length in (1, 31, 32, 33, 63, 64, 65)],
     *[(2, length, 32) for length in (1, 31, 33, 96, 255, 513)],
@@ -105,7 +105,11 @@ def test_integer_dots_are_those_of_the_reference(instructions, shape):
         packed = packed_at(shape, bits, truncate)
         got = torch.empty(3, shape[0], scales.shape[1], dtype=torch.int32)
         cpu._cpu.dots(
-            x.numpy(), *(one.numpy() for one in packed[:2]), [p.numpy() for p in packed.planes], *packed[3:], got.numpy()
+            x.numpy(),
+            *(one.numpy() for one in packed[:2]),
+            [p.numpy() for p in packed.planes],
+            *packed[3:],
+            got.numpy(),
         )
         expected = reference.dots(codes, packed)
         assert torch.equal(got.double(), expected), f"E5M{bits}, truncate={truncate}"
@@ -121,12 +125,16 @@ def test_decoded_rows_and_embeddings_are_those_of_the_reference(backend, shape, 
         expected = reference.decode(packed, dtype)
         assert same_bits(ops.decode(*packed, dtype), expected), f"E5M{bits}, truncate={truncate}"
         assert same_bits(ops.embedding(ids, *packed, dtype), expected[ids]), f"E5M{bits}, truncate={truncate}"
-        assert same_bits(ops.embedding(ids.int(), *packed, dtype), expected[ids]), f"E5M{bits}, truncate={truncate}"
+        assert same_bits(ops.embedding(ids.int(), *packed, dtype), expected[ids]), (
+            f"E5M{bits}, truncate={truncate}"
+        )
 
 
 @pytest.fixture(params=[False, True], ids=["subnormals kept", "subnormals flushed"])
 def flushed(request):
-    """Whether the CPU takes subnormal numbers for zero, as loading a library built with -ffast-math may leave it."""
+    """Whether the CPU takes subnormal numbers for zero, as loading a library built with -ffast-math may leave
+    it.
+    """
     if request.param and not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormal numbers")
     torch.set_flush_denormal(False)
@@ -134,11 +142,15 @@ def flushed(request):
     torch.set_flush_denormal(False)
 
 
-# Every byte is the only one of a row, one of many units (whole registers of them, one left over, a short one, half of
-# one), and the scale of several units.
-@pytest.mark.parametrize("shape", [(256, 60, 64), (10, 1728, 64), (17, 1023, 64), (32, 256, 32), (64, 500, 128)], ids=str)
+# Every byte is the only one of a row, one of many units (whole registers of them, one left over, a short one,
+# half of one), and the scale of several units.
+@pytest.mark.parametrize(
+    "shape", [(256, 60, 64), (10, 1728, 64), (17, 1023, 64), (32, 256, 32), (64, 500, 128)], ids=str
+)
 @pytest.mark.parametrize("scale_exponent", [MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT])
-def test_every_scale_byte_means_the_same_on_every_backend_and_in_every_mode(backend, shape, scale_exponent, flushed):
+def test_every_scale_byte_means_the_same_on_every_backend_and_in_every_mode(
+    backend, shape, scale_exponent, flushed
+):
     whole = make_packed(*shape, scale_exponent=scale_exponent)
     every = torch.arange(256, dtype=torch.uint8).repeat(2)[: whole.scales.numel()]
     assert len(every.unique()) == 256
@@ -149,7 +161,10 @@ def test_every_scale_byte_means_the_same_on_every_backend_and_in_every_mode(back
         packed = whole.at(bits, truncate)
         values, products = reference.decode(packed), reference_linear(x, packed)
         torch.set_flush_denormal(flushed)
-        decoded, multiplied = ops.decode(*packed, torch.float32), [ops.linear(x[:n], *packed) for n in (1, 3, 8)]
+        decoded, multiplied = (
+            ops.decode(*packed, torch.float32),
+            [ops.linear(x[:n], *packed) for n in (1, 3, 8)],
+        )
         torch.set_flush_denormal(False)
         assert same_bits(decoded, values), f"E5M{bits}, truncate={truncate}"
         for got in multiplied:
@@ -171,7 +186,9 @@ def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions,
 @EVERY_INSTRUCTION_SET
 @pytest.mark.parametrize("units", [*range(1, 19), 23, 24, 31, 32, 33])
 def test_rows_of_any_number_of_units_are_summed_in_order_for_many_tokens(instructions, units):
-    """Sums of more than sixteen tokens may be kept by a scheme of their own, whose order depends on the units."""
+    """Sums of more than sixteen tokens may be kept by a scheme of their own, whose order depends on the
+    units.
+    """
     x, whole = make_activations(37, 64 * units), make_packed(17, 64 * units, 64, seed=units)
     for bits in (3, 6, 8):
         packed = whole.at(bits, False)
@@ -228,7 +245,9 @@ def test_quantized_activations_are_those_of_the_reference(backend, group_size):
     for x in (edges, make_activations(9, 1000), make_activations(2, 1), make_activations(0, 64)):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for got, expected in zip(
-                ops.quantize(x.to(dtype), group_size), reference.quantize(x.to(dtype), group_size), strict=True
+                ops.quantize(x.to(dtype), group_size),
+                reference.quantize(x.to(dtype), group_size),
+                strict=True,
             ):
                 assert same_bits(got, expected)
 
@@ -267,18 +286,21 @@ def test_nothing_overflows_or_saturates_at_the_ends_of_the_range(backend, codes,
         packed.scales.fill_(ONE)
         expected = reference_linear(x, packed)
         assert same_bits(ops.linear(x, *packed), expected), f"E5M{bits}, truncate={truncate}"
-        # These sums are whole numbers of steps below 2^24 in count per unit pattern, so float64 has them exactly.
+        # These sums are whole numbers of steps below 2^24 in count per unit pattern, so float64 has them
+        # exactly.
         exact = x.double() @ reference.decode(packed).double().T
         assert (expected.double() - exact).abs().max() <= exact.abs().max() * 2.0**-22
 
 
 @pytest.mark.parametrize("tokens", [9, 17, 64])
-@pytest.mark.parametrize("shape", [(40, 1, 64), (33, 65, 64), (64, 576, 64), (20, 1000, 96), (600, 1024, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(40, 1, 64), (33, 65, 64), (64, 576, 64), (20, 1000, 96), (600, 1024, 64)], ids=str
+)
 def test_many_tokens_are_as_good_as_the_plain_float32_product(backend, shape, tokens):
     """Decoded in tiles and multiplied by the library, whose order of sums is its own: judged by float64.
 
-    For fewer than 16 tokens the library sums in another order when weight and activations change places, with half the error;
-    either is the plain product.
+    For fewer than 16 tokens the library sums in another order when weight and activations change places, with
+    half the error; either is the plain product.
     """
     x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
     bias = torch.linspace(-1, 1, shape[0])
@@ -289,7 +311,9 @@ def test_many_tokens_are_as_good_as_the_plain_float32_product(backend, shape, to
             got = ops.linear(x, *packed, added)
             plain = [x @ values.T, (values @ x.T).T]
             plain = [one if added is None else one + added for one in plain]
-            exact = torch.nn.functional.linear(x.double(), values.double(), None if added is None else added.double())
+            exact = torch.nn.functional.linear(
+                x.double(), values.double(), None if added is None else added.double()
+            )
             assert got.shape == exact.shape
             assert got.is_contiguous()
             assert (got - exact).norm() <= 2 * max((one - exact).norm() for one in plain)
@@ -368,7 +392,9 @@ def test_where_and_how_tensors_lie_does_not_matter(backend, form, tokens):
     packed, x = make_packed(6, 200, 64, spread=3), make_activations(tokens, 200).clamp(-100, 100)
     product, values = ops.linear(x, *packed), ops.decode(*packed, torch.float32)
     base, scales = views(packed.base)[form], views(packed.scales)[form]
-    elsewhere = packed._replace(base=base, scales=scales, planes=[views(plane)[form] for plane in packed.planes])
+    elsewhere = packed._replace(
+        base=base, scales=scales, planes=[views(plane)[form] for plane in packed.planes]
+    )
     assert same_products(ops.linear(views(x)[form], *elsewhere), product, x, packed)
     assert same_bits(ops.decode(*elsewhere, torch.float32), values)
     ids = torch.tensor([[5, 0, 5, 2]])
@@ -394,7 +420,12 @@ def test_rows_that_are_stored_once_may_be_given_many_times(backend, tokens):
 def test_inputs_are_left_as_they_were(backend):
     packed, x = make_packed(6, 200, 64), make_activations(3, 200)
     before = [one.clone() for one in (x, packed.base, packed.scales, *packed.planes)]
-    ops.linear(x, *packed), ops.linear(x.repeat(4, 1), *packed), ops.decode(*packed, torch.float32), ops.quantize(x, 64)
+    (
+        ops.linear(x, *packed),
+        ops.linear(x.repeat(4, 1), *packed),
+        ops.decode(*packed, torch.float32),
+        ops.quantize(x, 64),
+    )
     after = (x, packed.base, packed.scales, *packed.planes)
     assert all(same_bits(now, then) for now, then in zip(after, before, strict=True))
 
@@ -413,7 +444,9 @@ def test_activations_that_want_a_gradient_are_multiplied_all_the_same(backend):
 # What torch asks of an operation
 
 
-@pytest.mark.parametrize(("tokens", "bias"), [(0, None), (1, torch.zeros(3)), (9, None)], ids=["none", "one", "nine"])
+@pytest.mark.parametrize(
+    ("tokens", "bias"), [(0, None), (1, torch.zeros(3)), (9, None)], ids=["none", "one", "nine"]
+)
 def test_linear_is_an_operation_as_torch_wants_it(backend, tokens, bias, installed):
     torch.library.opcheck(ops.linear, (torch.randn(tokens, 100), *make_packed(3, 100, 64, 5), bias))
 
@@ -459,7 +492,10 @@ def test_any_number_of_threads_gives_the_same_bits_each_time(backend, restored_t
 def test_calls_at_the_same_time_do_not_disturb_each_other(instructions, restored_threads):
     """One call has the pool, the others work alone; regions open and close all the time."""
     torch.set_num_threads(3)
-    problems = [(make_packed(rows, 200, 64, seed=rows), make_activations(2, 200, seed=rows)) for rows in (17, 40, 64, 100, 128)]
+    problems = [
+        (make_packed(rows, 200, 64, seed=rows), make_activations(2, 200, seed=rows))
+        for rows in (17, 40, 64, 100, 128)
+    ]
     expected = [reference_linear(x, packed) for packed, x in problems]
     wrong: list[str] = []
     start = threading.Barrier(len(problems))
@@ -545,7 +581,13 @@ def test_a_fork_in_the_middle_of_other_threads_work_does_not_hang(restored_threa
     monkeypatch.setenv(ops.OVERRIDE, "cpu")
     packed, x = make_packed(200, 500, 64), make_activations(2, 500)
     expected, done = reference_linear(x, packed), threading.Event()
-    arrays = (x.numpy(), packed.base.numpy(), packed.scales.numpy(), [plane.numpy() for plane in packed.planes], *packed[3:])
+    arrays = (
+        x.numpy(),
+        packed.base.numpy(),
+        packed.scales.numpy(),
+        [plane.numpy() for plane in packed.planes],
+        *packed[3:],
+    )
     cpu._cpu.set_threads(3)
 
     def work() -> None:
@@ -554,7 +596,9 @@ def test_a_fork_in_the_middle_of_other_threads_work_does_not_hang(restored_threa
             cpu._cpu.linear(*arrays, out)
 
     def right() -> bool:
-        """Only the extension and numpy: the allocator of a library may not survive a fork among threads, ours must."""
+        """Only the extension and numpy: the allocator of a library may not survive a fork among threads, ours
+        must.
+        """
         out = np.empty((2, 200), np.float32)
         cpu._cpu.linear(*arrays, out)
         return bool((out == expected.numpy()).all())
@@ -608,16 +652,32 @@ REFUSED = {
     "odd groups": ({"group_size": 33}, "group_size is 33"),
     "huge groups": ({"group_size": 2**40}, "group_size is"),
     "other groups": ({"group_size": 32}, r"scales must be torch.uint8 \[4, 4\], not torch.uint8 \[4, 2\]"),
-    "six planes": ({"planes": [torch.zeros(4, 16, dtype=torch.uint8)] * 6}, "6 planes were given, and there are 5 at most"),
-    "a plane too short": ({"planes": [torch.zeros(4, 12, dtype=torch.uint8)]}, r"plane 4 must be torch.uint8 \[4, 16\]"),
+    "six planes": (
+        {"planes": [torch.zeros(4, 16, dtype=torch.uint8)] * 6},
+        "6 planes were given, and there are 5 at most",
+    ),
+    "a plane too short": (
+        {"planes": [torch.zeros(4, 12, dtype=torch.uint8)]},
+        r"plane 4 must be "
+        r"torch.uint8 \[4, 16\]",
+    ),
     "a plane of other rows": ({"planes": [torch.zeros(3, 16, dtype=torch.uint8)]}, "plane 4 must be"),
     "a signed plane": ({"planes": [torch.zeros(4, 16, dtype=torch.int8)]}, "plane 4 must be torch.uint8"),
-    "a plane elsewhere": ({"planes": [torch.zeros(4, 16, dtype=torch.uint8, device="meta")]}, "plane 4 is on meta"),
+    "a plane elsewhere": (
+        {"planes": [torch.zeros(4, 16, dtype=torch.uint8, device="meta")]},
+        "plane 4 is on meta",
+    ),
     "a flat base": ({"base": torch.zeros(256, dtype=torch.uint8)}, r"base must be torch.uint8 \[rows, 64\]"),
     "a signed base": ({"base": torch.zeros(4, 64, dtype=torch.int8)}, "base must be torch.uint8"),
-    "a sparse base": ({"base": torch.ones(4, 64, dtype=torch.uint8).to_sparse()}, "base must be an ordinary tensor"),
+    "a sparse base": (
+        {"base": torch.ones(4, 64, dtype=torch.uint8).to_sparse()},
+        "base must be an ordinary tensor",
+    ),
     "signed scales": ({"scales": torch.zeros(4, 2, dtype=torch.int8)}, "scales must be torch.uint8"),
-    "scales that are floats": ({"scales": torch.zeros(4, 2).to(torch.float8_e4m3fn)}, "scales must be torch.uint8"),
+    "scales that are floats": (
+        {"scales": torch.zeros(4, 2).to(torch.float8_e4m3fn)},
+        "scales must be torch.uint8",
+    ),
     "scales too small": ({"scale_exponent": -14}, "scale_exponent is -14, and must be from -13 to 7"),
     "scales too large": ({"scale_exponent": 8}, "scale_exponent is 8, and must be from -13 to 7"),
 }
@@ -667,7 +727,9 @@ def test_activations_that_do_not_fit_are_refused_in_words(backend, x, message):
         ops.linear(x, *spoiled())
 
 
-@pytest.mark.parametrize("bias", [torch.ones(3), torch.ones(4, 1), torch.ones(4).half(), torch.ones(4, device="meta")], ids=str)
+@pytest.mark.parametrize(
+    "bias", [torch.ones(3), torch.ones(4, 1), torch.ones(4).half(), torch.ones(4, device="meta")], ids=str
+)
 def test_a_bias_that_does_not_fit_is_refused_in_words(backend, bias):
     with pytest.raises(KernelError, match=r"the bias must be torch.float32 \[4\] on cpu, not"):
         ops.linear(torch.ones(2, 100), *spoiled(), bias)
@@ -684,7 +746,11 @@ def test_odd_ids_types_and_group_sizes_are_refused_in_words(backend):
         ops.embedding(torch.zeros(2), *spoiled(), torch.float32)
     with pytest.raises(KernelError, match=r"ids must be int64 or int32 \[count\]"):
         ops.embedding(torch.zeros(2, 2, dtype=torch.int64), *spoiled(), torch.float32)
-    with pytest.raises(KernelError, match=r"weights decode to float32, float16 or bfloat16, not torch.float64"):
+    with pytest.raises(
+        KernelError,
+        match=r"weights decode to float32, float16 or bfloat16, not "
+        r"torch.float64",
+    ):
         ops.decode(*spoiled(), torch.float64)
     with pytest.raises(KernelError, match="group_size is 48"):
         ops.quantize(torch.ones(1, 64), 48)
@@ -696,4 +762,7 @@ def test_tensors_without_numbers_give_shapes(backend):
     on_meta = [p.to("meta") if isinstance(p, torch.Tensor) else p for p in make_packed(4, 100, 64, 3)]
     assert ops.linear(torch.ones(2, 100, device="meta"), *on_meta).shape == (2, 4)
     assert ops.decode(*on_meta, torch.float16).dtype == torch.float16
-    assert [tuple(one.shape) for one in ops.quantize(torch.ones(2, 100, device="meta"), 64)] == [(2, 100), (2, 2)]
+    assert [tuple(one.shape) for one in ops.quantize(torch.ones(2, 100, device="meta"), 64)] == [
+        (2, 100),
+        (2, 2),
+    ]

@@ -58,7 +58,11 @@ def test_an_override_for_cpus_leaves_other_devices_to_the_reference(monkeypatch)
 @pytest.mark.parametrize("asked", ["nonsense", "CPU", "gpu:fast", ":", "reference:avx2"])
 def test_an_unknown_override_is_refused_with_the_known_ones(monkeypatch, asked):
     monkeypatch.setenv(ops.OVERRIDE, asked)
-    with pytest.raises(KernelError, match=rf"^{ops.OVERRIDE}={asked} is none of reference, cpu(, cpu:\w+)*, cuda$"):
+    with pytest.raises(
+        KernelError,
+        match=rf"^{ops.OVERRIDE}={asked} is none of reference, cpu(, cpu:\w+)*, "
+        r"cuda$",
+    ):
         ops.backend()
     with pytest.raises(KernelError, match="is none of"):
         ops.linear(torch.ones(1, 100), *make_packed(3, 100, 64))
@@ -122,7 +126,10 @@ def test_without_extension_and_compiler_the_message_names_what_is_missing(in_chi
     """)
     assert done.returncode == 0, done.stderr
     reason, refusal, unknown = done.stdout.splitlines()
-    needs = "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install one, then otaro again"
+    needs = (
+        "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install "
+        "one, then otaro again"
+    )
     assert reason.startswith("reference the C++ extension is not there (")
     assert reason.endswith(needs)
     assert refusal.startswith("KernelError OTARO_KERNELS=cpu, but the C++ extension is not there (")

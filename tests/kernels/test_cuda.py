@@ -31,11 +31,15 @@ def on_gpu(packed: Packed) -> Packed:
 
 
 SIZES = (2.0**-90, 2.0**-80, 1.0, 2.0**100)
-"""Of activations: below and at the smallest power of two that they share, and where the largest products still are finite."""
+"""Of activations: below and at the smallest power of two that they share, and where the largest products
+still are finite.
+"""
 
 
 def with_every_scale(bits: int, truncate: bool, scale_exponent: int) -> Packed:
-    """64 rows of 16 groups: each of the 256 scale bytes is the first, the second, the third and the fourth of some word."""
+    """64 rows of 16 groups: each of the 256 scale bytes is the first, the second, the third and the fourth of
+    some word.
+    """
     packed = make_packed(64, 1024, 64, scale_exponent=scale_exponent).at(bits, truncate)
     row, group = torch.arange(64)[:, None], torch.arange(16)
     scales = row + 64 * ((group // 4 + group) % 4)
@@ -44,7 +48,9 @@ def with_every_scale(bits: int, truncate: bool, scale_exponent: int) -> Packed:
 
 
 def one_unit_each(size: float) -> torch.Tensor:
-    """16 tokens, each with activations in a unit of its own: a product then shows one scale, and nothing hides it."""
+    """16 tokens, each with activations in a unit of its own: a product then shows one scale, and nothing
+    hides it.
+    """
     x = torch.rand(16, 16, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return (x * torch.eye(16)[..., None]).flatten(1) * size
 
@@ -97,7 +103,11 @@ def test_sources_compile_for_a_gpu_that_is_not_there(file, constants):
     except OSError as error:
         pytest.skip(f"CUDA's compiler library is not on this machine: {error}")
     architecture = "sm_90a" if file in nvrtc.HOPPER else "sm_80"
-    flags = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
+    flags = (
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        *(f"-D{name}={value}" for name, value in constants.items()),
+    )
     source = nvrtc.source_of(file)
     assert nvrtc.compile_source(file, source, flags)[:4] == b"\x7fELF"
     with pytest.raises(KernelError, match=rf"could not compile {file}"):
@@ -112,7 +122,9 @@ def emulation(monkeypatch):
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
     monkeypatch.setattr(hopper, "has_instructions", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     caches = (cuda._linear_kernel, cuda._batch_kernel, cuda._shape, hopper.kernel, hopper._columns)
     for one in caches:
         one.cache_clear()
@@ -130,7 +142,8 @@ def emulation(monkeypatch):
         ((16, 1100, 64), 8, True, 2),
         ((17, 1200, 64), 6, False, 3),  # 19 units
         ((20, 300, 96), 5, True, 8),
-        ((5, 1152, 32), 7, False, 16),  # 36 units: scales are loaded four at a time, and rows end within a step
+        # 36 units: scales are loaded four at a time, and rows end within a step
+        ((5, 1152, 32), 7, False, 16),
         ((3, 700, 128), 4, False, 20),
         ((40, 2048, 64), 3, True, 4),
         ((70, 1024, 64), 8, True, 33),
@@ -177,9 +190,14 @@ def on_hopper(emulation, monkeypatch):
     ],
     ids=str,
 )
-def test_emulated_products_on_hopper_are_those_of_the_reference(on_hopper, columns, bits, truncate, tokens, length, rows):
+def test_emulated_products_on_hopper_are_those_of_the_reference(
+    on_hopper, columns, bits, truncate, tokens, length, rows
+):
     matrices = [make_packed(count, length, 64, seed=count).at(bits, truncate) for count in rows]
-    x, biases = make_activations(tokens, length), [torch.randn(count) if count % 2 else None for count in rows]
+    x, biases = (
+        make_activations(tokens, length),
+        [torch.randn(count) if count % 2 else None for count in rows],
+    )
     outs = [torch.full((tokens, count), 7.0) for count in rows]
     cuda._multiply_wide(cuda.to_digits(x, 64), tokens, matrices, outs, biases, columns)
     for one, out, bias in zip(matrices, outs, biases, strict=True):
@@ -200,7 +218,11 @@ def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper
     for length, group_size in ((1024, 32), (900, 64)):
         other, few = make_packed(3, length, group_size, 4), x[:3, :length].contiguous()
         assert same_bits(cuda.linear(few, other), reference.linear(few, other))
-    elsewhere = torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:].view_as(packed.scales).copy_(packed.scales)
+    elsewhere = (
+        torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:]
+        .view_as(packed.scales)
+        .copy_(packed.scales)
+    )
     assert same_bits(cuda.linear(x[:3], packed._replace(scales=elsewhere)), reference.linear(x[:3], packed))
     assert not taken
 
@@ -219,7 +241,9 @@ def test_emulated_products_of_several_tokens_leave_the_range_of_floats_as_one_do
 def test_emulated_planes_may_lie_at_any_word(emulation):
     packed, x = make_packed(20, 1024, 64, 5), make_activations(5, 1024)
     count = packed.planes[0].numel()
-    elsewhere = [torch.empty(count + 4, dtype=torch.uint8)[4:].view_as(plane).copy_(plane) for plane in packed.planes]
+    elsewhere = [
+        torch.empty(count + 4, dtype=torch.uint8)[4:].view_as(plane).copy_(plane) for plane in packed.planes
+    ]
     assert elsewhere[0].data_ptr() % 16 == 4
     out = torch.empty(5, 20)
     cuda.products(cuda.to_digits(x, 64), 5, [packed._replace(planes=elsewhere)], [out])
@@ -248,7 +272,9 @@ def test_activations_stay_out_of_shared_memory_where_a_gpu_has_too_little(emulat
 
 
 def test_emulated_matrices_share_a_launch(emulation):
-    matrices = [make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)]
+    matrices = [
+        make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)
+    ]
     x, biases = make_activations(2, 576), [None, torch.randn(17), None]
     outs = [torch.full((2, len(one.base)), 7.0) for one in matrices]
     cuda.products(cuda.to_digits(x, 64), 2, matrices, outs, biases)
@@ -271,7 +297,11 @@ def test_emulated_products_know_every_scale_byte(emulation, tokens):
 def test_emulated_scales_may_lie_anywhere(emulation):
     """Four are loaded as one word where they make up one, and else one by one."""
     packed, x = make_packed(20, 1024, 64, 5), make_activations(4, 1024)
-    elsewhere = torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:].view_as(packed.scales).copy_(packed.scales)
+    elsewhere = (
+        torch.empty(packed.scales.numel() + 1, dtype=torch.uint8)[1:]
+        .view_as(packed.scales)
+        .copy_(packed.scales)
+    )
     assert elsewhere.data_ptr() % 2 == 1
     assert same_bits(cuda.linear(x, packed._replace(scales=elsewhere)), reference.linear(x, packed))
 
@@ -291,7 +321,9 @@ def test_emulated_rows_are_those_of_the_reference(emulation, shape):
         expected = reference.decode(packed, dtype)
         assert same_bits(cuda.decode(packed, dtype), expected)
         assert same_bits(cuda.embedding(ids, packed, dtype), expected[ids])
-        for got, law in zip(cuda.quantize(expected, shape[2]), reference.quantize(expected, shape[2]), strict=True):
+        for got, law in zip(
+            cuda.quantize(expected, shape[2]), reference.quantize(expected, shape[2]), strict=True
+        ):
             assert same_bits(got, law)
 
 
@@ -305,7 +337,10 @@ def decoded_at_once(device, dtype, bits, length, *counts):
         launch.fields.out[number] = out.data_ptr()
     launch()
     for one, out in zip(packed, outs, strict=True):
-        yield out.cpu(), torch.cat((reference.decode(one, dtype), torch.full((1, one.length), 7.0, dtype=dtype)))
+        yield (
+            out.cpu(),
+            torch.cat((reference.decode(one, dtype), torch.full((1, one.length), 7.0, dtype=dtype))),
+        )
 
 
 @pytest.mark.parametrize("bits", [3, 6, 8])
@@ -335,7 +370,9 @@ def test_small_matrices_are_decoded_at_once(dtype):
 @needs_gpu
 @pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: "x".join(map(str, SHAPES[number])))
 def test_products_are_those_of_the_reference(number):
-    """Not every precision and number of tokens for every shape: each is a kernel of its own, and has to be compiled."""
+    """Not every precision and number of tokens for every shape: each is a kernel of its own, and has to be
+    compiled.
+    """
     shape = SHAPES[number]
     x = make_activations(16, shape[1])
     for turn in range(3):
@@ -374,7 +411,9 @@ def test_small_products_of_whole_steps_are_those_of_the_reference(tokens):
         cuda.products(cuda.to_digits(x.cuda(), 64), tokens, [on_gpu(one) for one in matrices], outs)
         for one, out in zip(matrices, outs, strict=True):
             some = torch.cat([torch.arange(min(len(one.base), 100)), torch.randint(len(one.base), (100,))])
-            assert same_bits(out[:, some.cuda()].cpu(), reference.linear(x, one.rows(some))), f"E5M{bits}, {length}"
+            assert same_bits(out[:, some.cuda()].cpu(), reference.linear(x, one.rows(some))), (
+                f"E5M{bits}, {length}"
+            )
 
 
 @needs_gpu
@@ -399,7 +438,9 @@ def test_small_decoded_rows_are_those_of_the_reference(shape, dtype):
     for bits, truncate in GRIDS:
         packed = make_packed(*shape, seed=sum(shape)).at(bits, truncate)
         expected = reference.decode(packed, dtype)
-        assert same_bits(ops.decode(*on_gpu(packed), dtype).cpu(), expected), f"E5M{bits}, truncate={truncate}"
+        assert same_bits(ops.decode(*on_gpu(packed), dtype).cpu(), expected), (
+            f"E5M{bits}, truncate={truncate}"
+        )
         assert same_bits(ops.embedding(ids.cuda(), *on_gpu(packed), dtype).cpu(), expected[ids])
 
 
@@ -450,11 +491,15 @@ def test_while_integers_are_faster_many_tokens_are_integers_too(bits, tokens):
 
 @needs_gpu
 def test_small_matrices_share_a_launch():
-    matrices = [make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)]
+    matrices = [
+        make_packed(rows, 576, 64, 4, seed=rows, scale_exponent=rows % 5 - 8) for rows in (64, 17, 33)
+    ]
     x, biases = make_activations(2, 576), [None, torch.randn(17), None]
     outs = [torch.full((2, len(one.base)), 7.0, device="cuda") for one in matrices]
     digits = cuda.to_digits(x.cuda(), 64)
-    cuda.products(digits, 2, [on_gpu(one) for one in matrices], outs, [b if b is None else b.cuda() for b in biases])
+    cuda.products(
+        digits, 2, [on_gpu(one) for one in matrices], outs, [b if b is None else b.cuda() for b in biases]
+    )
     for one, out, bias in zip(matrices, outs, biases, strict=True):
         expected = reference.linear(x, one)
         assert same_bits(out.cpu(), expected if bias is None else expected + bias)

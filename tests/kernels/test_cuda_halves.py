@@ -23,7 +23,9 @@ HOPPER = 227328
 
 @pytest.fixture(autouse=True)
 def on_some_gpu(monkeypatch):
-    """On the GPU there is, else emulated: two multiprocessors of one block each, which then have several tiles."""
+    """On the GPU there is, else emulated: two multiprocessors of one block each, which then have several
+    tiles.
+    """
     if HAS_GPU:
         yield
         return
@@ -32,7 +34,9 @@ def on_some_gpu(monkeypatch):
     monkeypatch.setattr(nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(hopper, "has_instructions", lambda device: False)
     monkeypatch.setattr(nvrtc, "most_shared", lambda device: 60416)  # an RTX 30's
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     cuda._halves_kernel.cache_clear()
     yield
     cuda._halves_kernel.cache_clear()
@@ -44,8 +48,8 @@ def there(packed: Packed) -> Packed:
 
 
 def off(got: torch.Tensor, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> float:
-    """The largest error beside what roundings give: one for each term of a unit, each unit, parts and slices, in units of
-    2^-23 of the sum of magnitudes; and one of the result's own type."""
+    """The largest error beside what roundings give: one for each term of a unit, each unit, parts and slices,
+    in units of 2^-23 of the sum of magnitudes; and one of the result's own type."""
     return _off(got, x, packed, reference.decode(packed).double(), bias)
 
 
@@ -59,7 +63,10 @@ def _off(got, x, packed, weight, bias):
 
 
 def multiplied(x, matrices, biases, shape, dtype=torch.float32, scratch=None, arranged=False, tokens=None):
-    outs = [torch.full((tokens or len(x), len(one.base) + 3), 7.0, dtype=dtype, device=DEVICE)[:, :-3] for one in matrices]
+    outs = [
+        torch.full((tokens or len(x), len(one.base) + 3), 7.0, dtype=dtype, device=DEVICE)[:, :-3]
+        for one in matrices
+    ]
     on_device = [None if one is None else one.to(DEVICE) for one in biases]
     x, matrices = x.to(DEVICE), [there(one) for one in matrices]
     cuda.multiply_halves(x, matrices, outs, on_device, scratch, early=True, shape=shape, arranged=arranged)
@@ -78,8 +85,13 @@ def multiplied(x, matrices, biases, shape, dtype=torch.float32, scratch=None, ar
 )
 def test_small_products_by_halves_are_exact_but_for_sums(shape, tokens, length, group_size, rows):
     """However they are cut; with several matrices, biases, and twice, since launches leave tickets zero."""
-    matrices = [make_packed(count, length, group_size, seed=count).at(*GRIDS[tokens % len(GRIDS)]) for count in rows]
-    x, biases = torch.randn(tokens, length).half(), [torch.randn(count) if count % 2 else None for count in rows]
+    matrices = [
+        make_packed(count, length, group_size, seed=count).at(*GRIDS[tokens % len(GRIDS)]) for count in rows
+    ]
+    x, biases = (
+        torch.randn(tokens, length).half(),
+        [torch.randn(count) if count % 2 else None for count in rows],
+    )
     scratch = cuda.Scratch(torch.device(DEVICE))
     first, again = (multiplied(x, matrices, biases, shape, scratch=scratch) for _ in range(2))
     for one, out, twice, bias in zip(matrices, first, again, biases, strict=True):
@@ -96,10 +108,14 @@ def test_small_products_by_halves_know_every_code(bits, truncate):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "dtype"), [(17, 65, torch.bfloat16), (33, 1024, torch.float16), (130, 200, torch.bfloat16)], ids=str
+    ("tokens", "length", "dtype"),
+    [(17, 65, torch.bfloat16), (33, 1024, torch.float16), (130, 200, torch.bfloat16)],
+    ids=str,
 )
 def test_small_products_of_many_tokens_are_those_of_halves(monkeypatch, tokens, length, dtype):
-    """Through the operation, whose results have the tokens' type, as exact as that; of any size that it holds."""
+    """Through the operation, whose results have the tokens' type, as exact as that; of any size that it
+    holds.
+    """
     monkeypatch.setattr(ops, "_serving", lambda device: cuda)
     monkeypatch.setattr(halves, "MOST_TOKENS", 130)
     packed = make_packed(70, length, 64, 5, seed=length)
@@ -128,10 +144,16 @@ def test_small_planes_scales_and_tokens_may_lie_anywhere():
     expected = multiplied(x, [packed], [None], Shape(32, 2, 1, 4, 2))[0]
 
     def elsewhere(tensor, by):
-        return torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=DEVICE)[by:].view_as(tensor).copy_(tensor)
+        return (
+            torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=DEVICE)[by:]
+            .view_as(tensor)
+            .copy_(tensor)
+        )
 
     moved = packed._replace(
-        base=packed.base.to(DEVICE), planes=[elsewhere(one, 4) for one in packed.planes], scales=elsewhere(packed.scales, 1)
+        base=packed.base.to(DEVICE),
+        planes=[elsewhere(one, 4) for one in packed.planes],
+        scales=elsewhere(packed.scales, 1),
     )
     out = torch.empty_like(expected)
     cuda.multiply_halves(elsewhere(x, 1), [moved], [out], shape=Shape(32, 2, 1, 4, 2))
@@ -148,7 +170,11 @@ def test_matrices_of_two_kinds_are_not_multiplied_at_once():
 def test_other_types_and_groups_and_few_tokens_stay_integers(monkeypatch):
     monkeypatch.setattr(cuda, "multiply_halves", None)
     monkeypatch.setattr(cuda, "linear", lambda x, packed: torch.full((len(x), len(packed.base)), 7.0))
-    for tokens, group_size, dtype in ((16, 64, torch.float16), (17, 32, torch.bfloat16), (17, 64, torch.float32)):
+    for tokens, group_size, dtype in (
+        (16, 64, torch.float16),
+        (17, 32, torch.bfloat16),
+        (17, 64, torch.float32),
+    ):
         got = cuda.matmul(torch.ones(tokens, 192, dtype=dtype), make_packed(20, 192, group_size, 4))
         assert torch.equal(got, torch.full((tokens, 20), 7.0, dtype=dtype))
 
@@ -157,7 +183,13 @@ def test_other_types_and_groups_and_few_tokens_stay_integers(monkeypatch):
 @pytest.mark.parametrize("tokens", [17, 64, 128])
 def test_every_gpu_has_a_shape_that_fits(bits, tokens):
     for most, processors in ((60416, 20), (161 << 10, 108), (HOPPER, 132)):
-        for rows, units in (((4096, 1024, 1024), 64), ((4096,), 224), ((14336, 14336), 64), ((5,), 1), ((128256,), 64)):
+        for rows, units in (
+            ((4096, 1024, 1024), 64),
+            ((4096,), 224),
+            ((14336, 14336), 64),
+            ((5,), 1),
+            ((128256,), 64),
+        ):
             shape = halves.shape(most, processors, tokens, rows, units, bits)
             assert shape.shared(bits) <= most
             assert shape.stages >= 2
@@ -205,10 +237,17 @@ def test_small_products_by_halves_on_hopper_are_exact_but_for_sums(shape, tokens
     """However they are cut, and in whichever order activations come."""
     needs_hopper()
     matrices = [make_packed(count, length, 64, seed=count).at(*GRIDS[tokens % len(GRIDS)]) for count in rows]
-    x, biases = torch.randn(tokens, length).half(), [torch.randn(count) if count % 2 else None for count in rows]
-    scratch, given = cuda.Scratch(torch.device(DEVICE)), hopper_halves.arranged(x, shape.columns) if arranged else x
+    x, biases = (
+        torch.randn(tokens, length).half(),
+        [torch.randn(count) if count % 2 else None for count in rows],
+    )
+    scratch, given = (
+        cuda.Scratch(torch.device(DEVICE)),
+        hopper_halves.arranged(x, shape.columns) if arranged else x,
+    )
     first, again = (
-        multiplied(given, matrices, biases, shape, scratch=scratch, arranged=arranged, tokens=tokens) for _ in range(2)
+        multiplied(given, matrices, biases, shape, scratch=scratch, arranged=arranged, tokens=tokens)
+        for _ in range(2)
     )
     for one, out, twice, bias in zip(matrices, first, again, biases, strict=True):
         assert _off(out, x, one, rounded(one), bias) <= 1
@@ -217,7 +256,9 @@ def test_small_products_by_halves_on_hopper_are_exact_but_for_sums(shape, tokens
 
 @pytest.mark.parametrize(("bits", "truncate"), GRIDS)
 def test_small_products_by_halves_on_hopper_know_every_code(bits, truncate):
-    """A token for each weight of a unit shows each by itself; to E5M5 these are the weights, then the nearest halves."""
+    """A token for each weight of a unit shows each by itself; to E5M5 these are the weights, then the nearest
+    halves.
+    """
     needs_hopper()
     packed = make_packed(64, 256, 64, seed=bits, spread=2).at(bits, truncate)
     (got,) = multiplied(torch.eye(256)[64:128].half(), [packed], [None], Wide(64, 2, 2))
@@ -229,7 +270,9 @@ def test_small_products_by_halves_on_hopper_know_every_code(bits, truncate):
 def test_hoppers_kernel_serves_rows_of_whole_stages(monkeypatch):
     monkeypatch.setattr(hopper, "has_instructions", lambda device: True)
     assert hopper_halves.serves([make_packed(8, 512, 64).at(4, False)])
-    assert not hopper_halves.serves([make_packed(8, 512, 64).at(4, False), make_packed(8, 320, 64).at(4, False)])
+    assert not hopper_halves.serves(
+        [make_packed(8, 512, 64).at(4, False), make_packed(8, 320, 64).at(4, False)]
+    )
     assert not hopper_halves.serves([make_packed(8, 512, 128).at(4, False)])
     some, scratch = [there(make_packed(8, 320, 64))], cuda.Scratch(torch.device(DEVICE))
     with pytest.raises(KernelError, match="arranged tokens are taken by Hopper's kernel alone"):
@@ -239,7 +282,13 @@ def test_hoppers_kernel_serves_rows_of_whole_stages(monkeypatch):
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("tokens", [17, 64, 128, 300])
 def test_hopper_has_a_shape_for_all_rows(bits, tokens):
-    for rows, stages in (((4096, 1024, 1024), 16), ((4096,), 56), ((14336, 14336), 16), ((5,), 1), ((128256,), 16)):
+    for rows, stages in (
+        ((4096, 1024, 1024), 16),
+        ((4096,), 56),
+        ((14336, 14336), 16),
+        ((5,), 1),
+        ((128256,), 16),
+    ):
         shape = hopper_halves.shape(HOPPER, 132, tokens, rows, stages, bits)
         assert shape.shared(bits) <= HOPPER
         assert shape.stages >= 2

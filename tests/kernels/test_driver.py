@@ -1,4 +1,6 @@
-"""The driver that tests kernels where there is no Python, here: with the portable ones, on this machine's CPU."""
+"""The driver that tests kernels where there is no Python, here: with the portable ones, on this machine's
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ def driver(tmp_path_factory) -> Path:
     if not (compiler := shutil.which("c++")):
         pytest.skip("there is no C++ compiler")
     program = tmp_path_factory.mktemp("driver") / "driver"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wno-psabi", f"-I{CSRC}", f"-I{CSRC.parent / 'shared'}", "-pthread"]
-    subprocess.run([compiler, *flags, *SOURCES, Path(__file__).with_name("driver.cpp"), "-o", program], check=True)
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-Wno-psabi",
+        f"-I{CSRC}",
+        f"-I{CSRC.parent / 'shared'}",
+        "-pthread",
+    ]
+    subprocess.run(
+        [compiler, *flags, *SOURCES, Path(__file__).with_name("driver.cpp"), "-o", program], check=True
+    )
     return program
 
 

@@ -110,7 +110,9 @@ def test_the_exponent_is_raised_from_32639_and_a_half_on_and_not_before(power, s
         check_quantized(x)
 
 
-@pytest.mark.parametrize("power", [-149, -127, -126, -96, -95, -94, -82, -81, -80, -79, -1, 0, 1, 64, 126, 127])
+@pytest.mark.parametrize(
+    "power", [-149, -127, -126, -96, -95, -94, -82, -81, -80, -79, -1, 0, 1, 64, 126, 127]
+)
 def test_powers_of_two_are_exact_down_to_the_smallest_grid(power):
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 1] = 2.0**power, -(2.0**power)
@@ -123,7 +125,14 @@ def test_powers_of_two_are_exact_down_to_the_smallest_grid(power):
 
 def test_zeros_subnormals_and_the_largest_floats_are_no_exceptions():
     largest = torch.finfo(torch.float32).max
-    for values in ([0.0], [-0.0, 0.0], [1e-45, -1e-45], [1.17e-38], [largest, -largest], [largest, 1e-45, 1.0]):
+    for values in (
+        [0.0],
+        [-0.0, 0.0],
+        [1e-45, -1e-45],
+        [1.17e-38],
+        [largest, -largest],
+        [largest, 1e-45, 1.0],
+    ):
         x = torch.zeros(1, 70)
         x[0, : len(values)] = torch.tensor(values)
         check_quantized(x)
@@ -202,8 +211,8 @@ def test_decoded_values_are_the_exact_ones(bits, truncate, rows, length, scale_e
 def test_integer_activations_are_about_as_good_as_float16_ones(precision, reconstruction):
     """Weights enter exactly, so the error is that of rounding the activations: a step over the root of 12.
 
-    The largest of 64 normal numbers lies below 4 nearly always, which makes the step 2^-13 and the error 3.5e-5 at most; where
-    it lies below 2 the error is half of that. The design page measured 3.4e-5.
+    The largest of 64 normal numbers lies below 4 nearly always, which makes the step 2^-13 and the error
+    3.5e-5 at most; where it lies below 2 the error is half of that. The design page measured 3.4e-5.
     """
     generator = torch.Generator().manual_seed(3)
     weight = encode(torch.randn(256, 2048, generator=generator) * 0.02, reconstruction=reconstruction)
@@ -221,5 +230,6 @@ def test_integer_activations_are_about_as_good_as_float16_ones(precision, recons
     steps = reference.quantize(x, 64)[1]
     implied = float(steps.square().mean().sqrt()) / math.sqrt(12)
     assert implied <= 1.02 * 2.0**-13 / math.sqrt(12)  # a few units in a hundred reach beyond 4
-    assert integer == pytest.approx(implied, rel=0.05)  # 8,192 roundings give their mean square to a percent or two
+    # 8,192 roundings give their mean square to a percent or two
+    assert integer == pytest.approx(implied, rel=0.05)
     assert integer <= 2 * error(x.half().double() @ values.T)

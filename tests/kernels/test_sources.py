@@ -54,7 +54,9 @@ def compiles(folder, text):
     """Whether g++ takes it, and what it says."""
     source = folder / "source.cpp"
     source.write_text(f'#include "{FORMAT.name}"\n#define __global__\n#define __grid_constant__\n{text}')
-    done = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{FORMAT.parent}", source], capture_output=True, text=True)
+    done = subprocess.run(
+        ["g++", "-std=c++17", "-fsyntax-only", f"-I{FORMAT.parent}", source], capture_output=True, text=True
+    )
     return done.returncode == 0, done.stderr
 
 
@@ -68,7 +70,12 @@ def test_the_limits_of_the_kernels_are_those_of_python(tmp_path):
 def test_a_limit_is_written_down_in_one_file():
     folders = (cuda_structs.SOURCES, FORMAT.parent, cuda_structs.SOURCES.parent / "csrc")
     for name in PYTHON:
-        where = [path.name for folder in folders for path in folder.iterdir() if re.search(rf"\b{name} = ", path.read_text())]
+        where = [
+            path.name
+            for folder in folders
+            for path in folder.iterdir()
+            if re.search(rf"\b{name} = ", path.read_text())
+        ]
         assert where == [FORMAT.name], name
 
 
@@ -103,9 +110,20 @@ def test_a_field_that_was_changed_does_not_compile(tmp_path, probe, was, becomes
 
 def test_fields_are_filled_by_name(probe):
     kind, x = cuda_structs.parameters(probe)["probe"], torch.zeros(1)
-    fields = {"inner": [{"x": x, "y": None, "z": 5}], "count": 7, "sizes": (8, 9), "stride": 1 << 40, "scale": 0.5}
+    fields = {
+        "inner": [{"x": x, "y": None, "z": 5}],
+        "count": 7,
+        "sizes": (8, 9),
+        "stride": 1 << 40,
+        "scale": 0.5,
+    }
     made = cuda_structs.filled(kind, fields)
-    assert (made.inner[0].x, made.inner[0].y, made.inner[0].z, made.inner[2].x) == (x.data_ptr(), None, 5, None)
+    assert (made.inner[0].x, made.inner[0].y, made.inner[0].z, made.inner[2].x) == (
+        x.data_ptr(),
+        None,
+        5,
+        None,
+    )
     assert (made.count, list(made.sizes), made.stride, made.scale) == (7, [8, 9], 1 << 40, 0.5)
     assert ctypes.sizeof(made) == 3 * 24 + 12 + 4 + 8 + 8
 

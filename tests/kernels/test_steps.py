@@ -1,7 +1,8 @@
 """The steps of a decoder as kernels, against the same steps in torch: on the GPU, and emulated on any CPU.
 
-What is integer must be the same bit for bit: rows of an embedding, cached keys and values, quantized activations where what is
-quantized is the same. Norms and attention are sums of floats in another order: their error is a few units in the last place.
+What is integer must be the same bit for bit: rows of an embedding, cached keys and values, quantized
+activations where what is quantized is the same. Norms and attention are sums of floats in another order:
+their error is a few units in the last place.
 """
 
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from tests.kernels import emulated
 NO_GPU = "" if torch.cuda.is_available() else "this machine has no GPU that torch can use"
 NOT_EMULATED = emulated.MISSING or ("" if NO_GPU else "the kernels run on this machine's GPU")
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED or "there"), id="emulated"),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED or "there"), id="emulated"
+    ),
     pytest.param("cuda", marks=pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there"), id="cuda"),
 ]
 UNIT_ROUNDING = 2.0**-24
@@ -66,7 +69,9 @@ def values(activations):
         return activations.data.float()
     digits, terms = activations.data
     codes = digits[:, :, 0].float() * 256 + digits[:, :, 1]
-    return (codes * terms[..., 1].contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)[:, : activations.length]
+    return (codes * terms[..., 1].contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)[
+        :, : activations.length
+    ]
 
 
 def same_digits(activations, x):
@@ -82,7 +87,9 @@ def same_digits(activations, x):
 
 
 # Not all combinations, here and below: each is a kernel of its own, and has to be compiled.
-@pytest.mark.parametrize(("bits", "truncate"), [(3, False), (4, True), (7, False), (8, True), (8, False), (4, False)])
+@pytest.mark.parametrize(
+    ("bits", "truncate"), [(3, False), (4, True), (7, False), (8, True), (8, False), (4, False)]
+)
 def test_small_embed(both, device, bits, truncate):
     ours, law = both
     for length, group_size, scale_exponent in ((96, 64, -13), (200, 32, 0), (130, 64, 7)):
@@ -128,7 +135,8 @@ def test_small_rms_norm(both, device, length, group_size, with_delta):
         results.append((x, out))
     (our_x, ours), (x, law) = results
     assert torch.equal(our_x, x)
-    # A few roundings of the sum, and half a step of the integers, which are 15 bits below the largest of their unit.
+    # A few roundings of the sum, and half a step of the integers, which are 15 bits below the largest of
+    # their unit.
     most = law.data.abs().amax(-1, keepdim=True)
     assert ((values(ours) - law.data).abs() <= 2.0**-15 * most + 64 * UNIT_ROUNDING * law.data.abs()).all()
     assert same_digits(ours, values(ours))
@@ -139,7 +147,9 @@ def test_small_rms_norm(both, device, length, group_size, with_delta):
     ("length", "with_norm", "delta_norm", "with_floats"),
     [(96, True, True, False), (80, False, True, False), (5120, True, True, True), (96, False, False, True)],
 )
-def test_small_rms_norm_of_what_few_models_have(both, device, length, with_norm, delta_norm, with_floats, scale):
+def test_small_rms_norm_of_what_few_models_have(
+    both, device, length, with_norm, delta_norm, with_floats, scale
+):
     """Norms of what is added, a scale of it, no norm before a product, floats for a router."""
     weight, of_delta = (1 + 0.2 * random(1, length, seed=seed, device=device)[0] for seed in (2, 3))
     delta = Delta(random(3, length, seed=1, device=device), of_delta if delta_norm else None, scale)
@@ -172,7 +182,10 @@ def test_rms_norm_to_halves(both, device):
 def test_small_steps_of_a_prompt_in_bfloat16(both, device):
     """What a bfloat16 model's prompts go through: one rounding of what the steps in torch give."""
     kind, x = torch.bfloat16, random(3, 96, device=device)
-    delta, weight = Delta(random(3, 96, seed=1, device=device).to(kind)), random(1, 96, seed=2, device=device)[0]
+    delta, weight = (
+        Delta(random(3, 96, seed=1, device=device).to(kind)),
+        random(1, 96, seed=2, device=device)[0],
+    )
     outs = [Activations(96, None, torch.zeros(3, 96, dtype=kind, device=device)) for _ in range(4)]
     sums = [x.clone(), x.clone()]
     for steps, one, out in zip(both, sums, outs[:2], strict=True):
@@ -206,7 +219,9 @@ def test_small_quantize(both, device, group_size):
     codes, scales = reference.quantize(x, group_size)
     ours = (out.data.digits[:, :, 0].int() * 256 + out.data.digits[:, :, 1]).flatten(1)[:, :176]
     assert torch.equal(ours, codes.int())
-    assert torch.equal(out.data.terms[..., 1].contiguous().view(torch.float32).nan_to_num(-1), scales.nan_to_num(-1))
+    assert torch.equal(
+        out.data.terms[..., 1].contiguous().view(torch.float32).nan_to_num(-1), scales.nan_to_num(-1)
+    )
 
 
 def rope(head, device, positions=200, scale=0.3, count=None):
@@ -263,7 +278,11 @@ def test_small_rope_and_cache(both, device, head, bits, dtype):
         for sequence, position in enumerate((0, 70, 69)):
             some = slice(position, position + 1)
             key, other = (one.read(0, 1, sequence, some) for one in (ours, law))
-            assert (key - other).abs().max() <= 2.0**-2 * other.abs().max() if bits == 3 else 2.0**-3 * other.abs().max()
+            assert (
+                (key - other).abs().max() <= 2.0**-2 * other.abs().max()
+                if bits == 3
+                else 2.0**-3 * other.abs().max()
+            )
         assert not int(ours.refused)
 
 
@@ -274,7 +293,10 @@ def test_small_rope_and_cache(both, device, head, bits, dtype):
 def test_small_rope_and_cache_of_what_few_models_have(both, device, head, bits, count, norm):
     """A part of a head is turned, or none; norms are of all heads at once."""
     heads, kv_heads, tokens = 6, 2, 3
-    vectors = [random(tokens, n * head, seed=seed, device=device) for seed, n in enumerate((heads, kv_heads, kv_heads))]
+    vectors = [
+        random(tokens, n * head, seed=seed, device=device)
+        for seed, n in enumerate((heads, kv_heads, kv_heads))
+    ]
     sizes = [n * head if norm == "whole" else head for n in (heads, kv_heads)]
     norms = [1 + random(1, size, seed=7, device=device)[0] if norm else None for size in sizes]
     state, results = state_of(device, [0, 70, 69], [0, 1, 2]), []
@@ -315,7 +337,13 @@ def test_small_rope_and_cache_refuses_what_the_cache_cannot_hold(both, device, b
         for steps in both:
             cache = KvCache(1, 1, 1, 64, 64, bits, device)
             steps.rope_and_cache(
-                vectors, [None, None], rope(64, device), state_of(device, [3], [0]), vectors[0].clone(), cache, 0
+                vectors,
+                [None, None],
+                rope(64, device),
+                state_of(device, [3], [0]),
+                vectors[0].clone(),
+                cache,
+                0,
             )
             assert bool(cache.refused) is refused, (kind, at, value, steps)
 
@@ -332,7 +360,9 @@ def test_small_attend(both, device, head, heads, kv_heads, bits, window):
     cache = KvCache(1, 3, kv_heads, 320, head, bits, device)
     for kind in (0, 1):
         for sequence in range(3):
-            cache.write(kind, 0, sequence, 0, random(301, kv_heads, head, seed=kind + 2 * sequence, device=device))
+            cache.write(
+                kind, 0, sequence, 0, random(301, kv_heads, head, seed=kind + 2 * sequence, device=device)
+            )
     queries = random(5, heads * head, seed=9, device=device) / head**0.5
     state = state_of(device, positions, sequences)
     for group_size in (64, None) if bits % 2 else (32, None):
@@ -343,7 +373,8 @@ def test_small_attend(both, device, head, heads, kv_heads, bits, window):
         ours, law = values(outs[0]), outs[1].data.float()
         most = law.abs().amax(-1, keepdim=True)
         rounding = 2.0**-10 if group_size is None else 2.0**-15
-        # Scores are sums of products that are each rounded; an error there moves weights between values that differ by `most`.
+        # Scores are sums of products that are each rounded; an error there moves weights between values that
+        # differ by `most`.
         assert ((ours - law).abs() <= (rounding + 2.0**-17) * most).all(), ((ours - law).abs() / most).max()
 
 
@@ -376,7 +407,9 @@ def test_attend_gives_a_token_the_same_bits_alone(both, device):
     steps.attend(queries, state_of(device, [250, 7, 130], [0, 1, 1]), cache, 0, 0, 0.0, together)
     for token, (position, sequence) in enumerate(((250, 0), (7, 1), (130, 1))):
         alone = steps.activations(1, 8 * 64, 64)
-        steps.attend(queries[token : token + 1], state_of(device, [position], [sequence]), cache, 0, 0, 0.0, alone)
+        steps.attend(
+            queries[token : token + 1], state_of(device, [position], [sequence]), cache, 0, 0, 0.0, alone
+        )
         assert torch.equal(values(alone)[0], values(together)[token])
 
 
@@ -434,14 +467,17 @@ def test_small_route(both, device, experts, count, normalize):
     router[1] = router[0]  # the first of equals
     routings = []
     for steps in both:
-        routing = Routing(torch.full((5, count), -1, dtype=torch.int32, device=device), torch.zeros(5, count, device=device))
+        routing = Routing(
+            torch.full((5, count), -1, dtype=torch.int32, device=device), torch.zeros(5, count, device=device)
+        )
         for _ in range(2):  # counters are left as they were found
             steps.route(x, router, normalize, routing)
         routings.append(routing)
     ours, law = routings
     assert torch.equal(ours.experts, law.experts)
     assert (law.experts.diff() > 0).all()
-    # A score is a sum of 100 products, rounded 100 times, and a weight depends on the difference of two scores.
+    # A score is a sum of 100 products, rounded 100 times, and a weight depends on the difference of two
+    # scores.
     rounding = 2 * 100 * UNIT_ROUNDING * float((x.abs() @ router.abs().T).max())
     scores = (x.double() @ router.double().T).softmax(-1)
     truth = scores.gather(1, law.experts.long())
@@ -492,7 +528,9 @@ def test_small_products_with_chosen_experts(both, device, monkeypatch, bits, len
     """Experts' rows are found on the device; a token and its expert have the bits of a product of their own."""
     if device == "cpu":
         monkeypatch.setattr(cuda.nvrtc, "most_shared", lambda device: 64 << 10)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+        )
         cuda._linear_kernel.cache_clear()
     experts = torch.tensor([[0, 2], [1, 2], [3, 4]], dtype=torch.int32, device=device)
     routing = Routing(experts, torch.ones(3, 2, device=device))
@@ -516,7 +554,9 @@ def test_small_products_with_chosen_experts(both, device, monkeypatch, bits, len
 @pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU or "there")
 @pytest.mark.parametrize("tokens", [1, 3, 16])
 def test_multiply_takes_matrices_of_several_precisions(tokens):
-    weights = [packed_rows(rows, 200, bits, False, device="cuda") for rows, bits in ((33, 4), (16, 4), (7, 6))]
+    weights = [
+        packed_rows(rows, 200, bits, False, device="cuda") for rows, bits in ((33, 4), (16, 4), (7, 6))
+    ]
     biases = [None, random(1, 16, device="cuda")[0], None]
     x = random(tokens, 200, device="cuda")
     results = []

@@ -32,7 +32,9 @@ def library_path(compiler) -> Path:
     if os.environ.get("OTARO_SANITIZE"):
         flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"]
     sources = sorted(path for folder in SOURCES for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
-    content = hashlib.sha256(repr((compiler, flags, [path.read_bytes() for path in sources])).encode()).hexdigest()
+    content = hashlib.sha256(
+        repr((compiler, flags, [path.read_bytes() for path in sources])).encode()
+    ).hexdigest()
     target = ROOT / "build" / "test-native" / content[:16] / "libotaro.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,9 @@ class Model:
 
     def __init__(self, library, directory=None):
         self.library = library
-        self.handle = ctypes.c_void_p(library.otaro_new() if directory is None else library.otaro_open(str(directory).encode()))
+        self.handle = ctypes.c_void_p(
+            library.otaro_new() if directory is None else library.otaro_open(str(directory).encode())
+        )
         self.kept = []
         if directory is not None:
             self._check(bool(self.error()))
@@ -51,13 +53,17 @@ class Model:
 
     def add(self, data, check=True):
         self.kept.append(ctypes.create_string_buffer(data, len(data)))
-        self._check(self.library.otaro_add_shard(self.handle, self.kept[-1], ctypes.c_size_t(len(data)), int(check)))
+        self._check(
+            self.library.otaro_add_shard(self.handle, self.kept[-1], ctypes.c_size_t(len(data)), int(check))
+        )
 
     def at(self, precision):
         self._check(self.library.otaro_set_precision(self.handle, precision.mantissa_bits))
 
     def forward(self, ids):
-        logits = self.library.otaro_forward(self.handle, (ctypes.c_int32 * len(ids))(*ids), ctypes.c_size_t(len(ids)))
+        logits = self.library.otaro_forward(
+            self.handle, (ctypes.c_int32 * len(ids))(*ids), ctypes.c_size_t(len(ids))
+        )
         self._check(not logits)
         return np.ctypeslib.as_array(logits, (self.library.otaro_vocabulary(self.handle),)).copy()
 
@@ -121,7 +127,9 @@ def test_planes_arrive_in_the_middle_of_a_sequence(library, described):
     cache = decoder.new_cache()
     for number, precision in enumerate(reversed(PRECISIONS)):
         if number:
-            with pytest.raises(OtaroError, match=f"{precision} needs the shard of plane {precision.mantissa_bits}"):
+            with pytest.raises(
+                OtaroError, match=f"{precision} needs the shard of plane {precision.mantissa_bits}"
+            ):
                 model.at(precision)
             model.add((directory / f"model-m{precision.mantissa_bits}.safetensors").read_bytes())
         model.at(precision)
@@ -150,7 +158,11 @@ def test_a_plane_behind_a_missing_one_waits_for_it(library, described):
 def test_a_refused_token_leaves_the_sequence_as_it_was(library, described):
     model = Model(library, described("llama"))
     before = model.forward(IDS[:10])
-    for ids, words in ([*IDS[:70], 120], "token 120 is not in the vocabulary of 120"), ([-1], "token -1"), ([], "no tokens"):
+    for ids, words in (
+        ([*IDS[:70], 120], "token 120 is not in the vocabulary of 120"),
+        ([-1], "token -1"),
+        ([], "no tokens"),
+    ):
         with pytest.raises(OtaroError, match=words):
             model.forward(ids)
         assert len(model) == 10
@@ -206,7 +218,11 @@ def test_a_shard_that_is_refused_leaves_the_precisions_below_it(library, describ
         model = Model(library, directory)
         assert library.otaro_finest(model.handle) == library.otaro_precision(model.handle) == 4
         for precision in (below, finest):
-            with pytest.raises(OtaroError, match=rf"{precision} .*model-m5.safetensors.*{words}.*complete up to E5M4"):
+            with pytest.raises(
+                OtaroError,
+                match=rf"{precision} .*model-m5.safetensors.*{words}.*complete "
+                r"up to E5M4",
+            ):
                 model.at(precision)
         for precision in (sound, base):
             model.truncate(0)

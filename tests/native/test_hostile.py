@@ -1,4 +1,6 @@
-"""Files from strangers: whatever is wrong is refused in words, and nothing reads beyond its memory (`make sanitize`)."""
+"""Files from strangers: whatever is wrong is refused in words, and nothing reads beyond its memory (`make
+sanitize`).
+"""
 
 import copy
 import hashlib
@@ -72,7 +74,10 @@ HEADERS = {
     "offsets the wrong way": (stated(NORM, data_offsets=[192, 0]), "claims another number of bytes"),
     "a negative offset": (stated(NORM, data_offsets=[-192, 0]), "is malformed"),
     "a huge shape": (stated(NORM, shape=[1 << 40, 1 << 40]), "claims another number of bytes"),
-    "a shape that overflows to nothing": (stated(NORM, shape=[1 << 32, 1 << 32], data_offsets=[0, 0]), "claims another number"),
+    "a shape that overflows to nothing": (
+        stated(NORM, shape=[1 << 32, 1 << 32], data_offsets=[0, 0]),
+        "claims another number",
+    ),
     "a fraction": (stated(NORM, shape=[96.0]), "is malformed"),
     "a type": (stated(NORM, dtype="I4"), "unknown dtype"),
     "another type": (stated(QUERY, dtype="I8"), "where the model's base shard implies"),
@@ -85,8 +90,14 @@ HEADERS = {
     "another group size": (sefp(group_size=32), "where the model's base shard implies"),
     "a reconstruction": (sefp(reconstruction="nearest"), "reconstruction is unknown"),
     "a shape of nothing": (sefp(shapes=lambda shapes: {**shapes, QUERY: [0, 96]}), "impossible shape"),
-    "a larger shape": (sefp(shapes=lambda shapes: {**shapes, QUERY: [1 << 30, 96]}), "where the model's base shard implies"),
-    "a shape without end": (sefp(shapes=lambda shapes: {**shapes, QUERY: [1 << 30, 1 << 30]}), "impossible shape"),
+    "a larger shape": (
+        sefp(shapes=lambda shapes: {**shapes, QUERY: [1 << 30, 96]}),
+        "where the model's base shard implies",
+    ),
+    "a shape without end": (
+        sefp(shapes=lambda shapes: {**shapes, QUERY: [1 << 30, 1 << 30]}),
+        "impossible shape",
+    ),
     "an exponent": (sefp(scale_exponents=lambda them: {**them, QUERY: 100}), "scale exponent of .* is none"),
     "no exponent": (sefp(scale_exponents={}), "one scale exponent for every"),
     "no metadata": (lambda header: {"__metadata__": {}}, "not an OTARo shard"),
@@ -161,14 +172,21 @@ DESCRIPTIONS = {
     "a norm that is packed": ({"norm": QUERY}, "is no tensor that is not packed"),
     "no norm": ({"norm": "nothing"}, "is no tensor that is not packed"),
     "a head of its own shape": ({"lm_head": {"tensor": QUERY}}, "the head has the wrong shape"),
-    "a matrix that is missing": (layer(up={"tensor": "nothing"}), "layer 1's up is nothing, which is not packed"),
-    "rows beyond the tensor": (layer(query={"tensor": QUERY, "first": 1, "rows": 96}), "query has the wrong shape"),
+    "a matrix that is missing": (layer(up={"tensor": "nothing"}), "layer 1's up is nothing, which is not "
+                                                                  "packed"),
+    "rows beyond the tensor": (layer(query={"tensor": QUERY, "first": 1, "rows": 96}), "query has the wrong "
+                                                                                       "shape"),
     "rows without end": (layer(gate={"tensor": QUERY, "first": 0, "rows": 1 << 62}), "'rows' from 1 to 96"),
-    "a bias of another length": (layer(down={"tensor": "model.layers.0.mlp.down_proj.weight", "bias": QUERY}), "not packed"),
+    "a bias of another length": (layer(down={"tensor": "model.layers.0.mlp.down_proj.weight", "bias": QUERY}), "not "
+                                                                                                               ""
+                                                                                                               ""
+                                                                                                               ""
+                                                                                                               "packed"),
     "a rope that is missing": (layer(rope=1), "'rope' from 0 to 0"),
     "a window": (layer(window=-1), "'window' from 0"),
     "a norm of another length": (layer(key_norm=NORM), "wrong length"),
-    "experts without a router": (layer(experts={"router": NORM, "chosen": 1, "normalize": True}), "have no router"),
+    "experts without a router": (layer(experts={"router": NORM, "chosen": 1, "normalize": True}), "have no "
+                                                                                                  "router"),
 }  # fmt: skip
 
 
@@ -191,7 +209,28 @@ def places(value, at=()):
     return [at, *(place for key, item in items for place in places(item, (*at, key)))]
 
 
-JUNK = [None, True, 0, -1, 1, 2, 7, 96, 1 << 31, 1 << 62, 0.5, 1e38, "", "x", QUERY, NORM, [], {}, [0], {"tensor": QUERY}]
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    96,
+    1 << 31,
+    1 << 62,
+    0.5,
+    1e38,
+    "",
+    "x",
+    QUERY,
+    NORM,
+    [],
+    {},
+    [0],
+    {"tensor": QUERY},
+]
 
 
 def spoilt(value, choose):

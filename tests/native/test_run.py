@@ -40,7 +40,9 @@ def model_dir(tiny, tmp_path_factory) -> Path:
 
 
 def ran(*command, text=None):
-    return subprocess.run([str(word) for word in command], capture_output=True, encoding="utf-8", input=text, timeout=300)
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, encoding="utf-8", input=text, timeout=300
+    )
 
 
 @pytest.mark.parametrize("precision", ["E5M8", "E5M4"])
@@ -48,7 +50,9 @@ def test_a_text_goes_on_as_in_the_package(otaro_run, model_dir, precision):
     model, tokenizer = otaro.load(model_dir), load_tokenizer(model_dir)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     expected = model.generate(ids, max_new_tokens=24, do_sample=False, precision=precision)
-    said = ran(otaro_run, model_dir, "--prompt", PROMPT, "--tokens", 24, "--precision", precision, "--threads", 1)
+    said = ran(
+        otaro_run, model_dir, "--prompt", PROMPT, "--tokens", 24, "--precision", precision, "--threads", 1
+    )
     assert said.returncode == 0, said.stderr
     assert said.stdout == tokenizer.decode(expected[0]) + "\n"
     assert said.stderr.startswith(f"[{precision}: {ids.shape[1]} tokens read")
@@ -63,7 +67,9 @@ def test_typed_commands_switch_in_mid_conversation(otaro_run, model_dir):
     assert again.stdout.startswith(once.stdout)
     assert again.stdout.endswith(once.stdout)
     assert [part[:4] for part in again.stderr.split("[")[1:]] == ["E5M8", "E5M3", "E5M8"]
-    alone = ran(otaro_run, model_dir, "--prompt", "The list", "--tokens", 8, "--precision", "E5M3", "--threads", 1)
+    alone = ran(
+        otaro_run, model_dir, "--prompt", "The list", "--tokens", 8, "--precision", "E5M3", "--threads", 1
+    )
     assert alone.stdout == "The list" + coarse.stdout
 
 
@@ -82,7 +88,8 @@ def test_typed_commands_switch_in_mid_conversation(otaro_run, model_dir):
 )
 def test_a_command_that_makes_no_sense_is_told_and_changes_nothing(otaro_run, model_dir, line, words):
     plain, said = (
-        ran(otaro_run, model_dir, "--tokens", 4, "--threads", 1, text=f"{first}The list\n") for first in ("", f"{line}\n")
+        ran(otaro_run, model_dir, "--tokens", 4, "--threads", 1, text=f"{first}The list\n")
+        for first in ("", f"{line}\n")
     )
     assert words in said.stderr
     assert "[E5M8: " in said.stderr
@@ -92,7 +99,11 @@ def test_a_command_that_makes_no_sense_is_told_and_changes_nothing(otaro_run, mo
 def test_commands_may_have_spaces_and_small_letters(otaro_run, model_dir):
     asked = ran(otaro_run, model_dir, "--precision", "e5m3", "--tokens=3", "--threads=1", text="The list\r\n")
     typed = ran(
-        otaro_run, model_dir, "--threads", 1, text="\n  \n  /precision \t e5m3 \r\n/tokens  3 \nThe list\n /exit \nno\n"
+        otaro_run,
+        model_dir,
+        "--threads",
+        1,
+        text="\n  \n  /precision \t e5m3 \r\n/tokens  3 \nThe list\n /exit \nno\n",
     )
     assert "[E5M3: " in asked.stderr
     assert typed.stderr.count("[") == 1
@@ -205,12 +216,19 @@ def test_ctrl_c_ends_the_answer_to_a_prompt(otaro_run, model_dir):
 def test_a_text_past_the_trained_positions_is_told_once(otaro_run, model_dir, tmp_path):
     copy = shutil.copytree(model_dir, tmp_path / "copy")
     described = json.loads((copy / "decoder.json").read_text())
-    note = "note: this text goes past the 12 positions that the model was made for; what it says there may be poor\n"
+    note = (
+        "note: this text goes past the 12 positions that the model was made for; what it says there may "
+        "be poor\n"
+    )
     told = {}
     for trained in (12, None):
         described["trained_positions"] = trained
-        (copy / "decoder.json").write_text(json.dumps({name: value for name, value in described.items() if value is not None}))
-        told[trained] = ran(otaro_run, copy, "--tokens", 8, "--threads", 1, text="The list\nThe list\nThe list\n")
+        (copy / "decoder.json").write_text(
+            json.dumps({name: value for name, value in described.items() if value is not None})
+        )
+        told[trained] = ran(
+            otaro_run, copy, "--tokens", 8, "--threads", 1, text="The list\nThe list\nThe list\n"
+        )
     assert told[12].stderr.count(note) == 1
     assert "note" not in told[None].stderr
     assert told[12].stdout == told[None].stdout
@@ -225,7 +243,8 @@ def test_a_text_ends_where_the_model_knows_no_position(otaro_run, model_dir, tmp
         said = ran(otaro_run, copy, "--prompt", PROMPT, "--threads", 1)
         assert said.returncode == 1
         assert f"{known} positions" in said.stderr
-        assert said.stdout.startswith(PROMPT) == (known > tokens)  # two more tokens are made, the last of them not read
+        # two more tokens are made, the last of them not read
+        assert said.stdout.startswith(PROMPT) == (known > tokens)
         assert ("2 made" in said.stderr) == (known > tokens)
 
 

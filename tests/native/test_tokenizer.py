@@ -10,7 +10,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from otaro.builtin import MODEL_DIR, topics_training_text
 from otaro.errors import OtaroError
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = [
     "",
     " ",
@@ -29,11 +32,20 @@ TEXTS = [
 
 def random_texts(count: int) -> list[str]:
     choose = random.Random(0)
-    kinds = [range(32, 127), range(0x250), range(0x3000), range(0x10000), range(0x110000), [9, 10, 13, 32, 0xA0, 0x2003]]
+    kinds = [
+        range(32, 127),
+        range(0x250),
+        range(0x3000),
+        range(0x10000),
+        range(0x110000),
+        [9, 10, 13, 32, 0xA0, 0x2003],
+    ]
     texts = []
     for _ in range(count):
         kind = choose.choice(kinds)
-        codes = [choose.choice(choose.choice([kind, kinds[0], kinds[-1]])) for _ in range(choose.randrange(60))]
+        codes = [
+            choose.choice(choose.choice([kind, kinds[0], kinds[-1]])) for _ in range(choose.randrange(60))
+        ]
         texts.append("".join(chr(code) for code in codes if not 0xD800 <= code <= 0xDFFF))
         texts.append(choose.randbytes(choose.randrange(40)).decode("utf-8", errors="replace"))
     return texts
@@ -56,7 +68,9 @@ class Native:
     def encode(self, text, special=True):
         data = text if isinstance(text, bytes) else text.encode()
         room = (ctypes.c_int32 * (4 * len(data) + 8))()
-        count = self.library.otaro_encode(self.handle, data, ctypes.c_size_t(len(data)), int(special), room, len(room))
+        count = self.library.otaro_encode(
+            self.handle, data, ctypes.c_size_t(len(data)), int(special), room, len(room)
+        )
         if count < 0:
             raise OtaroError(self.error())
         return list(room[:count])
@@ -78,21 +92,33 @@ def trained(pre_tokenizer, normalizer=None, decoder=None, **settings):
     byte_level = decoder is None
     tokenizer.decoder = decoders.ByteLevel() if byte_level else decoder
     alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
-    special = ["<s>", "</s>", "<|im_start|>"] if byte_level else ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    special = (
+        ["<s>", "</s>", "<|im_start|>"]
+        if byte_level
+        else ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
     tokenizer.train_from_iterator([topics_training_text()[:60_000]], trainer)
     return tokenizer
 
 
 def split_by(pattern, *first):
-    steps = [*first, pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    steps = [
+        *first,
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     return pre_tokenizers.Sequence(steps)
 
 
 def llama2(normalizer=None, pre_tokenizer=None):
     """Characters, and bytes for those that are not known; trained with spaces that can be seen."""
     spaces = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = trained(pre_tokenizers.Metaspace(), None, spaces, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    tokenizer = trained(
+        pre_tokenizers.Metaspace(), None, spaces, byte_fallback=True, fuse_unk=True, unk_token="<unk>"
+    )
     stated = json.loads(tokenizer.to_str())
     stated["pre_tokenizer"], stated["normalizer"] = pre_tokenizer, normalizer
     # In real vocabularies bytes are ordinary tokens: a text that spells one is not meant.
@@ -100,21 +126,27 @@ def llama2(normalizer=None, pre_tokenizer=None):
     return Tokenizer.from_str(json.dumps(stated))
 
 
-MARKED = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+MARKED = [
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+]
 KINDS = {
     "built-in": lambda: Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")),
     "llama3": lambda: trained(split_by(LLAMA3)),
     "llama3 that ignores merges": lambda: trained(split_by(LLAMA3), ignore_merges=True),
     "qwen2": lambda: trained(split_by(LLAMA3.replace("{1,3}", "")), normalizers.NFC()),
     "smollm2": lambda: trained(
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+        )
     ),
     "digits together, a space before": lambda: trained(
         pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)])
     ),
     "llama2": lambda: llama2({"type": "Sequence", "normalizers": MARKED}),
     "gemma": lambda: llama2(
-        MARKED[1], {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+        MARKED[1],
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
     ),
     "metaspace at the first word": lambda: llama2(
         None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
@@ -149,7 +181,12 @@ def test_special_tokens_begin_a_text_and_say_nothing(library):
     stated = json.loads(theirs.to_str())
     sequence, begin = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
     known = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
-    template = {"type": "TemplateProcessing", "single": [begin, sequence, begin], "pair": [], "special_tokens": known}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [begin, sequence, begin],
+        "pair": [],
+        "special_tokens": known,
+    }
     stated["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
     stated["added_tokens"][2] |= {"lstrip": True, "rstrip": True}
     theirs_text = json.dumps(stated | {"post_processor": template})
@@ -167,13 +204,23 @@ REFUSED = {
     "Unigram": ({"model": {"type": "Unigram"}}, "no model Unigram"),
     "a lowercaser": ({"normalizer": {"type": "Lowercase"}}, "no normalizer Lowercase"),
     "a pattern": (
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "(a+)+b"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
         "no pattern to split by: ",
     ),
     "a pre-tokenizer": ({"pre_tokenizer": {"type": "BertPreTokenizer"}}, "no pre-tokenizer BertPreTokenizer"),
     "a decoder": ({"decoder": {"type": "WordPiece"}}, "no decoder WordPiece"),
     "a post-processor": ({"post_processor": {"type": "BertProcessing"}}, "no post-processor BertProcessing"),
-    "a huge number": ({"added_tokens": [{"id": 10**12, "content": "x"}]}, "an added token has no text or no number"),
+    "a huge number": (
+        {"added_tokens": [{"id": 10**12, "content": "x"}]},
+        "an added token has no text or no number",
+    ),
     "a merge of nothing": (
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}},
         "merge 0 is of tokens that are not in the vocabulary",
@@ -191,7 +238,8 @@ def test_what_is_not_known_is_refused_by_name(library, what):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1", '{"a":1,"a":2}', '{"a":01}', '"\\ud800"', '"\x01"', "[" * 100 + "]" * 100, "1 2", "nul"]
+    "text",
+    ["", "{", "[1", '{"a":1,"a":2}', '{"a":01}', '"\\ud800"', '"\x01"', "[" * 100 + "]" * 100, "1 2", "nul"],
 )
 def test_json_that_is_none_is_refused(library, text):
     with pytest.raises(OtaroError, match="it is not valid JSON"):

@@ -88,7 +88,7 @@ def weights():
     return values
 
 
-# Other formats ------------------------------------------------------------------------------------------------------------
+# Other formats ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
@@ -111,7 +111,9 @@ def test_integers_are_the_nearest_of_their_grid(bits, weights):
 
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_with_our_scales_and_moved_by_half_a_step_of_e5m3_the_grid_is_that_of_midpoint(precision, group_size, weights):
+def test_with_our_scales_and_moved_by_half_a_step_of_e5m3_the_grid_is_that_of_midpoint(
+    precision, group_size, weights
+):
     ours = Nested("E4M3", 16, group_size).rounded(weights, precision)
     assert torch.equal(ours, quantize(weights, precision.mantissa_bits, group_size, "midpoint"))
 
@@ -122,7 +124,9 @@ def test_the_grid_holds_zero_where_its_name_says():
     for name in ("E5M2", "zero at E5M4", "zero nowhere", "zero a sixth off"):
         grid = precisely_for(name, 64, "midpoint")
         scale = float(grid._group_scales(tiny, None).abs())
-        off[name] = [float(grid.rounded(tiny, p)[0, 1].abs() * 2**p.mantissa_bits / scale) for p in PRECISIONS]
+        off[name] = [
+            float(grid.rounded(tiny, p)[0, 1].abs() * 2**p.mantissa_bits / scale) for p in PRECISIONS
+        ]
     assert off["E5M2"] == [0.5] * 5 + [0]  # in steps
     assert off["zero at E5M4"] == [0.5] * 4 + [0, 0.25]
     assert off["zero nowhere"] == [0.5] * 6
@@ -152,7 +156,9 @@ def test_scales_are_the_least_of_their_kind(weights):
 
 
 def test_parts_are_rounded_as_in_the_whole():
-    whole = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(40).unsqueeze(-1)
+    whole = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(
+        40
+    ).unsqueeze(-1)
     grid = precisely_for("zero at E5M4", 64, "midpoint")
     with grid.at(PRECISIONS[0]):
         parts = [grid(part, None, grid.scale_exponent(whole)) for part in whole.split(7)]
@@ -162,7 +168,10 @@ def test_parts_are_rounded_as_in_the_whole():
 
 @pytest.mark.parametrize("name", ["int4", "Q4_K", *NESTED])
 def test_many_weights_at_once_are_rounded_as_one_by_one(name, weights):
-    grid, several = precisely_for(name, 64, "midpoint"), [weights * 0.7**i for i in range(20)] + [weights[:, :100]]
+    grid, several = (
+        precisely_for(name, 64, "midpoint"),
+        [weights * 0.7**i for i in range(20)] + [weights[:, :100]],
+    )
     together = grid.values_of_all(several, PRECISIONS[-1], None)
     for weight, found in zip(several, together, strict=True):
         assert torch.equal(found, grid.values(weight, PRECISIONS[-1], torch.float32))
@@ -175,15 +184,20 @@ def test_a_block_of_q4_k_has_sixteen_levels_and_a_smaller_error_than_q4_0():
     for block in found.reshape(-1, 32):
         assert len(block.unique()) <= 16
     assert torch.equal(found[0], weights[0])
-    errors = {name: float((OTHERS[name][1](weights) - weights).square().mean()) for name in ("Q4_K", "Q4_0", "Q5_0")}
+    errors = {
+        name: float((OTHERS[name][1](weights) - weights).square().mean()) for name in ("Q4_K", "Q4_0", "Q5_0")
+    }
     assert errors["Q5_0"] < errors["Q4_K"] < errors["Q4_0"]
-    assert torch.equal(OTHERS["Q4_K"][1](weights[:, :512]), found[:, :512])  # superblocks do not know of each other
+    # superblocks do not know of each other
+    assert torch.equal(OTHERS["Q4_K"][1](weights[:, :512]), found[:, :512])
 
 
 def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on():
     from otaro.tune.fake_quant import prepare
 
-    config = LlamaConfig(vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
     model, ids = LlamaForCausalLM(config), torch.arange(8)[None]
     plain = model(ids).logits
     rounding = Rounding(lambda weight, precision: integers(weight, 4))
@@ -201,7 +215,7 @@ def test_another_rounding_reaches_linears_and_embedding_and_passes_gradients_on(
     assert not torch.equal(plain, rounded.logits)
 
 
-# Zero-shot ----------------------------------------------------------------------------------------------------------------
+# Zero-shot --------------------------------------------------------------------------------------------------
 
 
 def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
@@ -212,7 +226,9 @@ def test_exported_questions_get_the_scores_of_the_harness(task_files, tmp_path):
     tasks = Tasks(names, task_files)
     theirs = {name: tasks.measure(name, model, tokenizer) for name in names}
     zeroshot.save(zeroshot.export(names, task_files, tokenizer, model), tmp_path / "questions.json.gz")
-    ours = zeroshot.evaluate(model, zeroshot.load(tmp_path / "questions.json.gz"), model.config.max_position_embeddings)
+    ours = zeroshot.evaluate(
+        model, zeroshot.load(tmp_path / "questions.json.gz"), model.config.max_position_embeddings
+    )
     for name in names:
         assert ours[name] == [round(theirs[name].value, 5), round(theirs[name].stderr, 5)]
 
@@ -235,7 +251,7 @@ def test_likelihoods_are_those_of_one_request_at_a_time():
             assert score == pytest.approx(alone, abs=1e-3)
 
 
-# The plan and the results -------------------------------------------------------------------------------------------------
+# The plan and the results -----------------------------------------------------------------------------------
 
 
 def test_every_row_has_a_name_and_settings_of_its_own():
@@ -250,15 +266,29 @@ def test_the_plan_has_all_that_the_study_asks_for():
     names = {row.name for row in plan.planned_rows()}
     for method in ("none", "fp", *(f"fixed:{p}" for p in plan.NAMES), "uniform", "bps", "otaro"):
         assert {method, f"{method}, truncate"} <= names
-    for rows in (("bps", "lambda", (3, 4, 6, 7)), ("otaro", "lambda", (3, 4, 6, 7)), ("otaro", "N", (1, 5, 20))):
+    for rows in (
+        ("bps", "lambda", (3, 4, 6, 7)),
+        ("otaro", "lambda", (3, 4, 6, 7)),
+        ("otaro", "N", (1, 5, 20)),
+    ):
         assert {f"{rows[0]}, {rows[1]} {value}" for value in rows[2]} <= names
 
 
 def test_the_recipe_is_tried_in_every_regime_over_three_seeds():
-    """With what it must hold against: tuning as usual, plain sampling, dedicated models, and int4 QAT held as it is."""
+    """With what it must hold against: tuning as usual, plain sampling, dedicated models, and int4 QAT held as
+    it is.
+    """
     asked = {(row.bench, row.name, row.seed) for row in plan.planned_rows()}
     for bench in plan.REGIMES:
-        for name in ("best", "fp", "uniform", "int4 QAT", "int4 QAT, held as best", "fixed:E5M4", "fixed:E5M3"):
+        for name in (
+            "best",
+            "fp",
+            "uniform",
+            "int4 QAT",
+            "int4 QAT, held as best",
+            "fixed:E5M4",
+            "fixed:E5M3",
+        ):
             assert {(bench, name, seed) for seed in plan.SEEDS} <= asked
         assert (bench, plan.HALF, 0) in asked
     assert plan.BENCHES[plan.LONG].steps >= 2000
@@ -271,21 +301,38 @@ def test_the_paper_is_run_as_it_is_written():
     """Truncation, lambda 5, N 10, plain SGD at 1e-5, no clipping, no schedule; LAA for dedicated models too."""
     rows = [row for row in plan.planned_rows() if row.bench in plan.PAPER and row.options]
     for row in rows:
-        assert (row.options.reconstruction, row.options.exploration, row.options.delay) == ("truncate", 5.0, 10)
-        assert (row.optimizer, row.schedule, row.clip, row.options.leftover) == ("sgd", "constant", 0.0, "drop")
+        assert (row.options.reconstruction, row.options.exploration, row.options.delay) == (
+            "truncate",
+            5.0,
+            10,
+        )
+        assert (row.optimizer, row.schedule, row.clip, row.options.leftover) == (
+            "sgd",
+            "constant",
+            0.0,
+            "drop",
+        )
     for bench in plan.PAPER:
         stated = {(row.name, row.seed) for row in rows if row.bench == bench and row.lr == 1e-5}
         alone = [*plan.NAMES, "E5M4, LAA", "E5M3, LAA"]
         for name in ("fp", "uniform", "bps", "otaro", *(f"fixed:{p}" for p in alone)):
             assert {(name, seed) for seed in plan.SEEDS} <= stated
-        assert {row.lr for row in rows if row.bench == bench and row.name == "otaro"} == {1e-5, 1e-3, 0.01, 0.03, None}
+        assert {row.lr for row in rows if row.bench == bench and row.name == "otaro"} == {
+            1e-5,
+            1e-3,
+            0.01,
+            0.03,
+            None,
+        }
     alone = next(row.options for row in rows if row.name == "fixed:E5M3, LAA")
     assert alone.search(0).choose() == PRECISIONS[-1]
     assert alone.gradient_accumulator().delay == 10
 
 
 def test_plain_sgd_without_clipping_or_schedule_reaches_torch(monkeypatch, tmp_path):
-    """Every step takes the rate times the gradient from each weight, to the bit, however large the gradient is."""
+    """Every step takes the rate times the gradient from each weight, to the bit, however large the gradient
+    is.
+    """
     steps = []
 
     class Watched(work.OtaroTrainer):
@@ -294,7 +341,9 @@ def test_plain_sgd_without_clipping_or_schedule_reaches_torch(monkeypatch, tmp_p
             kept = {}
 
             def before(*_):
-                kept.update({p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]})
+                kept.update(
+                    {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+                )
 
             def after(*_):
                 steps.append((type(optimizer), [group["lr"] for group in optimizer.param_groups]))
@@ -331,7 +380,10 @@ def test_a_rate_that_is_chosen_and_was_made_already_is_not_made_again(monkeypatc
 
 def test_no_row_is_begun_that_would_end_after_the_deadline(monkeypatch, tmp_path):
     monkeypatch.setattr(work, "_do", lambda worker, job, *_: add(worker.places, job))
-    rows = [plan.Row("stories15M, paper", "fp", Options(method="fp"), lr=1e-5), plan.Row("demo", "none", None)]
+    rows = [
+        plan.Row("stories15M, paper", "fp", Options(method="fp"), lr=1e-5),
+        plan.Row("demo", "none", None),
+    ]
     claims = claims_in(tmp_path)
     work.work(rows, places(tmp_path), claims, time.time() + 30, "[0]")
     assert [line["key"] for line in read(tmp_path / "study.jsonl")] == [rows[1].key]
@@ -340,7 +392,10 @@ def test_no_row_is_begun_that_would_end_after_the_deadline(monkeypatch, tmp_path
 
 def test_an_average_is_judged_by_held_out_text_or_always_kept(monkeypatch, tmp_path):
     shortened(monkeypatch, steps=4)
-    worker, row = work.Worker(places(tmp_path)), plan.Row("demo", "best", plan.BEST, lr=1e-3, measured=("E5M8",))
+    worker, row = (
+        work.Worker(places(tmp_path)),
+        plan.Row("demo", "best", plan.BEST, lr=1e-3, measured=("E5M8",)),
+    )
     lines = [worker.run(replace(row, judged=judged), 1e-3)["average"] for judged in (True, False)]
     assert [line["averaged"] for line in lines] == [2, 2]
     assert lines[0]["kept"] == ("average" if lines[0]["average"] < lines[0]["last"] else "last")
@@ -367,7 +422,9 @@ def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(mo
     assert before == again
     assert after["full"] not in before.values()
     tuning, _ = where.texts(bench, tmp_path)
-    heldout = split(load_data(tuning, worker.held["builtin"].tokenizer, bench.sequence_length), work.HELD_OUT, 0)[1]
+    heldout = split(
+        load_data(tuning, worker.held["builtin"].tokenizer, bench.sequence_length), work.HELD_OUT, 0
+    )[1]
     (content,) = texts
     end = worker.held["builtin"].tokenizer.decode(heldout[0]["input_ids"])
     assert tuning.read_text().startswith(content)
@@ -375,7 +432,8 @@ def test_rows_from_calibrated_weights_start_from_their_e5m8_and_others_do_not(mo
 
 
 def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
-    results_of(tmp_path, ("uniform", 0, {"E5M3": 5.0}), settings={"rate_of": ""})  # rows of then have no format
+    # rows of then have no format
+    results_of(tmp_path, ("uniform", 0, {"E5M3": 5.0}), settings={"rate_of": ""})
     results = results_of(tmp_path, ("uniform", 0, {"E5M3": 4.0}), settings={"rate_of": "", "format": 2})
     former = Made(results.bench, finished(read(places(tmp_path).results), 1).values())
     assert results.values("uniform", "E5M3") == [4.0]
@@ -388,7 +446,10 @@ def test_rows_of_format_1_are_kept_and_shown_apart(tmp_path):
 def test_a_cell_says_what_is_not_run_yet(tmp_path):
     assert report.regime(results_of(tmp_path)).count(report.MISSING) == 2  # for each of its two tables
     shown = report.regime(results_of(tmp_path, ("best", 0, dict.fromkeys(plan.NAMES, 12.0))))
-    assert f"| `best, judged` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |" in shown
+    assert (
+        f"| `best, judged` | {report.MISSING} | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 | 12.000 |"
+        in shown
+    )
     assert f"| `fp` | {report.MISSING} |  |  |  |  |  |  |" in shown
     assert f"| `fixed:`, 6 models |  | {report.MISSING} |  |  |  |  |  |" in shown
 
@@ -423,14 +484,21 @@ def test_a_run_ends_with_the_packing_that_held_out_text_prefers(tmp_path):
     name = plan.recipe_of(bench)
     assert name == "best, full 2/3, judged"
     line = {"bench": "demo", "name": "best, full 2/3", "seed": 2, "lr": 4e-4}
-    append(where.results, {"key": "plain", **line, "heldout": dict.fromkeys(plan.NAMES, 9.0), "perplexity": {"E5M3": 9.0}})
+    append(
+        where.results,
+        {"key": "plain", **line, "heldout": dict.fromkeys(plan.NAMES, 9.0), "perplexity": {"E5M3": 9.0}},
+    )
     for seed, chosen in enumerate((9.0, 11.0)):
         line = {"bench": "demo", "name": "best, full 2/3, calibrated", "seed": seed, "lr": 4e-4}
         plain = {"heldout": dict.fromkeys(plan.NAMES, 10.0), "perplexity": {"E5M3": 20.0}}
         own = {"heldout": dict.fromkeys(plan.NAMES, chosen), "perplexity": {"E5M3": 30.0}}
         append(where.results, {"key": str(seed), **line, **own, "plain": plain})
-    assert made_in(where.results, "demo").values(name, "E5M3") == [30.0, 20.0, 9.0]  # the last one was packed in one way alone
-    append(where.results, {"key": "u", "bench": "demo", "name": "uniform", "seed": 0, "lr": 4e-4, "perplexity": {"E5M3": 25.0}})
+    # the last one was packed in one way alone
+    assert made_in(where.results, "demo").values(name, "E5M3") == [30.0, 20.0, 9.0]
+    append(
+        where.results,
+        {"key": "u", "bench": "demo", "name": "uniform", "seed": 0, "lr": 4e-4, "perplexity": {"E5M3": 25.0}},
+    )
     shown = report.rivals([made_in(where.results, "demo")], "test")
     assert "| demo: against `uniform` |  |  |  |  |  | **+20.00%** |" in shown
     assert "best, full 2/3, judged" in report.regime(made_in(where.results, "demo"))
@@ -443,7 +511,9 @@ def test_the_rate_is_the_one_that_held_out_text_prefers(monkeypatch, tmp_path):
     for row in plan.swept(bench, method, seed=0):  # of another format: they decide nothing
         add(where, row, settings={**row.settings(), "format": 1}, heldout={"E5M3": 1.0})
     # The second rate is better at full precision and on the test text, which must not count.
-    for row, own, full, test in zip(plan.swept(bench, method, seed=0), (5.0, 6.0), (4.0, 3.0), (9.0, 8.0), strict=True):
+    for row, own, full, test in zip(
+        plan.swept(bench, method, seed=0), (5.0, 6.0), (4.0, 3.0), (9.0, 8.0), strict=True
+    ):
         assert chosen_rate(later, done(where)) is None
         add(where, row, heldout={"full": full, "E5M3": own}, perplexity={"E5M3": test})
         assert is_done(row, done(where))
@@ -575,7 +645,10 @@ def test_a_row_is_measured_by_all_that_it_asks_for(monkeypatch, tmp_path):
     """In other formats, by tasks, and packed on its text with plain packing beside it."""
     shortened(monkeypatch, steps=1)
     monkeypatch.setattr(work, "SAMPLES", 4)
-    zeroshot.save({"one": [zeroshot.Question([([5, 6, 7], [8]), ([5, 6, 7], [9])], 0, [1.0, 1.0])] * 2}, tmp_path / "q.gz")
+    zeroshot.save(
+        {"one": [zeroshot.Question([([5, 6, 7], [8]), ([5, 6, 7], [9])], 0, [1.0, 1.0])] * 2},
+        tmp_path / "q.gz",
+    )
     (tmp_path / "q.gz").rename(places(tmp_path).questions("builtin"))
     measures = {"measured": ("full", "E5M3"), "measures": ("perplexity", "others", "zeroshot")}
     row = plan.Row("demo", "fp, calibrated", Options(method="fp"), lr=1e-4, packing="calibrated", **measures)
@@ -591,16 +664,24 @@ def test_a_row_is_measured_by_all_that_it_asks_for(monkeypatch, tmp_path):
 def test_a_mixture_of_experts_is_trained_and_loaded_again(monkeypatch, tmp_path):
     for size, short in (("STEPS", 2), ("BATCH", 2), ("LENGTH", 32)):
         monkeypatch.setattr(moe, size, short)
-    words = {"instruction": "Name a colour.", "input": "", "output": "Red is a colour, and so is blue. " * 100}
+    words = {
+        "instruction": "Name a colour.",
+        "input": "",
+        "output": "Red is a colour, and so is blue. " * 100,
+    }
     (tmp_path / "alpaca.json").write_text(json.dumps([words]))
     loss = moe.make(tmp_path / "moe", tmp_path / "alpaca.json", "cpu")
     assert 0 < loss < 8  # before any step it is log(1536) = 7.3
     model = moe.load(tmp_path / "moe", "cpu")
-    assert torch.equal(model.lm_head.weight, load_file(tmp_path / "moe" / moe.WEIGHTS)["model.embed_tokens.weight"])
+    assert torch.equal(
+        model.lm_head.weight, load_file(tmp_path / "moe" / moe.WEIGHTS)["model.embed_tokens.weight"]
+    )
 
 
 def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeypatch):
-    """Without a beginning-of-text token in front of each, though stories15M's tokenizer writes one before a text."""
+    """Without a beginning-of-text token in front of each, though stories15M's tokenizer writes one before a
+    text.
+    """
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     beginning = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = beginning
@@ -623,11 +704,17 @@ def test_sequences_are_cut_as_they_were_for_the_published_rows(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path):
-    # In bfloat16, as on a GPU: Trainer then wraps the model in autocast, which must neither stay nor be left out next time.
-    monkeypatch.setattr(work, "TrainingArguments", lambda *a, **k: TrainingArguments(*a, **{**k, "bf16": True}))
+    # In bfloat16, as on a GPU: Trainer then wraps the model in autocast, which must neither stay nor be left
+    # out next time.
+    monkeypatch.setattr(
+        work, "TrainingArguments", lambda *a, **k: TrainingArguments(*a, **{**k, "bf16": True})
+    )
     shortened(monkeypatch, steps=2)
     worker = work.Worker(places(tmp_path))
-    plain, best = plan.Row("demo", "fp", Options(method="fp"), measured=("full",)), plan.Row("demo", "best", plan.BEST)
+    plain, best = (
+        plan.Row("demo", "fp", Options(method="fp"), measured=("full",)),
+        plan.Row("demo", "best", plan.BEST),
+    )
     first = worker.run(plain, 1e-3)["perplexity"]
     assert worker.run(best, 1e-3)["perplexity"]["full"] != first["full"]
     assert worker.run(plain, 1e-3)["perplexity"] == first
@@ -635,7 +722,7 @@ def test_a_row_is_the_same_whatever_its_worker_did_before(monkeypatch, tmp_path)
     assert held.model.model(torch.arange(8)[None]).last_hidden_state.dtype == torch.float32
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
+# Parts ------------------------------------------------------------------------------------------------------
 
 
 def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
@@ -651,7 +738,10 @@ def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
     four, eight, plain = blocks(15, True), blocks(127, False), torch.randn(64, 128, generator=draw)
     assert [int(parts.coded(weight)["codes"].max()) for weight in (four, eight)] == [15, 127]
     assert parts.coded(plain.half()) is None
-    kept = {"SmolLM2-135M": {"a": four, "b": eight, "c": plain.half(), "d": plain[0].half()}, "stories15M": {"a": plain}}
+    kept = {
+        "SmolLM2-135M": {"a": four, "b": eight, "c": plain.half(), "d": plain[0].half()},
+        "stories15M": {"a": plain},
+    }
     before, after = tmp_path / "before", tmp_path / "after"
     for name, tensors in kept.items():
         (before / name).mkdir(parents=True)
@@ -669,7 +759,10 @@ def test_models_and_data_come_out_of_parts_as_they_went_in(tmp_path):
     parts.join(tmp_path / "parts", after)
     for name, tensors in kept.items():
         found = load_file(after / "models" / name / "model.safetensors")
-        assert all(torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in tensors.items())
+        assert all(
+            torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8))
+            for key, tensor in tensors.items()
+        )
         assert (after / "models" / name / "config.json").read_text() == name
     assert all((after / "data" / name).read_text() == name * 50 for name in parts.DATA)
     assert len(parts.cut(tmp_path / "parts", before, before)) == 1  # those of before are gone
@@ -685,7 +778,9 @@ def test_workers_start_once_when_all_parts_have_come(tmp_path):
 
     def call():
         command = [ROOT / "runs" / "study_in_parts.sh", tmp_path / "parts", work_folder, "5"]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(stub)})
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(stub)}
+        )
 
     def called():
         return [line for line in asked.read_text().splitlines() if line.startswith("-m runs.study --models")]
@@ -704,10 +799,12 @@ def test_workers_start_once_when_all_parts_have_come(tmp_path):
         assert call().returncode == 0
         assert len(called()) == 2
     assert called()[1].endswith("--workers 14 --minutes 5")
-    assert (work_folder / "study.jsonl").read_text() == (ROOT / "benchmarks" / "results" / "study.jsonl").read_text()
+    assert (work_folder / "study.jsonl").read_text() == (
+        ROOT / "benchmarks" / "results" / "study.jsonl"
+    ).read_text()
 
 
-# stories15M ---------------------------------------------------------------------------------------------------------------
+# stories15M -------------------------------------------------------------------------------------------------
 
 
 def test_a_llama2c_model_is_read_as_it_was(tmp_path):
@@ -719,7 +816,8 @@ def test_a_llama2c_model_is_read_as_it_was(tmp_path):
     model = LlamaForCausalLM(config)
     state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
 
-    def pairs(weight):  # the order of llama2.c: of each head the first rows of its two halves, then the second ones, ...
+    # the order of llama2.c: of each head the first rows of its two halves, then the second ones, ...
+    def pairs(weight):
         return weight.view(-1, 2, 3, 24).transpose(1, 2).reshape(-1, 24)
 
     parts = [state["embed_tokens.weight"]]

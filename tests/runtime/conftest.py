@@ -13,17 +13,24 @@ from otaro.file.io import NestedDirectory
 
 @pytest.fixture(scope="session")
 def decoded_model(make_checkpoint, make_nested, as_packed):
-    """decoded_model("qwen2", "E5M4") is the ordinary model, in float32, with `encode(w).decode("E5M4")` for each packed w.
+    """decoded_model("qwen2", "E5M4") is the ordinary model, in float32, with `encode(w).decode("E5M4")` for
+    each packed w.
 
-    A function of the parameter's name may give the precision. A tied head becomes a parameter of its own, `lm_head.weight`.
+    A function of the parameter's name may give the precision. A tied head becomes a parameter of its own,
+    `lm_head.weight`.
     """
 
     @cache
     def ordinary(architecture, dtype):
-        return AutoModelForCausalLM.from_pretrained(make_checkpoint(architecture), dtype=dtype, experts_implementation="eager")
+        return AutoModelForCausalLM.from_pretrained(
+            make_checkpoint(architecture), dtype=dtype, experts_implementation="eager"
+        )
 
     def make(architecture, precision, reconstruction="midpoint", dtype=torch.float32):
-        model, stored = copy.deepcopy(ordinary(architecture, dtype)), ordinary(architecture, "auto").state_dict()
+        model, stored = (
+            copy.deepcopy(ordinary(architecture, dtype)),
+            ordinary(architecture, "auto").state_dict(),
+        )
         packed = NestedDirectory(make_nested(architecture, reconstruction)).schema.packed
         for name in {*packed, "lm_head.weight"}:
             chosen = precision(name) if callable(precision) else precision
@@ -49,11 +56,12 @@ def logits():
 
 @pytest.fixture(scope="session")
 def assert_same_logits(logits):
-    """assert_same_logits(a, b): that two float32 models compute the same, up to the rounding of a library's products.
+    """assert_same_logits(a, b): that two float32 models compute the same, up to the rounding of a library's
+    products.
 
-    Each of a model's products rounds n numbers in an order of its own, which moves it by n epsilon at most, relative to the
-    largest, and so do all together by as many times that; norms keep it from growing. A plane more or less moves
-    logits by more (`test_a_plane_moves_logits_by_more_than_rounding_does`).
+    Each of a model's products rounds n numbers in an order of its own, which moves it by n epsilon at most,
+    relative to the largest, and so do all together by as many times that; norms keep it from growing. A plane
+    more or less moves logits by more (`test_a_plane_moves_logits_by_more_than_rounding_does`).
     """
 
     def check(model, expected):
@@ -70,7 +78,8 @@ def assert_same_logits(logits):
 
 @pytest.fixture(scope="session")
 def make_variant(random_model, tmp_path_factory):
-    """make_variant("llama", {"attention_bias": True}) packs such a model and returns its directory and a function.
+    """make_variant("llama", {"attention_bias": True}) packs such a model and returns its directory and a
+    function.
 
     The function gives, for a precision, the ordinary model in float64 on weights decoded at it.
     """

@@ -1,4 +1,6 @@
-"""A Hub on 127.0.0.1: as much of its HTTP interface as fetching models takes, so that the real client runs against it."""
+"""A Hub on 127.0.0.1: as much of its HTTP interface as fetching models takes, so that the real client runs
+against it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ class Repository:
 
     def commit(self, ref: str, directory: Path, subfolder: str = "") -> str:
         """Add a directory's files as a commit, and let `ref` point to it."""
-        files = {f"{subfolder}{path.name}": path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+        files = {
+            f"{subfolder}{path.name}": path.read_bytes()
+            for path in sorted(directory.iterdir())
+            if path.is_file()
+        }
         name = hashlib.sha1(repr((ref, len(self.commits), sorted(files))).encode()).hexdigest()
         self.commits[name] = files
         self.refs[ref] = name
@@ -46,7 +52,11 @@ class LocalHub:
 
     def fetched(self) -> list[str]:
         """Names of the files that were downloaded."""
-        return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+        return [
+            path.rpartition("/")[2]
+            for method, path, _ in self.requests
+            if method == "GET" and "/resolve/" in path
+        ]
 
     def sent_of(self, name: str) -> int:
         """Bytes of all files of this name together."""
@@ -61,7 +71,9 @@ class LocalHub:
         repository = self.repositories.get("/".join(parts[:2]))
         if repository is None or (repository.token is not None and repository.token != token):
             return 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Invalid credentials"}, b""
-        what, revision, file = (parts[2], parts[3], "/".join(parts[4:])) if len(parts) > 3 else ("revision", "main", "")
+        what, revision, file = (
+            (parts[2], parts[3], "/".join(parts[4:])) if len(parts) > 3 else ("revision", "main", "")
+        )
         commit = repository.refs.get(revision, revision)
         if commit not in repository.commits:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
@@ -69,7 +81,11 @@ class LocalHub:
         blobs = {name: hashlib.sha1(data).hexdigest() for name, data in files.items()}
         if what == "revision":
             siblings = [{"rfilename": name} for name in files]
-            return 200, headers, json.dumps({"id": "/".join(parts[:2]), "sha": commit, "siblings": siblings}).encode()
+            return (
+                200,
+                headers,
+                json.dumps({"id": "/".join(parts[:2]), "sha": commit, "siblings": siblings}).encode(),
+            )
         if what == "tree":
             entries = [{"type": "file", "path": n, "size": len(d), "oid": blobs[n]} for n, d in files.items()]
             return 200, headers, json.dumps(entries).encode()
@@ -91,7 +107,9 @@ def local_hub() -> Iterator[LocalHub]:
             scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
             known = token if scheme == "Bearer" else None
             status, headers, body = hub.answer(self.command, urlsplit(self.path).path, known)
-            if status == 200 and (wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")):
+            if status == 200 and (
+                wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            ):
                 start, size = int(wanted[1]), len(body)
                 end = min(int(wanted[2] or size - 1), size - 1)
                 status, body = 206, body[start : end + 1]
@@ -99,7 +117,11 @@ def local_hub() -> Iterator[LocalHub]:
             if self.command == "GET":
                 hub.sent.append((urlsplit(self.path).path, len(body)))
             self.send_response(status)
-            for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
+            for name, value in {
+                "Content-Type": "application/json",
+                **headers,
+                "Content-Length": str(len(body)),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":

@@ -1,7 +1,8 @@
-"""The decoder against transformers, step by step: every architecture, precision, reconstruction and kind of cache.
+"""The decoder against transformers, step by step: every architecture, precision, reconstruction and kind of
+cache.
 
-The slow path runs the same packed modules and rounds keys and values as the decoder's cache does; what is left
-between the two is the order of float32 sums. Truth is the same model in float64 on decoded weights.
+The slow path runs the same packed modules and rounds keys and values as the decoder's cache does; what is
+left between the two is the order of float32 sums. Truth is the same model in float64 on decoded weights.
 """
 
 import copy
@@ -35,7 +36,9 @@ KV = (None, Precision("E5M7"), Precision("E5M3"))
 
 
 class RoundingCache(DynamicCache):
-    """Keeps keys and values as the decoder's cache does: in float16, or encoded at a precision, keys less an offset."""
+    """Keeps keys and values as the decoder's cache does: in float16, or encoded at a precision, keys less an
+    offset.
+    """
 
     def __init__(self, kv, offsets=None, **kwargs):
         super().__init__(**kwargs)
@@ -60,7 +63,10 @@ class RoundingCache(DynamicCache):
 def key_offsets(model):
     """What the bias of keys adds to them on average, by the model's own angles; None where they have none."""
     attentions = [layer.self_attn for layer in model.model.layers]
-    if any(getattr(one, "k_proj", None) is None or one.k_proj.bias is None or hasattr(one, "k_norm") for one in attentions):
+    if any(
+        getattr(one, "k_proj", None) is None or one.k_proj.bias is None or hasattr(one, "k_norm")
+        for one in attentions
+    ):
         return None
     angles = model.model.rotary_emb(torch.empty(0), torch.arange(OFFSET_POSITIONS).unsqueeze(0))
     cosines, sines = (table[0, :, : table.shape[-1] // 2] for table in angles)
@@ -68,12 +74,16 @@ def key_offsets(model):
 
 
 def slow(model, ids, kv=None):
-    """Logits [ids, vocabulary] of transformers, as many tokens at a time as packed modules multiply on integers."""
+    """Logits [ids, vocabulary] of transformers, as many tokens at a time as packed modules multiply on
+    integers.
+    """
     offsets = key_offsets(model)
     cache, rows = RoundingCache(kv, offsets, config=model.config), []
     with torch.no_grad():
         for start in range(0, len(ids), FEW_TOKENS):
-            rows.append(model(torch.tensor([ids[start : start + FEW_TOKENS]]), past_key_values=cache).logits[0])
+            rows.append(
+                model(torch.tensor([ids[start : start + FEW_TOKENS]]), past_key_values=cache).logits[0]
+            )
     return torch.cat(rows)
 
 
@@ -87,7 +97,8 @@ def error(logits, truth):
 
 
 def check_against_slow_path(model, truth_model, ids=IDS[:40], kv=None):
-    # A code that flips by a rounding error moves a packed key by a whole step: there the truth is without any rounding of keys.
+    # A code that flips by a rounding error moves a packed key by a whole step: there the truth is without any
+    # rounding of keys.
     truth = slow(truth_model, ids, kv and EXACT)
     ours, theirs = fast(model, ids, kv), slow(model, ids, kv)
     assert error(ours, truth) <= 2 * error(theirs, truth)
@@ -124,12 +135,17 @@ def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, de
     assert Decoder.why_not(model) is None
     for precision in PRECISIONS[::2]:
         otaro.set_precision(model, precision)
-        check_against_slow_path(model, decoded_model(name, precision, "midpoint", torch.float64), IDS[:24], kv)
+        check_against_slow_path(
+            model, decoded_model(name, precision, "midpoint", torch.float64), IDS[:24], kv
+        )
 
 
 VARIANTS = {
     "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "linear positions": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "linear positions": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama3 positions": (
         "llama",
         {
@@ -170,7 +186,9 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_architectures(make_variant, variant, kv):
     nested, truth = make_variant(*VARIANTS[variant])
-    check_against_slow_path(otaro.load(nested, "E5M6"), truth("E5M6"), IDS[:100] if "segments" in variant else IDS[:40], kv)
+    check_against_slow_path(
+        otaro.load(nested, "E5M6"), truth("E5M6"), IDS[:100] if "segments" in variant else IDS[:40], kv
+    )
 
 
 @pytest.mark.parametrize("kv", KV[:2], ids=lambda kv: str(kv or "float16"))
@@ -197,7 +215,9 @@ def test_instructions_and_threads_do_not_change_a_bit(make_nested, served, kv, m
             torch.set_num_threads(threads)
             decoder = Decoder.of(model)
             cache = decoder.new_cache(kv)
-            pieces = [decoder.forward(some, cache, all_logits=True) for some in (IDS[:70], IDS[70:71], IDS[71:])]
+            pieces = [
+                decoder.forward(some, cache, all_logits=True) for some in (IDS[:70], IDS[70:71], IDS[71:])
+            ]
             results.append(torch.cat(pieces))
     torch.set_num_threads(1)
     assert len(results) >= 3
@@ -219,7 +239,8 @@ def test_precision_may_change_between_any_two_tokens(make_nested, decoded_model)
                 truth.get_submodule(name).weight.data = values.double()
         with torch.no_grad():
             theirs, exact = (
-                one(torch.tensor([[token]]), past_key_values=its).logits[0, -1] for one, its in zip(models, caches, strict=True)
+                one(torch.tensor([[token]]), past_key_values=its).logits[0, -1]
+                for one, its in zip(models, caches, strict=True)
             )
         logits.append((decoder.forward([token], cache), theirs, exact))
     ours, theirs, exact = map(torch.stack, zip(*logits, strict=True))
@@ -261,7 +282,8 @@ def test_memory_of_the_cache(make_nested):
         assert cache.nbytes == 0
         decoder.forward(IDS[:65], cache)
         sizes[kv] = cache.nbytes
-    assert sizes[None] == 128 * 2 * 2 * 2 * 32 * 2  # positions, keys and values, layers, kv heads, head of 24 padded, bytes
+    # positions, keys and values, layers, kv heads, head of 24 padded, bytes
+    assert sizes[None] == 128 * 2 * 2 * 2 * 32 * 2
     packed = [sizes[precision] for precision in PRECISIONS]
     assert packed == sorted(packed, reverse=True)
     assert max(packed) < sizes[None]
@@ -328,7 +350,9 @@ def test_a_cache_refuses_what_it_cannot_hold(make_nested, instructions, monkeypa
     expected = decoder.forward(IDS[:2], cache)
     bias = getattr(model.model.layers[1].self_attn, projection).bias.data
     usual, bias[3] = float(bias[3]), value
-    limit, other = ("65520", "kv='E5M8' holds less than 65536") if kv is None else ("65536", "nor can any other kv")
+    limit, other = (
+        ("65520", "kv='E5M8' holds less than 65536") if kv is None else ("65536", "nor can any other kv")
+    )
     with pytest.raises(OtaroError, match=f"{limit} or more, or not finite.*{other}.*DynamicCache"):
         decoder.forward(IDS[2:4], cache)
     assert cache.length == 2
@@ -350,7 +374,9 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE], ids=lambda rope: rope["rope_type"]
+    "rope",
+    [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE],
+    ids=lambda rope: rope["rope_type"],
 )
 def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
     nested, truth = make_variant("llama", {"rope_parameters": rope, "max_position_embeddings": 40})
@@ -359,15 +385,22 @@ def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
     decoder = Decoder.of(model)
     cache = decoder.new_cache()
     decoder.forward(IDS[:38], cache)
-    with pytest.raises(OtaroError, match=f"positions of type {rope['rope_type']} up to 40 tokens.*has 41.*DynamicCache"):
+    with pytest.raises(
+        OtaroError, match=f"positions of type {rope['rope_type']} up to 40 tokens.*has 41.*DynamicCache"
+    ):
         decoder.forward(IDS[:3], cache)
     assert cache.length == 38
     for new, by in ((31, "decoder"), (32, "transformers")):
-        model.generate(torch.tensor([IDS[:10]]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generate(
+            torch.tensor([IDS[:10]]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         assert model.generation.served_by == by
     assert "42 tokens are wanted" in model.generation.reason
     model(torch.tensor([IDS[:60]]))  # grows the model's own
-    assert torch.equal(Decoder.of(model).forward(IDS[:38], decoder.new_cache()), decoder.forward(IDS[:38], decoder.new_cache()))
+    assert torch.equal(
+        Decoder.of(model).forward(IDS[:38], decoder.new_cache()),
+        decoder.forward(IDS[:38], decoder.new_cache()),
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe_mixed", "olmo2"])
@@ -386,7 +419,10 @@ def test_rows_of_a_batch_are_what_they_are_alone(make_nested, instructions, name
         for row, length in enumerate(lengths):
             for cache, sequence in ((batch, row), (alone[row], 0)):
                 decoder.forward(IDS[row : row + length], cache, sequence=sequence, bits=bits[row])
-        expected = [[decoder.forward([IDS[i + row]], alone[row], bits=bits[row]) for i in range(4)] for row in range(5)]
+        expected = [
+            [decoder.forward([IDS[i + row]], alone[row], bits=bits[row]) for i in range(4)]
+            for row in range(5)
+        ]
         for i, those in enumerate(([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 4], [3])):
             found = decoder.step([IDS[i + row] for row in those], batch, those, [bits[row] for row in those])
             for logits, row in zip(found, those, strict=True):
@@ -434,9 +470,13 @@ def test_why_not(make_nested, make_variant):
 
     assert "its architecture is gemma, and the decoder knows llama, mistral" in reason("gemma")
     assert "float64" in reason(dtype=torch.float64)
-    assert "its activation is gelu" in reason(change=lambda model: setattr(model.config, "hidden_act", "gelu"))
+    assert "its activation is gelu" in reason(
+        change=lambda model: setattr(model.config, "hidden_act", "gelu")
+    )
     assert "hooks" in reason(change=lambda model: model.lm_head.register_forward_hook(print))
-    assert "not all of its weights" in reason(change=lambda model: setattr(model, "lm_head", torch.nn.Linear(96, 120)))
+    assert "not all of its weights" in reason(
+        change=lambda model: setattr(model, "lm_head", torch.nn.Linear(96, 120))
+    )
     assert reason(change=lambda model: model.train()) is None  # nothing to drop out
     with pytest.raises(OtaroError, match="gemma"):
         Decoder.of(otaro.load(make_nested("gemma")))
@@ -524,15 +564,22 @@ def test_halves_are_rounded_as_torch_rounds_them(instructions):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.half).float()
     between = torch.nextafter(every, torch.tensor(torch.inf))
     middle = (every + torch.roll(every, 1)) / 2
-    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).int().view(torch.float32)
+    random = (
+        torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+        .int()
+        .view(torch.float32)
+    )
     x = torch.cat([every, between, middle, random])
     out = np.empty(len(x), dtype=np.float32)
     cpu._cpu.through_halves(x.numpy(), out)
-    assert torch.equal(torch.from_numpy(out).nan_to_num(-7, 1e9, -1e9), x.half().float().nan_to_num(-7, 1e9, -1e9))
+    assert torch.equal(
+        torch.from_numpy(out).nan_to_num(-7, 1e9, -1e9), x.half().float().nan_to_num(-7, 1e9, -1e9)
+    )
 
 
 def test_a_bias_of_keys_takes_no_bits_from_a_packed_cache(random_model, tmp_path):
-    """One on dimensions that hardly turn adds the same to all scores of a query: what the model says stays as it is.
+    """One on dimensions that hardly turn adds the same to all scores of a query: what the model says stays as
+    it is.
 
     Packed as it is, it would be a hundred times what varies, and leave nothing of it at E5M5.
     """
@@ -555,9 +602,12 @@ def test_a_bias_of_keys_takes_no_bits_from_a_packed_cache(random_model, tmp_path
 @pytest.mark.parametrize("length", [24, 64, 80, 128])
 def test_rows_of_a_packed_cache_are_those_that_a_gpu_would_keep(instructions, length):
     generator = torch.Generator().manual_seed(length)
-    x = torch.randn(200, length, generator=generator) * 2.0 ** torch.randint(-30, 15, (200, 1), generator=generator)
+    x = torch.randn(200, length, generator=generator) * 2.0 ** torch.randint(
+        -30, 15, (200, 1), generator=generator
+    )
     x[0], x[1, 0], x[2, 5], x[3, 0] = 0.0, -1e-30, 65535.9, -65535.9
-    x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))  # scaled, the second underflows; its floor is still below zero
+    # scaled, the second underflows; its floor is still below zero
+    x[4] = torch.tensor([1000.0, -1e-40] * (length // 2))
     for bits in range(3, 9):
         theirs = KvCache(1, 1, 1, len(x), length, bits, "cpu")
         theirs.write(0, 0, 0, 0, x.unsqueeze(1))

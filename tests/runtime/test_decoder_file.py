@@ -28,7 +28,12 @@ def test_fused_matrices_and_experts_are_rows_of_their_tensors(make_nested):
     assert layer["query"] == {"tensor": "model.layers.0.self_attn.qkv_proj.weight", "first": 0, "rows": 96}
     assert layer["value"] == {"tensor": "model.layers.0.self_attn.qkv_proj.weight", "first": 144, "rows": 48}
     layer = json.loads(decoder_text(otaro.load(make_nested("mixtral"), "E5M3")))["layers"][1]
-    assert layer["up"] == {"tensor": "model.layers.1.mlp.experts.gate_up_proj", "first": 112, "rows": 112, "stride": 224}
+    assert layer["up"] == {
+        "tensor": "model.layers.1.mlp.experts.gate_up_proj",
+        "first": 112,
+        "rows": 112,
+        "stride": 224,
+    }
     assert layer["experts"] == {"router": "model.layers.1.mlp.gate.weight", "chosen": 2, "normalize": True}
 
 

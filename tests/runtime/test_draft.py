@@ -1,4 +1,6 @@
-"""A draft and its judge: what is said is what the judge alone says, to the last bit, and where it is drawn, as often."""
+"""A draft and its judge: what is said is what the judge alone says, to the last bit, and where it is drawn,
+as often.
+"""
 
 import math
 import random
@@ -27,7 +29,14 @@ from tests.runtime.test_gpu import products_from_digits
 
 pytestmark = pytest.mark.usefixtures("swift_products")
 PROMPT = [5, 17, 99, 3, 64, 20, 7, 5, 17, 99]
-DRAFTS = ["E5M3", "E5M5", "prompt", "prompt+E5M3", Draft(Precision("E5M3"), tokens=4), Draft(prompt=True, tokens=3)]
+DRAFTS = [
+    "E5M3",
+    "E5M5",
+    "prompt",
+    "prompt+E5M3",
+    Draft(Precision("E5M3"), tokens=4),
+    Draft(prompt=True, tokens=3),
+]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 24}
 TOKENS = {"text": False, "ignore_eos": True}
 
@@ -49,7 +58,9 @@ def model(make_nested, kind):
 
 def said(model, prompt=PROMPT, cache=None, **options):
     ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **{**GREEDY, **options})
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **{**GREEDY, **options}
+    )
     assert model.generation.served_by == "decoder", model.generation.reason
     return output
 
@@ -58,8 +69,9 @@ def said(model, prompt=PROMPT, cache=None, **options):
 
 
 KINDS = [("cpu", name, kv) for name in (*SERVED, *MORE) for kv in (None, "E5M7")]
-# Of the GPU's decoder those that differ in what a position means (windows, layers without rope), and experts: a draft is
-# several tokens of a sequence in one step, and what a step makes of one token test_gpu.py asks of all of them.
+# Of the GPU's decoder those that differ in what a position means (windows, layers without rope), and experts:
+# a draft is several tokens of a sequence in one step, and what a step makes of one token test_gpu.py asks of
+# all of them.
 APART = ("llama", "gemma2", "gemma3", "smollm3", "qwen3_moe")
 KINDS += [("gpu", name, kv) for name, kv in zip(APART, cycle([None, "E5M7"]))]
 
@@ -97,7 +109,9 @@ def test_it_is_what_the_judge_says_alone(make_nested, kind, name, kv):
 def test_by_the_gpus_kernels_emulated_it_is_what_the_judge_says_alone(make_nested, kv, monkeypatch):
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 64 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     monkeypatch.setattr(cuda, "_linear_kernel", cuda._linear_kernel.__wrapped__)
     monkeypatch.setattr(cuda_steps.cuda, "products", products_from_digits)
     monkeypatch.setattr(serving, "kind_of", lambda model: GpuDecoder)
@@ -105,7 +119,9 @@ def test_by_the_gpus_kernels_emulated_it_is_what_the_judge_says_alone(make_neste
     decoder = GpuDecoder.of(model, cuda_steps.CudaSteps("cpu"))
     monkeypatch.setattr("otaro.runtime.rows.decoder_of", lambda model: decoder)
     alone = said(model, max_new_tokens=7, kv=kv)
-    assert torch.equal(said(model, max_new_tokens=7, kv=kv, draft=Draft(Precision("E5M3"), True, tokens=3)), alone)
+    assert torch.equal(
+        said(model, max_new_tokens=7, kv=kv, draft=Draft(Precision("E5M3"), True, tokens=3)), alone
+    )
     assert sum(model.generation.drafted) > 0
 
 
@@ -189,7 +205,10 @@ def test_what_draws_with_a_processor_of_its_own_asks_it_once_for_each_token(mode
 
 
 def drawn_request(draw):
-    options = {"max_new_tokens": draw.randrange(1, 20), "precision": draw.choice(["E5M8", {0: "E5M8", 5: "E5M6"}, "E5M5"])}
+    options = {
+        "max_new_tokens": draw.randrange(1, 20),
+        "precision": draw.choice(["E5M8", {0: "E5M8", 5: "E5M6"}, "E5M5"]),
+    }
     options |= draw.choice([{}, {}, {"stop": [draw.randrange(120)]}, {"logprobs": 2}, {"watched": [3, 4]}])
     if draw.random() < 0.2:
         options["sampling"] = otaro.Sampling(repetition_penalty=1.3)
@@ -299,7 +318,9 @@ def bound(samples, outcomes, chance=1e-9):
 
 
 @pytest.mark.parametrize("sharp", [True, False], ids=["certain", "drawn"])
-@pytest.mark.parametrize("warpers", [[], [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4)]], ids=["plain", "top-k"])
+@pytest.mark.parametrize(
+    "warpers", [[], [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4)]], ids=["plain", "top-k"]
+)
 def test_a_proposal_is_kept_as_often_as_its_token_would_be_drawn(warpers, sharp):
     samples, generator, ids = 8_000, torch.Generator().manual_seed(0), torch.tensor([[0]])
     judge, draft = torch.randn(2, 7, generator=generator) * 1.5
@@ -309,7 +330,9 @@ def test_a_proposal_is_kept_as_often_as_its_token_would_be_drawn(warpers, sharp)
     expected[slice(None) if tokens is None else tokens] = chances / chances.sum()
     seen, kept = Counter(), 0
     for _ in range(samples):
-        proposal = Proposal(int(draft.argmax())) if sharp else sampler.proposed([0], draft, int(draft.argmax()))
+        proposal = (
+            Proposal(int(draft.argmax())) if sharp else sampler.proposed([0], draft, int(draft.argmax()))
+        )
         (token,) = sampler.choose(ids, judge.unsqueeze(0), proposal)
         seen[token] += 1
         kept += token == proposal.token
@@ -338,14 +361,18 @@ def test_what_is_drawn_with_a_draft_is_distributed_as_without(model):
     scheduler, streams = Scheduler(model), []
     for seed in range(samples):
         sampling = otaro.Sampling(**options, seed=seed)
-        streams.append(scheduler.submit(PROMPT, sampling=sampling, draft=DRAFTS[4], max_new_tokens=3, **TOKENS))
+        streams.append(
+            scheduler.submit(PROMPT, sampling=sampling, draft=DRAFTS[4], max_new_tokens=3, **TOKENS)
+        )
     while scheduler.step():
         pass
     seen = Counter(tuple(one.tokens[:2]) for one in streams)
     assert set(seen) <= set(expected)
     for pair, chance in expected.items():
         assert abs(seen[pair] / samples - chance) <= bound(samples, len(expected))
-    accepted, drafted = (sum(sum(getattr(one.figures, name)) for one in streams) for name in ("accepted", "drafted"))
+    accepted, drafted = (
+        sum(sum(getattr(one.figures, name)) for one in streams) for name in ("accepted", "drafted")
+    )
     assert 0 < accepted < drafted
 
 
@@ -412,7 +439,15 @@ def test_a_text_goes_on_as_it_did_the_last_time():
     assert one.from_text(ids, 3, COSTS) == [4, 5, 9]  # after 1 2 3, not after 2 3 alone
     ids += [7, 8]
     assert one.from_text(ids, 2, COSTS) == [9, 1]
-    assert drafter(Draft(prompt=True, tokens=7)).from_text([5, 6, 7, 5, 6], 100, COSTS) == [7, 5, 6, 7, 5, 6, 7]
+    assert drafter(Draft(prompt=True, tokens=7)).from_text([5, 6, 7, 5, 6], 100, COSTS) == [
+        7,
+        5,
+        6,
+        7,
+        5,
+        6,
+        7,
+    ]
     assert drafter("E5M3").from_text([5, 6, 5, 6], 100, COSTS) == []
 
 
@@ -426,20 +461,32 @@ def test_what_is_no_draft_is_refused(model, tmp_path):
     for draft in ("E5M3+E5M4", "prompt+prompt", "prompt+E5M3+E5M3"):
         with pytest.raises(OtaroError, match="give a precision, prompt, or both"):
             Scheduler(model).submit(PROMPT, draft=draft, **TOKENS)
-    for options in ({"precision": "E5M4"}, {"schedule": {0: "E5M3", 5: "E5M4"}}, {"prefill": "E5M8", "decode": "E5M4"}):
+    for options in (
+        {"precision": "E5M4"},
+        {"schedule": {0: "E5M3", 5: "E5M4"}},
+        {"prefill": "E5M8", "decode": "E5M4"},
+    ):
         with pytest.raises(OtaroError, match="draft=E5M4: a draft is coarser than what it serves"):
             said(model, draft="E5M4", **options)
     with pytest.raises(OtaroError, match="a draft is coarser than what it serves"):
         Scheduler(model).submit(PROMPT, draft="E5M8", **TOKENS)
     with pytest.raises(OtaroError, match="a draft serves one row"):
-        model.generate(torch.tensor([PROMPT, PROMPT]), attention_mask=torch.ones(2, len(PROMPT)), draft="E5M3", **GREEDY)
-    with pytest.raises(OtaroError, match="draft=E5M3 needs the decoder, which does not serve here: it searches with beams"):
+        model.generate(
+            torch.tensor([PROMPT, PROMPT]), attention_mask=torch.ones(2, len(PROMPT)), draft="E5M3", **GREEDY
+        )
+    with pytest.raises(
+        OtaroError, match="draft=E5M3 needs the decoder, which does not serve here: it searches with beams"
+    ):
         model.generate(torch.tensor([PROMPT]), draft="E5M3", num_beams=2, **GREEDY)
     with pytest.raises(OtaroError, match="and draft do not go together with assisted generation"):
         model.generate(torch.tensor([PROMPT]), draft="E5M3", prompt_lookup_num_tokens=3, **GREEDY)
 
 
 def test_the_names_of_drafts():
-    assert [str(Draft.of(name)) for name in ("E5M3", "prompt", "Prompt + E5M4")] == ["E5M3", "prompt", "prompt+E5M4"]
+    assert [str(Draft.of(name)) for name in ("E5M3", "prompt", "Prompt + E5M4")] == [
+        "E5M3",
+        "prompt",
+        "prompt+E5M4",
+    ]
     assert Draft.of(None) is None
     assert Draft.of(Precision("E5M3")) == Draft(Precision("E5M3"))

@@ -67,7 +67,9 @@ def finish(scheduler, steps=10_000):
 
 
 def drawn_request(draw, common):
-    """Prompt, options, precisions to switch to after so many tokens, and after how many tokens it is cancelled."""
+    """Prompt, options, precisions to switch to after so many tokens, and after how many tokens it is
+    cancelled.
+    """
     precisions = ["E5M3", "E5M5", "E5M8"]
     prompt = draw.choice(common)[: draw.choice([0, 12, 24, 40, 48])] + [
         draw.randrange(120) for _ in range(draw.randrange(1, 8))
@@ -182,15 +184,22 @@ def test_tokens_are_those_of_generate(model):
     ids = [5, 17, 99, 3, 64]
     scheduler = Scheduler(model)
     for options in ({"precision": "E5M3"}, {"prefill": "E5M8", "decode": "E5M3"}, {}):
-        expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None, **options)
-        assert scheduler.submit(ids, max_new_tokens=6, **options, **TOKENS).result().tokens == expected[0, 5:].tolist()
+        expected = model.generate(
+            torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None, **options
+        )
+        assert (
+            scheduler.submit(ids, max_new_tokens=6, **options, **TOKENS).result().tokens
+            == expected[0, 5:].tolist()
+        )
 
 
 def test_a_generator_of_ones_own(model):
     scheduler, sampling = Scheduler(model), otaro.Sampling(temperature=1.0, seed=3)
     torch.manual_seed(0)
     streams = [scheduler.submit([5, 6], sampling=sampling, max_new_tokens=8, **TOKENS) for _ in range(2)]
-    others = [scheduler.submit([5, 6], sampling=otaro.Sampling(1.0), max_new_tokens=8, **TOKENS) for _ in range(2)]
+    others = [
+        scheduler.submit([5, 6], sampling=otaro.Sampling(1.0), max_new_tokens=8, **TOKENS) for _ in range(2)
+    ]
     finish(scheduler)
     assert streams[0].tokens == streams[1].tokens
     assert others[0].tokens != others[1].tokens
@@ -274,7 +283,9 @@ def test_a_request_that_never_fits_is_refused_in_words(model, kind):
     with pytest.raises(OtaroError, match="cache_bytes=10: keys and values of 16 sequences take"):
         Scheduler(model, cache_bytes=10)
     scheduler = Scheduler(model)
-    with pytest.raises(OtaroError, match="prompt has 60 tokens and 6 new ones are asked for: this model has positions for 64"):
+    with pytest.raises(
+        OtaroError, match="prompt has 60 tokens and 6 new ones are asked for: this model has positions for 64"
+    ):
         scheduler.submit([1] * 60, max_new_tokens=6)
     assert len(scheduler.submit([1] * 60, **TOKENS).result().tokens) == 5
 
@@ -304,7 +315,10 @@ def test_prompts_are_read_in_the_pass_of_the_others(model, kind, monkeypatch):
 
     monkeypatch.setattr(scheduler.decoder, "read", recorded)
     prompts = {"E5M8": [5, 6, 7], "E5M4": [8, 9], "E5M3": list(range(20, 32))}
-    streams = {name: scheduler.submit(ids, precision=name, max_new_tokens=6, **TOKENS) for name, ids in prompts.items()}
+    streams = {
+        name: scheduler.submit(ids, precision=name, max_new_tokens=6, **TOKENS)
+        for name, ids in prompts.items()
+    }
     finish(scheduler)
     assert [sorted(one) for one in passes[:3]] == [[2, 3, 3], [1, 1, 8], [1, 1, 1]]
     for name, ids in prompts.items():
@@ -367,7 +381,9 @@ def done_in_turn(scheduler, streams):
     done, more = [], True
     while more:
         more = scheduler.step()
-        done += [number for number, stream in enumerate(streams) if stream.finish_reason and number not in done]
+        done += [
+            number for number, stream in enumerate(streams) if stream.finish_reason and number not in done
+        ]
         assert scheduler.running <= 1
     return done
 
@@ -377,7 +393,9 @@ def test_priority_goes_before_the_order_of_arrival(model):
     running = scheduler.submit([1, 2], max_new_tokens=2, **TOKENS)
     scheduler.step()
     given = [0, 2, -1, 2, 0]
-    streams = [scheduler.submit([1, 2, 3], max_new_tokens=2, priority=priority, **TOKENS) for priority in given]
+    streams = [
+        scheduler.submit([1, 2, 3], max_new_tokens=2, priority=priority, **TOKENS) for priority in given
+    ]
     assert done_in_turn(scheduler, streams) == [1, 3, 0, 4, 2]
     assert running.finish_reason == "length"
 
@@ -434,7 +452,10 @@ def test_an_error_is_that_of_one_request_alone(model, monkeypatch):
         streams[1].text()
     assert streams[1].finish_reason == "error"
     for number in (0, 2):
-        assert streams[number].tokens == scheduler.submit([number, 2], max_new_tokens=5, **TOKENS).result().tokens
+        assert (
+            streams[number].tokens
+            == scheduler.submit([number, 2], max_new_tokens=5, **TOKENS).result().tokens
+        )
 
 
 def test_what_the_cache_cannot_hold_while_ahead_is_one_requests_error(model, kind, monkeypatch):
@@ -467,7 +488,10 @@ def test_what_the_cache_cannot_hold_while_ahead_is_one_requests_error(model, kin
         streams[2].text()
     assert len(streams[2].tokens) == 4
     for number in (0, 1):
-        assert streams[number].tokens == scheduler.submit([number, 2], max_new_tokens=8, **TOKENS).result().tokens
+        assert (
+            streams[number].tokens
+            == scheduler.submit([number, 2], max_new_tokens=8, **TOKENS).result().tokens
+        )
 
 
 def test_logits_that_are_not_finite_are_an_error(model, monkeypatch):
@@ -515,7 +539,9 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
     assert len(stream.result().tokens) == 3
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2}, {"seed": -1}]
+)
 def test_sampling_that_cannot_be(wrong):
     with pytest.raises(OtaroError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}: give"):
         otaro.Sampling(**wrong)
@@ -558,7 +584,9 @@ def test_figures(model):
 
 def test_threads_submit_and_read_at_will(model):
     prompts = [[number, 7, 9] for number in range(20)]
-    expected = [Scheduler(model).submit(prompt, max_new_tokens=5, **TOKENS).result().tokens for prompt in prompts]
+    expected = [
+        Scheduler(model).submit(prompt, max_new_tokens=5, **TOKENS).result().tokens for prompt in prompts
+    ]
     got = {}
     with otaro.Engine(model, max_sequences=3) as engine:
 

@@ -14,8 +14,11 @@ from otaro.runtime.footprint import resident_planes, weight_bytes_per_token
 
 def test_an_embedding_that_is_not_the_head_is_left_out(make_nested):
     model = otaro.load(make_nested("llama"))
-    rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [(120, 96)]
-    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)  # nibbles of blocks, two scales
+    rows_and_lengths = 2 * [(96, 96), (48, 96), (48, 96), (96, 96), (112, 96), (112, 96), (96, 112)] + [
+        (120, 96)
+    ]
+    # nibbles of blocks, two scales
+    expected = sum(rows * (16 * -(-length // 32) + 2) for rows, length in rows_and_lengths)
     assert weight_bytes_per_token(model, otaro.Precision("E5M3")) == expected
 
 
@@ -25,7 +28,10 @@ def test_a_head_that_is_not_packed_is_read_too(tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", **sizes)).save_pretrained(tmp_path)
     otaro.pack(tmp_path, tmp_path / "nested")
     matrices = 4 * 96 * (16 * 3 + 2) + 128 * (16 * 3 + 2) + 96 * (16 * 4 + 2)  # attention, up, down
-    assert weight_bytes_per_token(otaro.load(tmp_path / "nested"), otaro.Precision("E5M3")) == matrices + 4 * 120 * 96
+    assert (
+        weight_bytes_per_token(otaro.load(tmp_path / "nested"), otaro.Precision("E5M3"))
+        == matrices + 4 * 120 * 96
+    )
 
 
 def test_of_experts_those_count_that_a_token_takes(make_nested):
@@ -42,7 +48,9 @@ def test_of_experts_those_count_that_a_token_takes(make_nested):
 def test_planes_are_in_memory_from_their_first_use_until_they_are_given_back(tmp_path):
     otaro.pack("builtin", tmp_path / "nested")
     gc.collect()  # packing looked at what it packed
-    sizes = {bits: (tmp_path / "nested" / f"model-m{bits}.safetensors").stat().st_size for bits in range(3, 9)}
+    sizes = {
+        bits: (tmp_path / "nested" / f"model-m{bits}.safetensors").stat().st_size for bits in range(3, 9)
+    }
     model = otaro.load(tmp_path / "nested", "E5M4")
     assert resident_planes(model)[5] == 0, "it was not even mapped"
     for precision in ("E5M4", "E5M8"):

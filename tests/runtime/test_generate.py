@@ -1,4 +1,6 @@
-"""`generate` of a nested model: what transformers promises holds on the decoder's way too, and phases hold on both."""
+"""`generate` of a nested model: what transformers promises holds on the decoder's way too, and phases hold on
+both.
+"""
 
 import warnings
 
@@ -92,16 +94,25 @@ def test_who_did_not_ask_for_it_is_told_once_why_the_decoder_does_not_serve(make
     model = otaro.load(make_nested("qwen2"), "E5M6")
     few = {**OPTIONS, "max_new_tokens": 2}
     for call, words in (
-        (lambda: model.generate(IDS.repeat(65, 1), **few), "has 65 rows, and the decoder takes 64; generate 64 at a time"),
+        (
+            lambda: model.generate(IDS.repeat(65, 1), **few),
+            "has 65 rows, and the decoder takes 64; generate 64 at a time",
+        ),
         (lambda: model.generate(IDS, num_beams=2, **few), "it searches with beams; leave out num_beams"),
-        (lambda: model.generate(IDS, attention_mask=(IDS != 17).long(), **few), "not on its left; set the tokenizer's"),
+        (
+            lambda: model.generate(IDS, attention_mask=(IDS != 17).long(), **few),
+            "not on its left; set the tokenizer's",
+        ),
     ):
         (said,) = slow_warnings(call)
-        assert said.startswith("this Qwen2ForCausalLM generates through transformers, slower than the decoder: ")
+        assert said.startswith(
+            "this Qwen2ForCausalLM generates through transformers, slower than the decoder: "
+        )
         assert words in said
         assert "dtype" not in said
         assert slow_warnings(call) == []
-    assert slow_warnings(lambda: model.generate(IDS.repeat(66, 1), **few)) == []  # the same, with another number
+    # the same, with another number
+    assert slow_warnings(lambda: model.generate(IDS.repeat(66, 1), **few)) == []
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert "it has forward hooks; remove them" in slow_warnings(lambda: model.generate(IDS, **few))[0]
     hook.remove()
@@ -395,7 +406,12 @@ def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(2)
     sampler = Sampler([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)], do_sample=True)
     torch.manual_seed(0)
-    counts = torch.bincount(torch.tensor([sampler.choose(IDS, logits[None])[0] for _ in range(4_000)]), minlength=8) / 4_000
+    counts = (
+        torch.bincount(
+            torch.tensor([sampler.choose(IDS, logits[None])[0] for _ in range(4_000)]), minlength=8
+        )
+        / 4_000
+    )
     expected = TopPLogitsWarper(0.95)(IDS, logits[None] / 0.8).softmax(-1)[0]
     assert torch.allclose(counts, expected, atol=4 * (0.25 / 4_000) ** 0.5)
 

@@ -153,11 +153,15 @@ def test_rows_may_have_precisions_of_their_own(model):
     names = ["E5M4", "E5M8", {"*": "E5M4", "lm_head": "E5M8"}]
     together = by_decoder(model, precision=names)
     assert model.generation.precisions == ["E5M4 / E5M8 / E5M4 to E5M8"]
-    assert new_tokens(together) == [alone(model, row, precision=name) for row, name in zip(ROWS, names, strict=True)]
+    assert new_tokens(together) == [
+        alone(model, row, precision=name) for row, name in zip(ROWS, names, strict=True)
+    ]
     stepwise = by_decoder(model, precision=names, stopping_criteria=[Never()])
     assert torch.equal(together, stepwise)
     assert set(map(str, otaro.precisions_of(model).values())) == {"E5M4"}
-    assert new_tokens(by_decoder(model, precision="E5M8")) == [alone(model, row, precision=["E5M8"]) for row in ROWS]
+    assert new_tokens(by_decoder(model, precision="E5M8")) == [
+        alone(model, row, precision=["E5M8"]) for row in ROWS
+    ]
 
 
 def forced(model, row, precisions):
@@ -247,7 +251,12 @@ def test_sampling_with_a_seed_says_the_same_again(model):
 def test_processors_are_obeyed_in_every_row(model):
     usual = new_tokens(by_decoder(model))
     forbidden = [[row[3]] for row in usual]
-    options = {"bad_words_ids": forbidden, "repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": usual[0][1]}
+    options = {
+        "bad_words_ids": forbidden,
+        "repetition_penalty": 1.3,
+        "min_new_tokens": 4,
+        "eos_token_id": usual[0][1],
+    }
     changed = new_tokens(by_decoder(model, **options))
     assert not {token for [token] in forbidden} & {token for row in changed for token in row}
     assert all(usual[0][1] not in row[:4] for row in changed)
@@ -331,7 +340,9 @@ def test_batches_say_what_transformers_says(make_nested, monkeypatch):
         end = new_tokens(by_decoder(model))[1][4]
         options = {"eos_token_id": end, "repetition_penalty": 1.2}
         for some in ({}, {"eos_token_id": end}, options):
-            theirs = model.generate(**padded(model), past_key_values=DynamicCache(config=model.config), **{**OPTIONS, **some})
+            theirs = model.generate(
+                **padded(model), past_key_values=DynamicCache(config=model.config), **{**OPTIONS, **some}
+            )
             assert model.generation.served_by == "transformers"
             assert torch.equal(by_decoder(model, **some), theirs)
 
@@ -353,7 +364,9 @@ def test_batches_on_a_cpu_say_what_their_rows_say_alone(make_nested):
 @ON_GPU
 @pytest.mark.parametrize("kv", [None, "E5M7"])
 def test_on_a_gpu_it_says_what_the_cpu_says(tiny, kv):
-    """Logits of two orders of float32 sums differ a little: a token may differ where the lead of the best is less than that."""
+    """Logits of two orders of float32 sums differ a little: a token may differ where the lead of the best is
+    less than that.
+    """
     here, there = (otaro.load(tiny, "E5M4", device=device, dtype=torch.float32) for device in ("cpu", "cuda"))
     ids = AutoTokenizer.from_pretrained(tiny)("The module", return_tensors="pt")["input_ids"]
     options = {**OPTIONS, "max_new_tokens": 40, "kv": kv}
@@ -363,7 +376,9 @@ def test_on_a_gpu_it_says_what_the_cpu_says(tiny, kv):
     assert torch.equal(stepwise.sequences, found)
     law = GpuDecoder.of(here) if cpu.MISSING else serving.decoder_of(here)
     cache = law.new_cache(kv and otaro.Precision(kv))
-    expected = torch.stack([law.forward([token], cache) for token in found[0, :-1].tolist()])[ids.shape[1] - 1 :]
+    expected = torch.stack([law.forward([token], cache) for token in found[0, :-1].tolist()])[
+        ids.shape[1] - 1 :
+    ]
     off = (torch.cat(stepwise.logits).cpu() - expected).abs().amax(-1)
     best = expected.topk(2).values
     decided = best[:, 0] - best[:, 1] > 2 * off

@@ -1,6 +1,8 @@
-"""The GPU's decoder. Its steps in torch run on any machine, so that everything but kernels and graphs is tested here.
+"""The GPU's decoder. Its steps in torch run on any machine, so that everything but kernels and graphs is
+tested here.
 
-Truth is the model in float64 on decoded weights; the error may be at most twice that of packed modules under transformers.
+Truth is the model in float64 on decoded weights; the error may be at most twice that of packed modules under
+transformers.
 """
 
 import gc
@@ -28,7 +30,9 @@ from tests.kernels import emulated
 from tests.runtime.test_decode import EXACT, IDS, LONGROPE, MORE, SERVED, VARIANTS, RoundingCache, error, slow
 
 KV = (None, Precision("E5M7"))
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+ON_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
+)
 pytestmark = pytest.mark.usefixtures("swift_products")
 
 
@@ -55,14 +59,23 @@ def test_logits_are_those_of_the_slow_path(make_nested, decoded_model, served, r
         otaro.set_precision(model, precision)
         truth = slow(decoded_model(served, precision, reconstruction, torch.float64), IDS[:24], kv and EXACT)
         theirs = error(slow(model, IDS[:24], kv), truth)
-        for ours in (token_by_token(decoder, IDS[:24], kv), decoder.forward(IDS[:24], decoder.new_cache(kv), all_logits=True)):
+        for ours in (
+            token_by_token(decoder, IDS[:24], kv),
+            decoder.forward(IDS[:24], decoder.new_cache(kv), all_logits=True),
+        ):
             assert error(ours, truth) <= 2 * theirs
 
 
-@pytest.mark.parametrize(("name", "kv"), list(zip(MORE, cycle(KV), strict=False)), ids=lambda one: str(one or "float16"))
-def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, decoded_model, name, kv, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kv"), list(zip(MORE, cycle(KV), strict=False)), ids=lambda one: str(one or "float16")
+)
+def test_logits_of_more_architectures_are_those_of_the_slow_path(
+    make_nested, decoded_model, name, kv, monkeypatch
+):
     if name == "gemma2" and Version(transformers.__version__) < Version("5.21"):
-        pytest.skip(f"transformers {transformers.__version__} leaves out the soft-capping of Gemma 2's attention")
+        pytest.skip(
+            f"transformers {transformers.__version__} leaves out the soft-capping of Gemma 2's attention"
+        )
     monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 19)  # several chunks, and a few tokens left over
     model = otaro.load(make_nested(name), "E5M8")
     assert GpuDecoder.why_not(model) is None
@@ -71,12 +84,17 @@ def test_logits_of_more_architectures_are_those_of_the_slow_path(make_nested, de
         otaro.set_precision(model, precision)
         truth = slow(decoded_model(name, precision, dtype=torch.float64), ids, kv and EXACT)
         theirs = error(slow(model, ids, kv), truth)
-        for ours in (token_by_token(decoder, ids, kv), decoder.forward(ids, decoder.new_cache(kv), all_logits=True)):
+        for ours in (
+            token_by_token(decoder, ids, kv),
+            decoder.forward(ids, decoder.new_cache(kv), all_logits=True),
+        ):
             assert error(ours, truth) <= 2 * theirs
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE], ids=lambda rope: rope["rope_type"]
+    "rope",
+    [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, LONGROPE],
+    ids=lambda rope: rope["rope_type"],
 )
 def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
     nested, truth_at = make_variant("llama", {"rope_parameters": rope, "max_position_embeddings": 40})
@@ -99,19 +117,25 @@ def test_growing_ropes_serve_as_far_as_they_do_not_grow(make_variant, rope):
 
 
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
-def test_products_of_the_reference_give_the_bits_of_those_the_other_tests_take(make_nested, served, kv, monkeypatch):
+def test_products_of_the_reference_give_the_bits_of_those_the_other_tests_take(
+    make_nested, served, kv, monkeypatch
+):
     decoder = GpuDecoder.of(otaro.load(make_nested(served), {"*": "E5M5", "*.k_proj": "E5M3"}))
 
     def some():
         cache = decoder.new_cache(kv)
-        return torch.stack([decoder.forward(ids, cache) for ids in (IDS[:13], IDS[13:14], IDS[14:16], IDS[16:40])])
+        return torch.stack(
+            [decoder.forward(ids, cache) for ids in (IDS[:13], IDS[13:14], IDS[14:16], IDS[16:40])]
+        )
 
     taken = some()
     monkeypatch.undo()
     assert torch.equal(some(), taken)
 
 
-@pytest.mark.parametrize(("variant", "kv"), list(zip(VARIANTS, cycle(KV), strict=False)), ids=lambda one: str(one or "float16"))
+@pytest.mark.parametrize(
+    ("variant", "kv"), list(zip(VARIANTS, cycle(KV), strict=False)), ids=lambda one: str(one or "float16")
+)
 def test_variants_of_the_architectures(make_variant, variant, kv, monkeypatch):
     nested, truth_at = make_variant(*VARIANTS[variant])
     model = otaro.load(nested, "E5M6")
@@ -147,7 +171,13 @@ def test_a_cache_grows_and_can_be_cropped(llama, kv, monkeypatch):
 
 def test_precision_may_change_between_any_two_tokens(make_nested):
     model = otaro.load(make_nested("qwen2"), "E5M3")
-    changes = ["E5M3", "E5M8", {"*": "E5M4", "*.self_attn.*": "E5M7", "*.q_proj": "E5M3"}, "E5M5", {"lm_head": "E5M8"}]
+    changes = [
+        "E5M3",
+        "E5M8",
+        {"*": "E5M4", "*.self_attn.*": "E5M7", "*.q_proj": "E5M3"},
+        "E5M5",
+        {"lm_head": "E5M8"},
+    ]
     decoder = GpuDecoder.of(model)
     cache, theirs = decoder.new_cache(), RoundingCache(None, config=model.config)
     for token, precision in zip(IDS[:10], changes * 2, strict=True):
@@ -164,7 +194,9 @@ def prompts(decoder, cache, lengths):
         decoder.forward(IDS[sequence : sequence + length], cache, sequence=sequence)
 
 
-@pytest.mark.parametrize(("name", "kv"), [("llama", KV[0]), ("llama", KV[1]), ("qwen3_moe_mixed", KV[0]), ("gemma2", KV[1])])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("llama", KV[0]), ("llama", KV[1]), ("qwen3_moe_mixed", KV[0]), ("gemma2", KV[1])]
+)
 def test_rows_of_a_batch_are_what_they_are_alone(make_nested, name, kv):
     model = otaro.load(make_nested(name), "E5M5")
     decoder = GpuDecoder.of(model)
@@ -216,7 +248,9 @@ def test_the_likeliest_tokens_are_chosen_ahead_of_the_host(llama):
 
 
 def test_weights_need_no_model(llama, decoded_model):
-    """Plain float16 matrices, fused as the library likes them, are as good as transformers on them in float16."""
+    """Plain float16 matrices, fused as the library likes them, are as good as transformers on them in
+    float16.
+    """
     packed = describe(llama)
 
     def plain(*matrices):
@@ -234,7 +268,10 @@ def test_weights_need_no_model(llama, decoded_model):
     decoder = GpuDecoder(weights)
     truth = slow(decoded_model("llama", "E5M8", dtype=torch.float64), IDS[:30])
     theirs = error(slow(decoded_model("llama", "E5M8", dtype=torch.float16), IDS[:30]), truth)
-    for ours in (token_by_token(decoder, IDS[:30]), decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True)):
+    for ours in (
+        token_by_token(decoder, IDS[:30]),
+        decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True),
+    ):
         assert error(ours, truth) <= 2 * theirs
 
 
@@ -299,7 +336,9 @@ def test_a_cache_refuses_what_it_cannot_hold(make_nested, kv, count):
 
 
 def test_why_not_and_what_it_serves(make_nested, llama):
-    assert "its architecture is gemma, and the decoder knows" in GpuDecoder.why_not(otaro.load(make_nested("gemma")))
+    assert "its architecture is gemma, and the decoder knows" in GpuDecoder.why_not(
+        otaro.load(make_nested("gemma"))
+    )
     assert GpuDecoder.why_not(otaro.load(make_nested("llama"), dtype=torch.bfloat16)) is None
     decoder = GpuDecoder.of(llama)
     assert decoder.serves(llama)
@@ -313,7 +352,10 @@ def test_half_precision_models(make_nested, decoded_model):
     for dtype in (torch.float16, torch.bfloat16):
         model = otaro.load(make_nested("llama"), "E5M6", dtype=dtype)
         decoder, theirs = GpuDecoder.of(model), error(slow(model, IDS[:30]), truth)
-        for found in (token_by_token(decoder, IDS[:30]), decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True)):
+        for found in (
+            token_by_token(decoder, IDS[:30]),
+            decoder.forward(IDS[:30], decoder.new_cache(), all_logits=True),
+        ):
             assert error(found, truth) <= 2 * theirs
 
 
@@ -342,7 +384,10 @@ def products_from_digits(digits, tokens, matrices, outs, biases=(), first=0, exp
     if experts is not None:
         products_on_gpu(digits, tokens, matrices, outs, biases, first, experts)
         return
-    codes = digits.digits[first : first + tokens, :, 0].float() * 256 + digits.digits[first : first + tokens, :, 1]
+    codes = (
+        digits.digits[first : first + tokens, :, 0].float() * 256
+        + digits.digits[first : first + tokens, :, 1]
+    )
     scales = digits.terms[first : first + tokens, :, 1].contiguous().view(torch.float32)
     for matrix, out, bias in zip(matrices, outs, biases, strict=True):
         product = reference.linear((codes * scales.unsqueeze(-1)).flatten(1)[:, : matrix.length], matrix)
@@ -355,7 +400,9 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
     """All kernels but the products of most models, one after the other, emulated on the CPU."""
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 64 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     monkeypatch.setattr(cuda, "_linear_kernel", cuda._linear_kernel.__wrapped__)
     monkeypatch.setattr(cuda_steps.cuda, "products", products_from_digits)
     model = otaro.load(make_nested(name), {"*": "E5M5", "*.o_proj" if name == "phi3" else "*.k_proj": "E5M4"})
@@ -371,7 +418,9 @@ def test_kernels_decode_what_torch_decodes(make_nested, name, kv, monkeypatch):
         prompts(one, cache, (18, 2, 3))
         rows.append(one.step([4, 5, 6], cache, bits=bits))
         one.begin([4, 5, 6], cache, bits=bits)
-        assert one.chosen(one.advance()) == one.step([4, 5, 6], _cropped(cache), bits=bits).argmax(-1).tolist()
+        assert (
+            one.chosen(one.advance()) == one.step([4, 5, 6], _cropped(cache), bits=bits).argmax(-1).tolist()
+        )
     assert (rows[0] - rows[1]).abs().max() <= rounding * rows[1].abs().max()
 
 
@@ -393,9 +442,13 @@ class AtOnce:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on this machine's GPU")
 @pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING or "there")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", torch.float16), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)], ids=str
+    ("name", "dtype"),
+    [("llama", torch.float16), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)],
+    ids=str,
 )
-def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_model, monkeypatch, name, dtype):
+def test_prompts_by_kernels_are_as_good_as_those_by_torch(
+    make_nested, decoded_model, monkeypatch, name, dtype
+):
     monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 24)  # the second chunk has others before it
     model = otaro.load(make_nested(name), "E5M5", dtype=dtype)
     decoder, ids = GpuDecoder.of(model), IDS[:41]
@@ -407,12 +460,16 @@ def test_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_m
     parts, bits = decoder._parts, decoder.description.precisions()
     assert len(parts.at(bits)) == 3 * len(decoder.description.layers)
     monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 64 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     monkeypatch.setattr(cuda, "_halves_kernel", cuda._halves_kernel.__wrapped__)
     monkeypatch.setattr("otaro.runtime.gpu_prompt.STRAIGHT", 24)
     assert isinstance(parts.of(bits, 24), Straight if dtype == torch.float16 else Ahead)
     for way in (lambda: parts.ahead(bits), lambda: parts.of(bits, 24)):
-        monkeypatch.setattr("otaro.runtime.gpu.PromptSteps", lambda *given, way=way: CudaPromptSteps(*given, way()))
+        monkeypatch.setattr(
+            "otaro.runtime.gpu.PromptSteps", lambda *given, way=way: CudaPromptSteps(*given, way())
+        )
         assert error(decoder.forward(ids, decoder.new_cache(), all_logits=True), truth) <= 2 * theirs
 
 
@@ -429,7 +486,9 @@ def test_prompts_straight_on_hopper_are_as_good_as_those_by_torch(make_variant, 
     monkeypatch.setattr(cuda_steps.nvrtc, "kernel", emulated.kernel)
     monkeypatch.setattr(hopper, "has_instructions", lambda device: True)
     monkeypatch.setattr(cuda_steps.nvrtc, "most_shared", lambda device: 222 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
     weights = decoder._parts.of(decoder.description.precisions(), 41)
     assert isinstance(weights, Straight)
@@ -440,7 +499,10 @@ def test_prompts_straight_on_hopper_are_as_good_as_those_by_torch(make_variant, 
 
 @pytest.mark.parametrize(
     ("name", "mlp"),
-    [("llama", ["linear", "quantize", "linear"]), ("mixtral", ["route", "linear", "quantize", "linear", "add_experts"])],
+    [
+        ("llama", ["linear", "quantize", "linear"]),
+        ("mixtral", ["route", "linear", "quantize", "linear", "add_experts"]),
+    ],
     ids=["llama", "mixtral"],
 )
 def test_a_step_is_as_many_launches_as_before(make_variant, monkeypatch, name, mlp):
@@ -490,19 +552,26 @@ def on_gpu(make_nested):
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
 @pytest.mark.parametrize("name", [*SERVED, *MORE])
 def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, name, kv):
-    """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than twice as much."""
+    """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than
+    twice as much.
+    """
     model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
     decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(name), "E5M5"))
     truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)
     theirs = error(token_by_token(law, IDS[:40], kv), truth)
-    for ours in (token_by_token(decoder, IDS[:40], kv), decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True)):
+    for ours in (
+        token_by_token(decoder, IDS[:40], kv),
+        decoder.forward(IDS[:40], decoder.new_cache(kv), all_logits=True),
+    ):
         assert error(ours.cpu(), truth) <= 2 * theirs
 
 
 @ON_GPU
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
-def test_on_the_gpu_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested, decoded_model, monkeypatch, name, dtype):
+def test_on_the_gpu_prompts_by_kernels_are_as_good_as_those_by_torch(
+    make_nested, decoded_model, monkeypatch, name, dtype
+):
     monkeypatch.setattr("otaro.runtime.gpu.CHUNK", 24)
     decoder, ids = GpuDecoder.of(otaro.load(make_nested(name), "E5M5", device="cuda", dtype=dtype)), IDS[:41]
     truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), ids)
@@ -515,10 +584,15 @@ def test_on_the_gpu_prompts_by_kernels_are_as_good_as_those_by_torch(make_nested
 @ON_GPU
 @pytest.mark.parametrize("precision", ["E5M3", "E5M4", "E5M8"])
 @pytest.mark.parametrize("tokens", [17, 41, 64])
-def test_on_the_gpu_small_straight_prompts_are_as_good_as_those_by_torch(make_variant, monkeypatch, precision, tokens):
+def test_on_the_gpu_small_straight_prompts_are_as_good_as_those_by_torch(
+    make_variant, monkeypatch, precision, tokens
+):
     """Rows that Hopper's kernel takes, where there is one."""
     nested, truth_at = make_variant("llama", WIDE)
-    decoder, ids = GpuDecoder.of(otaro.load(nested, precision, device="cuda", dtype=torch.float16)), (2 * IDS)[:tokens]
+    decoder, ids = (
+        GpuDecoder.of(otaro.load(nested, precision, device="cuda", dtype=torch.float16)),
+        (2 * IDS)[:tokens],
+    )
     weights = decoder._parts.of(decoder.description.precisions(), tokens)
     assert isinstance(weights, Straight)
     assert bool(weights.arranged) == hopper.has_instructions(0)
@@ -581,7 +655,8 @@ def test_on_the_gpu_a_switch_costs_little(on_gpu):
             otaro.set_precision(on_gpu, "E5M3" if i % 4 else "E5M7")
         decoder.advance()
         times["same" if i % 2 else "switched"].append(time.perf_counter() - start)
-    least = {name: min(found[8:]) for name, found in times.items()}  # what a busy machine adds is not the switch's
+    # what a busy machine adds is not the switch's
+    least = {name: min(found[8:]) for name, found in times.items()}
     assert least["switched"] - least["same"] < 50e-6
 
 

@@ -50,7 +50,9 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def online(in_child, hub, home):
-    """online(code) runs code whose Hub is the local one, with a function `show(model)`; its last line of output as JSON."""
+    """online(code) runs code whose Hub is the local one, with a function `show(model)`; its last line of
+    output as JSON.
+    """
     preamble = """
 import json, warnings, otaro
 from transformers import AutoModelForCausalLM, pipeline
@@ -125,7 +127,9 @@ def test_a_subfolder_holds_all_of_its_model(hub, repository, online, make_nested
         ("otaro.load", "{'*': 'E5M3', 'lm_head': 'E5M5'}", ["E5M3", "E5M5"]),
     ],
 )
-def test_only_the_shards_of_the_precision_are_fetched(how, precision, expected, hub, repository, online, nested_dir):
+def test_only_the_shards_of_the_precision_are_fetched(
+    how, precision, expected, hub, repository, online, nested_dir
+):
     repository.commit("main", nested_dir)
     assert online(opened_by(how, repository.name, precision))[0][1] == expected
     assert [name for name in hub.fetched() if name in PLANES] == PLANES[:2]
@@ -146,7 +150,9 @@ def test_a_repository_that_stops_early_is_known_to(how, hub, repository, online,
 
 
 def test_what_could_not_be_fetched_is_not_taken_for_what_is_not_there(hub, repository, online, nested_dir):
-    """Offline with planes 4 and 5 in the cache: whether there are finer ones nobody knows, so only E5M5 by name will do."""
+    """Offline with planes 4 and 5 in the cache: whether there are finer ones nobody knows, so only E5M5 by
+    name will do.
+    """
     repository.commit("main", nested_dir)
     name = repository.name
     online(opened_by("otaro.load", name, "'E5M5'"))
@@ -196,8 +202,12 @@ for command in {commands!r}:
     assert same == NestedDirectory(make_nested("llama")).base.header.model
 
 
-def test_fetch_brings_one_commit_and_inspect_its_headers_alone(hub, repository, online, make_nested, tmp_path, home):
-    """By revision and with the token, past the cache; what `main` points to later is another model, and is not mixed in."""
+def test_fetch_brings_one_commit_and_inspect_its_headers_alone(
+    hub, repository, online, make_nested, tmp_path, home
+):
+    """By revision and with the token, past the cache; what `main` points to later is another model, and is
+    not mixed in.
+    """
     repository.token = TOKEN
     wanted, out = make_nested("llama"), tmp_path / "out"
     repository.commit("v1", wanted)
@@ -210,18 +220,24 @@ for command in {}:
     options = f"--revision v1 --token {TOKEN} --json"
     [shown] = online(run.format([f"inspect {repository.name} {options}"]))
     sizes = {path.name: path.stat().st_size for path in wanted.glob("*.safetensors")}
-    assert [row["bytes"] for row in shown["precisions"]][::5] == [sum(sizes.values()), sizes["model-m3.safetensors"]]
+    assert [row["bytes"] for row in shown["precisions"]][::5] == [
+        sum(sizes.values()),
+        sizes["model-m3.safetensors"],
+    ]
     assert shown["modules"] == []
     headers = sum(NestedDirectory(wanted).plane(plane).header.data_start for plane in range(3, 9))
     assert sum(hub.sent_of(name) for name in sizes) == headers
     commands = [f"fetch {repository.name} {out} -p {precision} {options}" for precision in ("E5M4", "E5M8")]
     first, second = online(run.format(commands))
     assert (first["finest"], second["fetched"]) == ("E5M4", PLANES[1:])
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {p.name: p.read_bytes() for p in wanted.iterdir()}
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        p.name: p.read_bytes() for p in wanted.iterdir()
+    }
     assert not any(other in path for _, path, _ in hub.requests)
     assert not list((home / "hub").glob(f"*{repository.name.rpartition('/')[2]}/snapshots/*/*"))
     (out / PLANES[4]).unlink()
-    [message] = online(f"from otaro.file.fetch import fetch, Hub\nrefusal(lambda: fetch({repository.name!r}, {str(out)!r}, "
+    [message] = online("from otaro.file.fetch import fetch, Hub\nrefusal(lambda: "
+                       f"fetch({repository.name!r}, {str(out)!r}, "
                        f"hub=Hub(token={TOKEN!r})))")  # fmt: skip
     assert "belongs to another model" in message
 
@@ -247,7 +263,9 @@ def test_every_command_that_takes_a_model_takes_the_options_of_the_hub(command):
 
 def test_a_revision_of_what_is_on_this_machine_is_refused(nested_dir):
     for model in (nested_dir, "builtin"):
-        with pytest.raises(CheckpointError, match="is on this machine and has no revision 'v1'; leave the revision out"):
+        with pytest.raises(
+            CheckpointError, match="is on this machine and has no revision 'v1'; leave the revision out"
+        ):
             resolve_model(model, hub=Hub(revision="v1"))
     with pytest.raises(CheckpointError, match="has no revision"):
         otaro.load(nested_dir, revision="v1")
@@ -264,5 +282,9 @@ def test_an_unreachable_hub_is_a_refusal(monkeypatch):
         raise OSError("no route to host\nand much more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(CheckpointError, match=r"someone/model is not a directory, and fetching it .* no route to host$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"someone/model is not a directory, and fetching it .* no "
+        r"route to host$",
+    ):
         resolve_model("someone/model")

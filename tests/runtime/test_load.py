@@ -56,7 +56,9 @@ def test_scaled_embeddings_fused_projections_and_convolutions_run_from_their_pla
 
 
 @pytest.mark.parametrize("precision", ["E5M8", "E5M5"])
-def test_a_plane_moves_logits_by_more_than_rounding_does(decoded_model, logits, assert_same_logits, precision, architecture):
+def test_a_plane_moves_logits_by_more_than_rounding_does(
+    decoded_model, logits, assert_same_logits, precision, architecture
+):
     """So the tolerance of the tests here cannot hide one."""
     fewer = f"E5M{int(precision[-1]) - 1}"
     expected = decoded_model(architecture, precision)
@@ -65,7 +67,9 @@ def test_a_plane_moves_logits_by_more_than_rounding_does(decoded_model, logits, 
 
 
 @pytest.mark.parametrize("precision", NAMES)
-def test_loading_at_a_precision_is_loading_and_switching_to_it(nested_dir, decoded_model, assert_same_logits, precision):
+def test_loading_at_a_precision_is_loading_and_switching_to_it(
+    nested_dir, decoded_model, assert_same_logits, precision
+):
     model = otaro.load(nested_dir, precision)
     assert set(otaro.precisions_of(model).values()) == {otaro.Precision(precision)}
     assert_same_logits(model, decoded_model("llama", precision))
@@ -73,7 +77,9 @@ def test_loading_at_a_precision_is_loading_and_switching_to_it(nested_dir, decod
 
 def test_the_default_is_the_finest_precision_present(nested_dir, copy_of):
     assert set(map(str, otaro.precisions_of(otaro.load(nested_dir)).values())) == {"E5M8"}
-    assert set(map(str, otaro.precisions_of(otaro.load(copy_of(nested_dir, planes=(3, 4, 5)))).values())) == {"E5M5"}
+    assert set(map(str, otaro.precisions_of(otaro.load(copy_of(nested_dir, planes=(3, 4, 5)))).values())) == {
+        "E5M5"
+    }
 
 
 def test_every_linear_and_the_embedding_are_packed_modules(make_nested, architecture):
@@ -82,7 +88,11 @@ def test_every_linear_and_the_embedding_are_packed_modules(make_nested, architec
         assert not isinstance(module, torch.nn.Linear | torch.nn.Embedding), name
     names = set(otaro.precisions_of(model))
     assert {"model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"} <= names
-    experts = {f"model.layers.{layer}.mlp.experts.{stack}" for layer in (0, 1) for stack in ("gate_up_proj", "down_proj")}
+    experts = {
+        f"model.layers.{layer}.mlp.experts.{stack}"
+        for layer in (0, 1)
+        for stack in ("gate_up_proj", "down_proj")
+    }
     assert experts <= names if architecture in ("mixtral", "qwen3_moe") else not experts & names
 
 
@@ -92,7 +102,9 @@ def test_a_weight_can_be_looked_at(make_nested, decoded_model, architecture):
     assert torch.equal(model.get_input_embeddings().weight, decoded.get_input_embeddings().weight)
     assert "E5M5" in repr(model.lm_head)
     if architecture in ("mixtral", "qwen3_moe"):
-        assert torch.equal(model.model.layers[1].mlp.experts.down_proj.weight, decoded.model.layers[1].mlp.experts.down_proj)
+        assert torch.equal(
+            model.model.layers[1].mlp.experts.down_proj.weight, decoded.model.layers[1].mlp.experts.down_proj
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
@@ -122,11 +134,19 @@ def test_activations_are_float32_unless_asked_otherwise(nested_dir, logits):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "mixtral"])
 @pytest.mark.parametrize("how", ["load", "to"])
-def test_a_narrower_type_gives_what_the_ordinary_model_gives_in_it(make_nested, decoded_model, logits, name, dtype, how):
+def test_a_narrower_type_gives_what_the_ordinary_model_gives_in_it(
+    make_nested, decoded_model, logits, name, dtype, how
+):
     if how == "load":
-        model, expected = otaro.load(make_nested(name), "E5M4", dtype=dtype), decoded_model(name, "E5M4", dtype=dtype)
+        model, expected = (
+            otaro.load(make_nested(name), "E5M4", dtype=dtype),
+            decoded_model(name, "E5M4", dtype=dtype),
+        )
     else:  # this narrows the rotary frequencies too, in both
-        model, expected = otaro.load(make_nested(name), "E5M4").to(dtype), decoded_model(name, "E5M4").to(dtype)
+        model, expected = (
+            otaro.load(make_nested(name), "E5M4").to(dtype),
+            decoded_model(name, "E5M4").to(dtype),
+        )
     assert {tensor.dtype for tensor in model.parameters()} == {dtype}
     assert model.lm_head.weight.dtype == dtype
     assert logits(model).dtype == dtype
@@ -157,16 +177,22 @@ def test_from_pretrained_takes_a_precision(nested_dir, decoded_model, assert_sam
 
 
 def test_from_pretrained_keeps_the_numbers_of_the_file(make_nested, decoded_model, assert_same_logits):
-    """A config given for its precision alone carries defaults for the rest, which must not be taken for the file's."""
+    """A config given for its precision alone carries defaults for the rest, which must not be taken for the
+    file's.
+    """
     model = AutoModelForCausalLM.from_pretrained(
-        make_nested("llama", "truncate"), dtype=torch.float32, quantization_config=otaro.SefpConfig(precision="E5M4")
+        make_nested("llama", "truncate"),
+        dtype=torch.float32,
+        quantization_config=otaro.SefpConfig(precision="E5M4"),
     )
     assert_same_logits(model, decoded_model("llama", "E5M4", "truncate"))
 
 
 def test_from_pretrained_uses_the_stored_type_by_default(make_nested):
     assert AutoModelForCausalLM.from_pretrained(make_nested("llama")).lm_head.weight.dtype == torch.float16
-    assert AutoModelForCausalLM.from_pretrained(make_nested("llama_tied")).lm_head.weight.dtype == torch.bfloat16
+    assert (
+        AutoModelForCausalLM.from_pretrained(make_nested("llama_tied")).lm_head.weight.dtype == torch.bfloat16
+    )
 
 
 def test_from_pretrained_accepts_a_device_map(nested_dir, logits):
@@ -182,7 +208,9 @@ def test_an_unknown_precision_is_refused(nested_dir):
 
 
 def test_the_builtin_model_is_refused_with_advice():
-    with pytest.raises(FormatError, match="the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin"):
+    with pytest.raises(
+        FormatError, match="the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin"
+    ):
         otaro.load("builtin")
 
 
@@ -191,7 +219,11 @@ def test_only_the_shards_that_the_precision_needs_are_mapped(nested_dir, copy_of
     directory = copy_of(nested_dir)
 
     def mapped():
-        paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "model-m" in line}
+        paths = {
+            line.split(maxsplit=5)[-1]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "model-m" in line
+        }
         return sorted(Path(path).name for path in paths if path.startswith(str(directory)))
 
     model = otaro.load(directory, "E5M4")
@@ -205,7 +237,10 @@ def test_only_the_shards_that_the_precision_needs_are_mapped(nested_dir, copy_of
 
 
 def test_importing_otaro_imports_neither_torch_nor_transformers():
-    code = "import sys, otaro; print({'torch', 'transformers', 'safetensors', 'numpy'} & sys.modules.keys() or 'light')"
+    code = (
+        "import sys, otaro; print({'torch', 'transformers', 'safetensors', 'numpy'} & sys.modules.keys() "
+        "or 'light')"
+    )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.stdout == "light\n", child.stderr
 
@@ -257,7 +292,9 @@ def test_saving_writes_the_same_bytes_whatever_the_run_was_at(nested_dir, tmp_pa
 
 
 @pytest.mark.parametrize("planes", [(3,), (3, 4), (3, 4, 5, 6, 7)], ids=len)
-def test_saving_a_directory_without_some_planes_writes_the_same_bytes(make_nested, reconstruction, copy_of, tmp_path, planes):
+def test_saving_a_directory_without_some_planes_writes_the_same_bytes(
+    make_nested, reconstruction, copy_of, tmp_path, planes
+):
     directory = copy_of(make_nested("llama", reconstruction), planes)
     otaro.load(directory).save_pretrained(tmp_path / "saved")
     assert files_of(tmp_path / "saved") == files_of(directory)
@@ -266,7 +303,9 @@ def test_saving_a_directory_without_some_planes_writes_the_same_bytes(make_neste
 
 def test_saving_from_transformers_writes_the_same_bytes(nested_dir, tmp_path):
     config = otaro.SefpConfig(precision="E5M4")
-    AutoModelForCausalLM.from_pretrained(nested_dir, quantization_config=config).save_pretrained(str(tmp_path / "saved"))
+    AutoModelForCausalLM.from_pretrained(nested_dir, quantization_config=config).save_pretrained(
+        str(tmp_path / "saved")
+    )
     assert files_of(tmp_path / "saved") == files_of(nested_dir)
 
 
@@ -286,12 +325,15 @@ def test_a_changed_norm_is_saved_changed(nested_dir, tmp_path, logits):
     assert torch.equal(logits(again), logits(model))
     NestedDirectory(tmp_path / "saved").verify()
     before, after = files_of(nested_dir), files_of(tmp_path / "saved")
-    changed = {"decoder.json", *(f"model-m{plane}.safetensors" for plane in range(3, 9))}  # all of them name the model
+    # all of them name the model
+    changed = {"decoder.json", *(f"model-m{plane}.safetensors" for plane in range(3, 9))}
     assert {name for name in before if before[name] != after[name]} == changed
 
 
 @pytest.mark.parametrize("planes", [(3, 4), tuple(range(3, 9))], ids=len)
-def test_a_changed_norm_makes_another_model_and_the_old_norm_the_old_one(nested_dir, copy_of, tmp_path, planes):
+def test_a_changed_norm_makes_another_model_and_the_old_norm_the_old_one(
+    nested_dir, copy_of, tmp_path, planes
+):
     source = copy_of(nested_dir, planes)
     model = otaro.load(source)
     identities = []
@@ -309,7 +351,10 @@ def test_a_changed_norm_makes_another_model_and_the_old_norm_the_old_one(nested_
 
 def test_saving_and_packing_the_same_tensors_give_the_same_model(checkpoint_dir, nested_dir, tmp_path):
     """With all planes at hand the identity is that of the content, whoever writes it."""
-    ordinary, model = AutoModelForCausalLM.from_pretrained(checkpoint_dir), otaro.load(nested_dir, dtype=torch.float16)
+    ordinary, model = (
+        AutoModelForCausalLM.from_pretrained(checkpoint_dir),
+        otaro.load(nested_dir, dtype=torch.float16),
+    )
     with torch.no_grad():
         for each in (ordinary, model):
             each.model.norm.weight.mul_(2)
@@ -319,7 +364,9 @@ def test_saving_and_packing_the_same_tensors_give_the_same_model(checkpoint_dir,
     assert files_of(tmp_path / "saved") == files_of(tmp_path / "packed")
 
 
-def test_what_the_rule_packs_of_other_architectures_goes_round(other_architecture, make_nested, tmp_path, logits):
+def test_what_the_rule_packs_of_other_architectures_goes_round(
+    other_architecture, make_nested, tmp_path, logits
+):
     model = otaro.load(make_nested(other_architecture), "E5M5")
     model.save_pretrained(tmp_path / "saved")
     assert files_of(tmp_path / "saved") == files_of(make_nested(other_architecture))
@@ -328,17 +375,25 @@ def test_what_the_rule_packs_of_other_architectures_goes_round(other_architectur
 
 @pytest.fixture
 def older(make_checkpoint, tmp_path, monkeypatch):
-    """A Gemma as versions before this rule packed it: the embedding and the head that is tied to it are stored as they are."""
-    monkeypatch.setattr(checkpoint, "packable", lambda model: [one for one in packable(model) if one.kind is Kind.LINEAR])
+    """A Gemma as versions before this rule packed it: the embedding and the head that is tied to it are
+    stored as they are.
+    """
+    monkeypatch.setattr(
+        checkpoint, "packable", lambda model: [one for one in packable(model) if one.kind is Kind.LINEAR]
+    )
     assert "model.embed_tokens.weight" in otaro.pack(make_checkpoint("gemma"), tmp_path / "older").unpacked
     return tmp_path / "older"
 
 
-def test_a_model_that_was_packed_by_an_older_rule_opens_as_it_was_packed(older, make_checkpoint, tmp_path, logits):
+def test_a_model_that_was_packed_by_an_older_rule_opens_as_it_was_packed(
+    older, make_checkpoint, tmp_path, logits
+):
     """The head is tied to an embedding that is not packed: a name that the model has and the file has not."""
     model = otaro.load(older, "E5M5")
     ordinary = AutoModelForCausalLM.from_pretrained(make_checkpoint("gemma"), dtype=torch.float32)
-    assert torch.equal(model.get_input_embeddings()(torch.arange(120)), ordinary.get_input_embeddings()(torch.arange(120)))
+    assert torch.equal(
+        model.get_input_embeddings()(torch.arange(120)), ordinary.get_input_embeddings()(torch.arange(120))
+    )
     assert "lm_head.weight" in model.state_dict()
     assert "lm_head.weight" not in NestedDirectory(older).unpacked
     model.save_pretrained(tmp_path / "saved")
@@ -354,7 +409,11 @@ def test_a_model_that_was_packed_by_an_older_rule_opens_as_it_was_packed(older, 
 def test_tensors_that_the_file_has_no_place_for_are_not_lost_in_silence(older, nested_dir, tmp_path):
     model = otaro.load(older)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
-    with pytest.raises(OtaroError, match=r"lm_head.weight is no longer tied to model.embed_tokens.weight; save_pretrained"):
+    with pytest.raises(
+        OtaroError,
+        match=r"lm_head.weight is no longer tied to model.embed_tokens.weight; "
+        r"save_pretrained",
+    ):
         model.save_pretrained(tmp_path / "saved")
     model = otaro.load(nested_dir)
     model.value_head = torch.nn.Linear(96, 1)
@@ -379,7 +438,9 @@ def test_changed_settings_are_saved_changed(nested_dir, tmp_path):
     model.config.rms_norm_eps = 0.25
     model.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["max_new_tokens"] == 77
-    before, after = (json.loads((directory / "config.json").read_text()) for directory in (nested_dir, tmp_path / "saved"))
+    before, after = (
+        json.loads((directory / "config.json").read_text()) for directory in (nested_dir, tmp_path / "saved")
+    )
     assert after == before | {"rms_norm_eps": 0.25}
 
 
@@ -400,7 +461,11 @@ def test_saving_beside_other_weights_is_refused_and_loses_nothing(file, nested_d
         (target / "model-m3.safetensors").unlink()
     (target / file).write_text("of another model")
     before = files_of(target)
-    with pytest.raises(TargetError, match=rf"holds another model \({file}\), which stays as it is; choose another folder"):
+    with pytest.raises(
+        TargetError,
+        match=rf"holds another model \({file}\), which stays as it is; choose "
+        r"another folder",
+    ):
         otaro.load(nested_dir).save_pretrained(target)
     assert files_of(target) == before
 

@@ -45,14 +45,21 @@ def hundred_million(random_model, tmp_path_factory) -> Path:
     """A random model of about a hundred million weights, packed."""
     directory = tmp_path_factory.mktemp("large")
     sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512}
+    heads = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
     random_model("llama_tied", **sizes, **heads).save_pretrained(directory / "checkpoint")
     otaro.pack(directory / "checkpoint", directory / "nested")
     return directory / "nested"
 
 
 def test_a_generation_takes_little_more_than_the_planes_and_the_cache(hundred_million, tiny, in_child):
-    """Compared with a process that has done the same with the tiny model: has everything imported and its code in memory."""
+    """Compared with a process that has done the same with the tiny model: has everything imported and its
+    code in memory.
+    """
     done = in_child(
         MEASURE
         + f"""

@@ -25,7 +25,9 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def byte_fallback():
-    """As SentencePiece models are converted: words begin with a ▁, which is dropped at the beginning of a text."""
+    """As SentencePiece models are converted: words begin with a ▁, which is dropped at the beginning of a
+    text.
+    """
     words = ["<unk>", "</s>", "▁a", "▁word", "s", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -56,14 +58,36 @@ def test_no_piece_splits_a_character_and_together_they_are_the_text(byte_level):
 def test_a_word_keeps_the_space_before_it(byte_fallback):
     a, word, s, first = (byte_fallback.convert_tokens_to_ids(one) for one in ("▁a", "▁word", "s", "<0x00>"))
     letters = [first + byte for byte in "ö🙂".encode()]
-    pieces = told(Pieces(byte_fallback, [a, word]), [word, s, byte_fallback.eos_token_id, word, *letters, *letters, a])
-    assert pieces == [" word", "s", "", " word", "", "ö", "", "", "", "🙂", "", "ö", "", "", "", "🙂", " a", ""]
+    pieces = told(
+        Pieces(byte_fallback, [a, word]), [word, s, byte_fallback.eos_token_id, word, *letters, *letters, a]
+    )
+    assert pieces == [
+        " word",
+        "s",
+        "",
+        " word",
+        "",
+        "ö",
+        "",
+        "",
+        "",
+        "🙂",
+        "",
+        "ö",
+        "",
+        "",
+        "",
+        "🙂",
+        " a",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_model_says_nothing_is_lost_and_nothing_held_for_ever(byte_level, seed):
     draw = random.Random(seed)
-    letters = byte_level.convert_tokens_to_ids(list("ÃðŁĺĤab"))  # of byte-level tokenizers: parts of characters, and others
+    # of byte-level tokenizers: parts of characters, and others
+    letters = byte_level.convert_tokens_to_ids(list("ÃðŁĺĤab"))
     prompt, ids = [5, 6], [draw.choice(letters) for _ in range(200)]
     pieces = told(Pieces(byte_level, prompt), ids)
     whole = byte_level.decode([*prompt, *ids], skip_special_tokens=True)[len(byte_level.decode(prompt)) :]
@@ -97,7 +121,11 @@ def test_a_stop_ends_an_answer(tiny):
     stop = whole.text[8:14]
     stream = scheduler.submit(prompt, max_new_tokens=30, stop=["never", stop])
     answer = stream.result()
-    assert (answer.text, answer.finish_reason, stream.stopped_by) == (whole.text[: whole.text.index(stop)], "stop", stop)
+    assert (answer.text, answer.finish_reason, stream.stopped_by) == (
+        whole.text[: whole.text.index(stop)],
+        "stop",
+        stop,
+    )
     assert len(answer.tokens) < 30
     token = whole.tokens[5]
     stream = scheduler.submit(prompt, max_new_tokens=30, stop=[token])

@@ -61,6 +61,8 @@ def test_past_the_positions_it_was_made_for_a_model_is_told_of_once(make_nested,
     options = {"past_key_values": DynamicCache(config=model.config)} if way == "transformers" else {}
     output, said = generated(model, max_new_tokens=70, **options)
     assert len(output) == 76
-    assert said == ["this text goes past the 64 positions that the model was made for; what it says there may be poor"]
+    assert said == [
+        "this text goes past the 64 positions that the model was made for; what it says there may be poor"
+    ]
     assert model.generation.served_by == way
     assert generated(model, torch.tensor([output]), max_new_tokens=2)[1] == []  # once

@@ -39,7 +39,9 @@ def test_one_precision_sets_every_module(model):
 
 def test_patterns_set_what_they_match_later_ones_win_and_the_rest_stays(model):
     otaro.set_precision(model, "E5M7")
-    otaro.set_precision(model, {"model.layers.*": "E5M3", "*.self_attn.[qk]_proj": "E5M5", "lm_hea?": otaro.Precision("E5M8")})
+    otaro.set_precision(
+        model, {"model.layers.*": "E5M3", "*.self_attn.[qk]_proj": "E5M5", "lm_hea?": otaro.Precision("E5M8")}
+    )
     for name, precision in precisions(model).items():
         if name == "lm_head":
             assert precision == "E5M8"
@@ -57,7 +59,11 @@ def test_patterns_set_what_they_match_later_ones_win_and_the_rest_stays(model):
         ("E5M2", "unknown precision 'E5M2'; the precisions are E5M8, E5M7, E5M6, E5M5, E5M4, E5M3"),
         (4, "unknown precision 4"),
         ({"*": "E5M3", "lm_head": "e5m2"}, "unknown precision 'e5m2'"),
-        ({"*": "E5M3", "*.query": "E5M4"}, r"no packed module matches '\*.query'; names look like 'model.embed_tokens'"),
+        (
+            {"*": "E5M3", "*.query": "E5M4"},
+            r"no packed module matches '\*.query'; names look like "
+            r"'model.embed_tokens'",
+        ),
         ({"lm_head.weight": "E5M4"}, "no packed module matches 'lm_head.weight'"),
         ({"LM_HEAD": "E5M4"}, "no packed module matches 'LM_HEAD'"),
         ({"model.norm": "E5M4"}, "no packed module matches 'model.norm'"),
@@ -81,11 +87,16 @@ def test_an_empty_mapping_changes_nothing(model):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "mixtral"])
-def test_modules_at_different_precisions_compute_accordingly(make_nested, decoded_model, logits, name, assert_same_logits):
+def test_modules_at_different_precisions_compute_accordingly(
+    make_nested, decoded_model, logits, name, assert_same_logits
+):
     """Each packed parameter at its own precision; a tied head and embedding at the two ends."""
     model = otaro.load(make_nested(name))
     names = sorted(otaro.precisions_of(model))
-    chosen = {module: NAMES[at % 6] for at, module in enumerate(names)} | {"model.embed_tokens": "E5M3", "lm_head": "E5M8"}
+    chosen = {module: NAMES[at % 6] for at, module in enumerate(names)} | {
+        "model.embed_tokens": "E5M3",
+        "lm_head": "E5M8",
+    }
     otaro.set_precision(model, chosen)
     assert precisions(model) == chosen
     answer = logits(model)
@@ -133,7 +144,9 @@ def test_a_missing_shard_is_refused_by_name_and_nothing_changes(nested_dir, copy
     model = otaro.load(copy_of(nested_dir, planes=(3, 4, 5, 7)), "E5M3")
     answer = logits(model)
     with pytest.raises(
-        ShardMissingError, match=r"E5M6 needs model-m6.safetensors, which .* lacks \(it is complete up to E5M5\)"
+        ShardMissingError,
+        match=r"E5M6 needs model-m6.safetensors, which .* lacks \(it is complete up to "
+        r"E5M5\)",
     ):
         otaro.set_precision(model, asked)
     with pytest.raises(ShardMissingError, match=r"model-m6.safetensors"), otaro.at_precision(model, asked):
@@ -142,7 +155,9 @@ def test_a_missing_shard_is_refused_by_name_and_nothing_changes(nested_dir, copy
     assert torch.equal(logits(model), answer)
 
 
-def test_a_shard_that_was_added_is_found_without_reloading(nested_dir, copy_of, decoded_model, assert_same_logits):
+def test_a_shard_that_was_added_is_found_without_reloading(
+    nested_dir, copy_of, decoded_model, assert_same_logits
+):
     directory = copy_of(nested_dir, planes=(3,))
     model = otaro.load(directory)
     for plane in range(4, 9):

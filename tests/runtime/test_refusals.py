@@ -1,4 +1,6 @@
-"""A config.json that does not go with the shards is refused; transformers without the plug-in refuses the whole directory."""
+"""A config.json that does not go with the shards is refused; transformers without the plug-in refuses the
+whole directory.
+"""
 
 import copy
 import json
@@ -48,7 +50,11 @@ def edit_config(directory, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 128}, r"model.embed_tokens.weight is \[120, 96\] in .*, but the model .* has \[120, 128\]"),
+        (
+            {"hidden_size": 128},
+            r"model.embed_tokens.weight is \[120, 96\] in .*, but the model .* has "
+            r"\[120, 128\]",
+        ),
         ({"num_hidden_layers": 3}, r"by config.json needs model.layers.2.\S+, which no shard holds"),
         ({"num_hidden_layers": 1}, r"model.layers.1"),
         ({"attention_bias": True}, r"needs model.layers.0.self_attn.q_proj.bias, which no shard holds"),
@@ -65,15 +71,27 @@ def test_a_config_of_another_model_is_refused(victim, changes, message, how):
 @pytest.mark.parametrize("how", ["otaro.load", "from_pretrained"])
 @pytest.mark.parametrize("changes", [{"reconstruction": "truncate"}, {"group_size": 32}], ids=str)
 def test_a_config_that_states_other_numbers_is_refused(victim, changes, how):
-    edit_config(victim, quantization_config={"quant_method": "sefp", "group_size": 64, "reconstruction": "midpoint"} | changes)
-    with pytest.raises(FormatError, match=r"config.json says group size and reconstruction are .* of different models"):
+    edit_config(
+        victim,
+        quantization_config={"quant_method": "sefp", "group_size": 64, "reconstruction": "midpoint"}
+        | changes,
+    )
+    with pytest.raises(
+        FormatError,
+        match=r"config.json says group size and reconstruction are .* of "
+        r"different models",
+    ):
         open_by(how, victim)
 
 
 @pytest.mark.parametrize("stated", [None, {"quant_method": "gptq"}, {}, "sefp", ["sefp"]], ids=repr)
 def test_a_config_that_describes_no_nested_model_is_refused(victim, stated):
     edit_config(victim, quantization_config=stated)
-    with pytest.raises(FormatError, match=r"config.json (does not describe a nested model|describes no model)"):
+    with pytest.raises(
+        FormatError,
+        match=r"config.json (does not describe a nested model|describes no "
+        r"model)",
+    ):
         otaro.load(victim)
 
 
@@ -97,12 +115,16 @@ def test_a_missing_config_is_refused(victim):
 def test_an_index_that_leads_past_the_base_shard_is_refused_or_ignored(victim, weight_map, how):
     """Never may a norm be taken from another file, or be left at its initial value."""
     save_file({NORM: torch.zeros(96)}, victim.parent / "elsewhere.safetensors", {"format": "pt"})
-    (victim / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (victim / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     assert_refused_or_right(victim, how)
 
 
 @pytest.mark.parametrize("how", ["otaro.load", "from_pretrained"])
-@pytest.mark.parametrize("file", ["model-m4.safetensors", "../elsewhere.safetensors", "nothing.safetensors", 5, None], ids=str)
+@pytest.mark.parametrize(
+    "file", ["model-m4.safetensors", "../elsewhere.safetensors", "nothing.safetensors", 5, None], ids=str
+)
 def test_a_config_that_leads_past_the_base_shard_is_refused_or_ignored(victim, file, how):
     save_file({NORM: torch.zeros(96)}, victim.parent / "elsewhere.safetensors", {"format": "pt"})
     edit_config(victim, transformers_weights=file)
@@ -163,7 +185,9 @@ def test_packed_weights_take_no_lora(make_nested):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = otaro.load(make_nested("llama"), "E5M4")
     config = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    with pytest.raises(OtaroError, match="take no LoRA: tune the checkpoint they were packed from, with otaro tune --lora"):
+    with pytest.raises(
+        OtaroError, match="take no LoRA: tune the checkpoint they were packed from, with otaro tune --lora"
+    ):
         peft.get_peft_model(model, config)
     with pytest.raises(OtaroError, match="take no LoRA"):
         otaro.load(make_nested("llama"), "E5M4").add_adapter(config)
@@ -171,7 +195,15 @@ def test_packed_weights_take_no_lora(make_nested):
 
 def test_a_packed_embedding_cannot_be_resized(make_nested):
     model = otaro.load(make_nested("llama"), "E5M4")
-    for arguments in ({"new_num_tokens": 121}, {"new_num_tokens": 120, "pad_to_multiple_of": 64}, {"new_num_tokens": 3}):
-        with pytest.raises(OtaroError, match=r"cannot be resized: resize the checkpoint .* and pack that again"):
+    for arguments in (
+        {"new_num_tokens": 121},
+        {"new_num_tokens": 120, "pad_to_multiple_of": 64},
+        {"new_num_tokens": 3},
+    ):
+        with pytest.raises(
+            OtaroError,
+            match=r"cannot be resized: resize the checkpoint .* and pack that "
+            r"again",
+        ):
             model.resize_token_embeddings(**arguments)
     assert model.resize_token_embeddings() is model.resize_token_embeddings(120) is model.model.embed_tokens

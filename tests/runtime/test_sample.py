@@ -25,7 +25,10 @@ def test_what_may_be_drawn(min_p, penalty, others, spread):
     theirs = LogitsProcessorList(sampler.processors)(IDS, logits.clone()[None]).softmax(-1)[0].double()
     assert torch.equal(ours > 0, theirs > 0)
     assert torch.allclose(ours / ours.sum(), theirs, rtol=1e-4, atol=0)
-    drawn = {otaro.Sampling(0.7, min_p=min_p, seed=seed, **others).sampler().choose(IDS, logits[None])[0] for seed in (5, 5)}
+    drawn = {
+        otaro.Sampling(0.7, min_p=min_p, seed=seed, **others).sampler().choose(IDS, logits[None])[0]
+        for seed in (5, 5)
+    }
     assert len(drawn) == 1
 
 
@@ -43,5 +46,7 @@ def test_a_penalty_leaves_the_bits_that_transformers_leaves(penalty):
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2))
     before, ids = logits.clone(), torch.randint(5100, (2, 400), generator=torch.Generator().manual_seed(3))
     sampler = otaro.Sampling(repetition_penalty=penalty).sampler()
-    assert torch.equal(sampler._penalized(ids, logits), LogitsProcessorList(sampler.processors)(ids, logits.clone()))
+    assert torch.equal(
+        sampler._penalized(ids, logits), LogitsProcessorList(sampler.processors)(ids, logits.clone())
+    )
     assert torch.equal(logits, before)

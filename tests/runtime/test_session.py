@@ -10,7 +10,8 @@ from otaro.runtime.session import ChatSession
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant:{% endif %}"
 )
 
 pytestmark = pytest.mark.usefixtures("swift_products")
@@ -71,7 +72,10 @@ def test_switching_precision_keeps_the_cache(session, path):
     otaro.set_precision(session.model, "E5M3")
     assert session.cached_tokens == kept
     session.reply("functions", **GREEDY)
-    assert (session.model.generation.served_by, session.model.generation.reused_tokens) == (path, session.reused)
+    assert (session.model.generation.served_by, session.model.generation.reused_tokens) == (
+        path,
+        session.reused,
+    )
     assert session.reused > kept // 2
     if keys is None:
         return

@@ -1,7 +1,8 @@
 """One model in many threads: every answer is, bit for bit, what one thread alone gets, first uses included.
 
-A round loads a model at E5M3, so that no plane, no angle and no decoder is there yet, and lets eight threads loose on it.
-Afterwards the model must be sound: what raced must have left nothing behind. A few rounds are part of `make test`;
+A round loads a model at E5M3, so that no plane, no angle and no decoder is there yet, and lets eight threads
+loose on it. Afterwards the model must be sound: what raced must have left nothing behind. A few rounds are
+part of `make test`;
 
     OTARO_STRESS_SECONDS=600 python -m pytest tests/runtime/test_threads.py
 
@@ -73,7 +74,9 @@ def generated(model, ids, rows=1, **options):
     if options.pop("by_transformers", False):
         options["past_key_values"] = DynamicCache(config=model.config)
     inputs = torch.tensor([ids] * rows)
-    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), report=report, **{**OPTIONS, **options})
+    output = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), report=report, **{**OPTIONS, **options}
+    )
     return output[:, len(ids) :].tolist(), report.precisions
 
 
@@ -87,7 +90,11 @@ def choices(rng):
             {"precision": one, "kv": "E5M7"},
             {"prefill": one, "decode": other},
             {"schedule": {0: one, 3: {"*": other, "lm_head": "E5M8"}}},
-            *([{"precision": one, "by_transformers": True}, {"precision": one, "rows": 2}] if ids is SHORT else []),
+            *(
+                [{"precision": one, "by_transformers": True}, {"precision": one, "rows": 2}]
+                if ids is SHORT
+                else []
+            ),
         ]
     )
 
@@ -122,7 +129,9 @@ def test_threads_get_what_one_thread_gets(make_nested, architecture):
         for thread in disturbing:
             thread.start()
         try:
-            found = at_once([lambda model=model, one=one: generated(model, one[0], **one[1]) for one in asked])
+            found = at_once(
+                [lambda model=model, one=one: generated(model, one[0], **one[1]) for one in asked]
+            )
         finally:
             done.set()
             for thread in disturbing:
@@ -150,7 +159,9 @@ def test_planes_that_threads_map_at_once_get_their_own_names(make_nested):
         for module in model.sefp.modules.values():
             for plane in range(4, 9):
                 stored = model.sefp.nested.plane(plane).tensor(module.packed.name)
-                assert torch.equal(getattr(module.packed, f"plane{plane}"), stored.reshape(-1, stored.shape[-1]))
+                assert torch.equal(
+                    getattr(module.packed, f"plane{plane}"), stored.reshape(-1, stored.shape[-1])
+                )
 
 
 def test_of_switches_at_once_one_is_the_last_for_all_modules(make_nested):
@@ -197,7 +208,8 @@ def test_threads_extend_the_positions_once(make_nested):
 def test_a_cache_that_threads_share_is_read_one_by_one(make_nested):
     decoder = Decoder.of(otaro.load(make_nested("qwen2"), "E5M4"))
     shared, lengths = decoder.new_cache(), []
-    same = [5] * 70  # more than one call of the extension: in whichever order threads come, the cache holds the same
+    # more than one call of the extension: in whichever order threads come, the cache holds the same
+    same = [5] * 70
 
     def read():
         for _ in range(5):
@@ -248,7 +260,9 @@ def test_a_cache_serves_one_generation_at_a_time(make_nested):
 
 @pytest.mark.usefixtures("swift_products")
 def test_threads_on_the_decoder_of_a_gpu_get_what_one_thread_gets(make_nested, monkeypatch):
-    """With its steps in torch: precisions of their own, by phase and by row, while others are set on the model."""
+    """With its steps in torch: precisions of their own, by phase and by row, while others are set on the
+    model.
+    """
     monkeypatch.setattr(serving, "kind_of", lambda model: GpuDecoder)
     directory = make_nested("llama")
     asked = [

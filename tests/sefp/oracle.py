@@ -1,7 +1,8 @@
-"""SEFP in exact arithmetic: what the design says, sentence by sentence, with integers and fractions and nothing else.
+"""SEFP in exact arithmetic: what the design says, sentence by sentence, with integers and fractions and
+nothing else.
 
-It shares no line and no trick with the codec: scales are looked up in a list of all, shifts are floor divisions, floats
-are taken apart bit by bit. Slow, and easy to check by reading.
+It shares no line and no trick with the codec: scales are looked up in a list of all, shifts are floor
+divisions, floats are taken apart bit by bit. Slow, and easy to check by reading.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ FIELDS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23)}
 """Exponent bits and fraction bits of a float."""
 
 POWERS = {e: Fraction(2) ** e for e in range(-200, 130)}
-FLOAT8 = [Fraction(f, 512) for f in range(8)] + [(8 + f) * POWERS[e - 10] for e in range(1, 16) for f in range(8)]
+FLOAT8 = [Fraction(f, 512) for f in range(8)] + [
+    (8 + f) * POWERS[e - 10] for e in range(1, 16) for f in range(8)
+]
 """What the bytes 0x00 to 0x7f stand for."""
 SCALES = FLOAT8[:-1]
 """Those that writers use: in ascending order, from 0 to 448."""

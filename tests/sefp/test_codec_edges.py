@@ -1,4 +1,6 @@
-"""The codec where tensors are odd: zeros, subnormals, outliers, short groups, strange shapes; and what it refuses."""
+"""The codec where tensors are odd: zeros, subnormals, outliers, short groups, strange shapes; and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from . import oracle
 from .exact import fractions, of_pattern
 
 RECONSTRUCTIONS = pytest.mark.parametrize("reconstruction", oracle.RECONSTRUCTIONS)
-FLOATS = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+FLOATS = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:]
+)
 
 
 def random_weight(*shape: int) -> torch.Tensor:
@@ -39,7 +43,9 @@ def assert_one_group_as_the_oracle(weight: torch.Tensor, reconstruction: str) ->
     assert tensor.finest_codes.tolist() == codes
     for p in PRECISIONS:
         m = p.mantissa_bits
-        assert fractions(tensor.decode(p)) == [oracle.value(oracle.shifted(c, m), s, m, reconstruction) for c in codes]
+        assert fractions(tensor.decode(p)) == [
+            oracle.value(oracle.shifted(c, m), s, m, reconstruction) for c in codes
+        ]
 
 
 # Numbers
@@ -100,7 +106,9 @@ def test_weights_on_the_grid_of_e5m3_err_by_half_a_step_of_a_finer_one_to_both_s
 
 @FLOATS
 def test_truncation_keeps_both_zeros(dtype):
-    assert encode(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), reconstruction="truncate").finest_codes[:2].tolist() == [0, 0]
+    assert encode(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), reconstruction="truncate").finest_codes[
+        :2
+    ].tolist() == [0, 0]
 
 
 @FLOATS
@@ -148,7 +156,9 @@ def test_the_scale_is_the_smallest_that_holds_the_group(weight, scale):
 )
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 def test_the_papers_scale_is_the_smallest_power_of_two_above(largest, exponent, sign):
-    assert encode(torch.tensor([0.0, sign * largest]), reconstruction="truncate").scales.tolist() == [2.0**exponent]
+    assert encode(torch.tensor([0.0, sign * largest]), reconstruction="truncate").scales.tolist() == [
+        2.0**exponent
+    ]
 
 
 def test_scales_that_are_small_beside_the_largest_lose_fraction_bits_and_then_differences():
@@ -181,7 +191,8 @@ def test_a_tiny_negative_weight_is_below_zero_whatever_stands_beside_it(tiny, la
     weight = torch.tensor([tiny, large, -tiny, 0.0])
     assert_one_group_as_the_oracle(weight, reconstruction)
     codes = encode(weight, reconstruction=reconstruction).finest_codes.tolist()
-    assert (codes[0], codes[2]) == ((16, 15) if reconstruction == "midpoint" else (-1, 0))  # mirrored, as large is positive
+    # mirrored, as large is positive
+    assert (codes[0], codes[2]) == ((16, 15) if reconstruction == "midpoint" else (-1, 0))
 
 
 @RECONSTRUCTIONS
@@ -200,7 +211,9 @@ def test_an_outlier_costs_the_tiny_weights_of_its_group_and_no_other(reconstruct
     weight = torch.full((128,), 0.01)
     weight[5] = 100.0
     tensor = encode(weight, reconstruction=reconstruction)
-    assert tensor.scales.tolist() == ([-96.0, -0.009765625] if reconstruction == "midpoint" else [128.0, 2.0**-6])
+    assert tensor.scales.tolist() == (
+        [-96.0, -0.009765625] if reconstruction == "midpoint" else [128.0, 2.0**-6]
+    )
     assert tensor.finest_codes[6] == (15 if reconstruction == "midpoint" else 0)
     alone = encode(weight[64:], reconstruction=reconstruction)
     assert torch.equal(tensor.decode("E5M8")[64:], alone.decode("E5M8"))
@@ -231,7 +244,9 @@ def test_any_group_size_shares_one_scale_to_a_group(group_size, reconstruction):
     weight = random_weight(2, 400)
     tensor = encode(weight, group_size, reconstruction)
     parts = weight.split(group_size, -1)
-    _, scales, _ = oracle.encoded([fractions(part[row]) for row in range(2) for part in parts], reconstruction)
+    _, scales, _ = oracle.encoded(
+        [fractions(part[row]) for row in range(2) for part in parts], reconstruction
+    )
     assert fractions(tensor.scales) == scales
     by_part = torch.cat([encode(part, group_size, reconstruction).decode("E5M6") for part in parts], -1)
     assert torch.equal(tensor.decode("E5M6"), by_part)
@@ -338,8 +353,16 @@ def test_a_parameter_is_encoded_like_its_data_and_without_a_graph():
 def test_bits_per_weight_count_the_scales_that_are_stored(precision):
     at = precision.mantissa_bits + 1
     assert encode(torch.ones(3, 128)).bits_per_weight(precision) == at + 0.125 == precision.bits_per_weight()
-    assert encode(torch.ones(3, 128), 32).bits_per_weight(precision) == precision.bits_per_weight(32) == at + 8 / 32
-    assert encode(torch.ones(3, 96)).bits_per_weight(str(precision)) == at + 16 / 96 > precision.bits_per_weight()
+    assert (
+        encode(torch.ones(3, 128), 32).bits_per_weight(precision)
+        == precision.bits_per_weight(32)
+        == at + 8 / 32
+    )
+    assert (
+        encode(torch.ones(3, 96)).bits_per_weight(str(precision))
+        == at + 16 / 96
+        > precision.bits_per_weight()
+    )
     assert encode(torch.tensor(1.0)).bits_per_weight(precision) == at + 8
 
 
@@ -364,7 +387,10 @@ def test_what_is_not_finite_is_refused_by_name_and_index(bad, dtype, reconstruct
 def test_magnitudes_from_32768_on_are_refused_by_name_and_index(bad, dtype, reconstruction):
     weight = torch.ones(5, 70, dtype=dtype)
     weight[4, 3] = bad
-    with pytest.raises(WeightError, match=re.escape(f"lm_head[4, 3] is {bad:g}, and SEFP holds magnitudes below 2^15 = 32768")):
+    with pytest.raises(
+        WeightError,
+        match=re.escape(f"lm_head[4, 3] is {bad:g}, and SEFP holds magnitudes below 2^15 = 32768"),
+    ):
         encode(weight, reconstruction=reconstruction, name="lm_head")
 
 
@@ -399,11 +425,24 @@ def test_refusing_a_parameter_warns_about_nothing_else():
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn],
+    [
+        torch.float64,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ],
     ids=lambda d: str(d)[6:],
 )
 def test_other_types_are_refused_by_name(dtype):
-    with pytest.raises(WeightError, match=rf"^router is {re.escape(str(dtype))}; .*float16, bfloat16 and float32"):
+    with pytest.raises(
+        WeightError,
+        match=rf"^router is {re.escape(str(dtype))}; .*float16, bfloat16 and "
+        r"float32",
+    ):
         encode(torch.zeros(4, dtype=dtype), name="router")
 
 

@@ -1,4 +1,6 @@
-"""What holds for any group of weights, proved on exact fractions; where a tempting property fails, the case that breaks it."""
+"""What holds for any group of weights, proved on exact fractions; where a tempting property fails, the case
+that breaks it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BELOW_2_15 = 32767.998046875  # the largest float32 there
 anywhere = st.lists(st.floats(-BELOW_2_15, BELOW_2_15, width=32), min_size=1, max_size=16)
 on_one_grid = st.tuples(st.integers(-15, 15), st.sampled_from((8, 9, 11, 13, 15))).flatmap(
     # quarters of step(8) of a scale: whatever is special at a border between codes occurs
-    lambda es: st.lists(st.integers(-1023, 1023).map(lambda n: n * es[1] / 16 * 2.0 ** (es[0] - 10)), min_size=1, max_size=16)
+    lambda es: st.lists(
+        st.integers(-1023, 1023).map(lambda n: n * es[1] / 16 * 2.0 ** (es[0] - 10)), min_size=1, max_size=16
+    )
 )
 groups = (anywhere | on_one_grid).map(torch.tensor)
 properties = settings(deadline=None, max_examples=60, derandomize=True)
@@ -75,7 +79,9 @@ def test_midpoint_is_off_by_at_most_half_a_step(precision, weight):
 @properties
 @given(weight=groups)
 def test_truncated_values_encode_to_themselves(precision, weight):
-    """Scales, unless all was cut to zero, values and codes; only -1, a negative weight cut to zero, comes back as 0."""
+    """Scales, unless all was cut to zero, values and codes; only -1, a negative weight cut to zero, comes
+    back as 0.
+    """
     first = encode(weight, reconstruction="truncate")
     values = first.decode(precision)
     again = encode(values, reconstruction="truncate")
@@ -95,7 +101,9 @@ def test_midpoint_values_have_their_own_codes_on_the_same_scales(precision, byte
     scales = scale_values(torch.tensor([[byte]], dtype=torch.uint8), 0)
     s = fractions(scales)[0]
     values = torch.tensor([float(oracle.value(code, s, m, "midpoint")) for code in codes])
-    assert (finest_codes(values.unsqueeze(0), scales, len(codes), "midpoint") >> (8 - m))[0].tolist() == list(codes)
+    assert (finest_codes(values.unsqueeze(0), scales, len(codes), "midpoint") >> (8 - m))[0].tolist() == list(
+        codes
+    )
 
 
 @AT_EVERY_PRECISION
@@ -125,7 +133,14 @@ def test_midpoint_error_of_a_single_weight_may_grow_with_a_mantissa_bit():
     """Only the bound halves with every bit: zero is on the grid of E5M3, and half a step off all finer ones."""
     tensor = encode(torch.tensor([0.0, -1.0]))
     assert tensor.scales.tolist() == [1.0]
-    assert [float(tensor.decode(p)[0]) for p in PRECISIONS] == [2.0**-9, 2.0**-8, 2.0**-7, 2.0**-6, 2.0**-5, 0.0]
+    assert [float(tensor.decode(p)[0]) for p in PRECISIONS] == [
+        2.0**-9,
+        2.0**-8,
+        2.0**-7,
+        2.0**-6,
+        2.0**-5,
+        0.0,
+    ]
 
 
 @AT_EVERY_PRECISION
@@ -146,7 +161,9 @@ def test_midpoint_at_e5m3_is_rounding_to_the_nearest_multiple_of_an_eighth_of_th
     """Symmetric int4 as others have it: codes from -8 to 7 times s/8. Halves go either way."""
     tensor = encode(weight)
     s = scale_of(tensor)
-    for w, code, v in zip(fractions(weight), tensor.codes("E5M3").tolist(), fractions(tensor.decode("E5M3")), strict=True):
+    for w, code, v in zip(
+        fractions(weight), tensor.codes("E5M3").tolist(), fractions(tensor.decode("E5M3")), strict=True
+    ):
         assert v == code * s / 8
         assert -8 <= code <= 7
         assert abs(w - v) <= abs(s) / 16

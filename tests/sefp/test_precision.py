@@ -106,7 +106,9 @@ def test_capitals_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    "wrong", ["E5M9", "e5m9", "E5M2", "E5M", "E4M3", "M4", " E5M4", "E5M4 ", "E5M04", "", 4, 4.0, None, True, b"E5M4"], ids=repr
+    "wrong",
+    ["E5M9", "e5m9", "E5M2", "E5M", "E4M3", "M4", " E5M4", "E5M4 ", "E5M04", "", 4, 4.0, None, True, b"E5M4"],
+    ids=repr,
 )
 def test_another_spelling_is_refused_with_the_six_names(wrong):
     with pytest.raises(PrecisionError) as refused:

@@ -21,7 +21,13 @@ _FLAGS = [
     "--no-first-run",
     "--disable-extensions",
 ]
-_KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "Tab": (9, "")}
+_KEYS = {
+    "Enter": (13, "\r"),
+    "Escape": (27, ""),
+    "ArrowLeft": (37, ""),
+    "ArrowRight": (39, ""),
+    "Tab": (9, ""),
+}
 
 
 class Browser:
@@ -33,7 +39,9 @@ class Browser:
         shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where it looks for the pipe
         command = [PROGRAM, *_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, "browser", *command], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
+            ["bash", "-c", shell, "browser", *command],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
         )
         os.close(theirs_in)
         os.close(theirs_out)
@@ -63,7 +71,11 @@ class Browser:
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params}
-        os.write(self._out, json.dumps({**message, "sessionId": self._session} if self._session else message).encode() + b"\0")
+        os.write(
+            self._out,
+            json.dumps({**message, "sessionId": self._session} if self._session else message).encode()
+            + b"\0",
+        )
         while True:
             answer = self._read()
             if answer.get("id") == number:
@@ -81,7 +93,9 @@ class Browser:
         message: dict[str, Any] = json.loads(first)
         params = message.get("params", {})
         if message.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(params["exceptionDetails"].get("exception", {}).get("description", "an error"))
+            self.complaints.append(
+                params["exceptionDetails"].get("exception", {}).get("description", "an error")
+            )
         elif message.get("method") == "Runtime.consoleAPICalled":
             self.complaints.append(str([one.get("value") for one in params["args"]]))
         elif message.get("method") == "Log.entryAdded":
@@ -140,7 +154,13 @@ class Browser:
 
     def look(self, width: int, height: int, scheme: str = "light", phone: bool = False) -> None:
         """As on a screen of that size, light or dark."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, path: Path) -> None:

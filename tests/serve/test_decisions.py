@@ -13,7 +13,11 @@ from otaro.serve.decisions import Decision, Question, answered, margin
 
 STATE = "The statement is a list of names."
 QUESTIONS = {
-    "kind": {"type": "choice", "instructions": "What is it?", "criteria": {"list": "many", "name": None, "call": {"a": [1]}}},
+    "kind": {
+        "type": "choice",
+        "instructions": "What is it?",
+        "criteria": {"list": "many", "name": None, "call": {"a": [1]}},
+    },
     "good": {"type": "score", "criteria": ["bad", "middling", "good"]},
     "true": {"type": "noul", "instructions": "Is it true?", "criteria": {"true": "it is"}},
 }
@@ -50,10 +54,16 @@ def test_probabilities_are_those_of_the_logits(tiny, tokens, model, precision):
     with otaro.Engine(model, max_sequences=1) as engine:
         for name, labels in {"kind": "ABC", "good": "ABC", "true": "TF"}.items():
             prompt = f"user: {STATE}\n\n{WORDED[name]}\nassistant:"
-            (token,) = engine.submit(prompt, precision=precision, max_new_tokens=1, logprobs=model.config.vocab_size)
+            (token,) = engine.submit(
+                prompt, precision=precision, max_new_tokens=1, logprobs=model.config.vocab_size
+            )
             logits = torch.tensor([dict(token.top)[label] for label in tokens(labels)], dtype=torch.float64)
             answer = response["answers"][name]
-            found = list(answer["probabilities"].values()) if name != "true" else [answer["noul"], 1 - answer["noul"]]
+            found = (
+                list(answer["probabilities"].values())
+                if name != "true"
+                else [answer["noul"], 1 - answer["noul"]]
+            )
             assert found == pytest.approx(logits.softmax(0).tolist(), rel=1e-12)  # both in float64
             assert answer["precision"] == precision
     assert response["precision"] == precision
@@ -76,7 +86,9 @@ def test_an_answer_by_its_text_is_as_likely_as_its_tokens_one_after_the_other(ti
                 )
                 total += dict(step.top)[token]
             totals.append(total)
-    assert list(found.values()) == pytest.approx(torch.tensor(totals, dtype=torch.float64).softmax(0).tolist(), rel=1e-12)
+    assert list(found.values()) == pytest.approx(
+        torch.tensor(totals, dtype=torch.float64).softmax(0).tolist(), rel=1e-12
+    )
 
 
 def test_questions_about_one_state_share_it(tiny, tokens):
@@ -84,20 +96,31 @@ def test_questions_about_one_state_share_it(tiny, tokens):
     answers = [answer["probabilities"] for answer in response["answers"].values()]
     assert all(answer == answers[0] for answer in answers)
     reused = tiny.metric('otaro_reused_tokens_total{precision="E5M6"}')
-    assert reused > 0.6 * response["usage"]["input_tokens"]  # three of the four found all but their last token
+    # three of the four found all but their last token
+    assert reused > 0.6 * response["usage"]["input_tokens"]
 
 
 def test_the_example_of_the_page_is_answered_in_the_shape_that_it_shows(tiny, tokens):
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     body = json.loads(re.search(r"/v1/systemone [^\n]*-d '(\{.*?\})'\n", page, re.DOTALL)[1])
     shown = json.loads(
-        "{" + re.search(r'^    ("urgent": \{"type": "score", "score".*?)\n\n', page, re.DOTALL | re.MULTILINE)[1] + "}"
+        "{"
+        + re.search(r'^    ("urgent": \{"type": "score", "score".*?)\n\n', page, re.DOTALL | re.MULTILINE)[1]
+        + "}"
     )
     answers = tiny.post("/v1/systemone", body).json()["answers"]
-    assert {name: one["type"] for name, one in answers.items()} == {"team": "choice", "urgent": "score", "angry": "noul"}
+    assert {name: one["type"] for name, one in answers.items()} == {
+        "team": "choice",
+        "urgent": "score",
+        "angry": "noul",
+    }
     assert answers["urgent"].keys() == shown["urgent"].keys()
     levels = body["questions"]["urgent"]["criteria"]
-    assert answers["urgent"]["legend"] == shown["urgent"]["legend"] == {str(n): level for n, level in enumerate(levels)}
+    assert (
+        answers["urgent"]["legend"]
+        == shown["urgent"]["legend"]
+        == {str(n): level for n, level in enumerate(levels)}
+    )
     chances = list(shown["urgent"]["probabilities"].values())
     question = Question("urgent", "score", "", list("012"), levels)
     assert answered(question, Decision(1, otaro.Precision("E5M3"), chances)) == shown["urgent"]
@@ -114,7 +137,8 @@ def test_answers_have_the_shape_of_their_kind():
         "precision": "E5M3",
     }
     score = answered(
-        Question("q", "score", "", ["0", "1", "2"], ["bad", {"x": 1}, "good"]), Decision(1, even.precision, [0, 0.5, 0.5])
+        Question("q", "score", "", ["0", "1", "2"], ["bad", {"x": 1}, "good"]),
+        Decision(1, even.precision, [0, 0.5, 0.5]),
     )
     assert (score["score"], score["legend"]) == (1.5, {"0": "bad", "1": {"x": 1}, "2": "good"})
     assert score["confidence"] == pytest.approx(1 - 0.5 / (2 / 3))
@@ -130,7 +154,11 @@ def test_answers_have_the_shape_of_their_kind():
 
 
 def test_auto_asks_again_only_where_the_margin_is_small(start):
-    questions = {"kind": QUESTIONS["kind"], "good": QUESTIONS["good"], "other": {"type": "score", "criteria": ["x", "y"]}}
+    questions = {
+        "kind": QUESTIONS["kind"],
+        "good": QUESTIONS["good"],
+        "other": {"type": "score", "criteria": ["x", "y"]},
+    }
     never, always = start(auto_margin=0.0), start(auto_margin=1.0)
     coarse, fine = (ask(never, questions, precision=one).json()["answers"] for one in ("E5M3", "E5M8"))
     margins = sorted(margin(answer["probabilities"].values()) for answer in coarse.values())

@@ -1,4 +1,6 @@
-"""Clients that misbehave or die, and servers that are killed: it answers on, and nothing crosses from one to another."""
+"""Clients that misbehave or die, and servers that are killed: it answers on, and nothing crosses from one to
+another.
+"""
 
 import json
 import random
@@ -155,9 +157,16 @@ def test_bad_http_is_refused(start):
         client.sendall(data)
         client.settimeout(20)
         answer = client.recv(65536)
-        assert answer == b"" or answer.split()[1] in {b"200", b"400", b"403", b"404", b"405", b"408", b"413", b"415"}, bytes(
-            data
-        )
+        assert answer == b"" or answer.split()[1] in {
+            b"200",
+            b"400",
+            b"403",
+            b"404",
+            b"405",
+            b"408",
+            b"413",
+            b"415",
+        }, bytes(data)
         client.close()
     assert said(running) == expected
     at_rest(running)
@@ -186,8 +195,16 @@ def loaded(process, chat_dir):
     def ask(number):
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         try:
-            options = {"model": "tiny", "prompt": "The", "max_tokens": 300, "seed": number, "extra_body": {"ignore_eos": True}}
-            chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+            options = {
+                "model": "tiny",
+                "prompt": "The",
+                "max_tokens": 300,
+                "seed": number,
+                "extra_body": {"ignore_eos": True},
+            }
+            chunks = list(
+                client.completions.create(stream=True, stream_options={"include_usage": True}, **options)
+            )
             running.ends.append(chunks[-1].usage.completion_tokens)
         except (openai.APIError, httpx2.TransportError) as error:
             running.ends.append(type(error).__name__)
@@ -231,7 +248,8 @@ def test_a_second_ctrl_c_ends_answers_at_once_and_quietly(loaded):
 def test_an_answer_that_is_not_done_in_time_does_not_hold_up_the_end(start, monkeypatch):
     running = start(shutdown_timeout=1.0)
     step = running.service.engine.scheduler.step
-    monkeypatch.setattr(running.service.engine.scheduler, "step", lambda: time.sleep(0.1) or step())  # a slow machine
+    # a slow machine
+    monkeypatch.setattr(running.service.engine.scheduler, "step", lambda: time.sleep(0.1) or step())
     body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
     client = connect(running)
     client.sendall(request(body))
@@ -262,7 +280,13 @@ def test_memory_stays_where_it_was(start):
 
     def some():
         for number in range(60):
-            body = {**PROMPT, "prompt": f"The statement {number}", "stream": number % 2 == 0, "logprobs": 5, "n": 2}
+            body = {
+                **PROMPT,
+                "prompt": f"The statement {number}",
+                "stream": number % 2 == 0,
+                "logprobs": 5,
+                "n": 2,
+            }
             running.post("/v1/completions", body)
             running.post("/v1/completions", {**PROMPT, "nonsense": 1})
 
@@ -271,6 +295,7 @@ def test_memory_stays_where_it_was(start):
     threads, files = process.num_threads(), process.num_fds()
     some()
     at_rest(running)
-    # One kept for every stream would be 30 more. Pools may grow by a worker or two still: they do when all are busy.
+    # One kept for every stream would be 30 more. Pools may grow by a worker or two still: they do when all
+    # are busy.
     assert process.num_threads() < threads + 30
     assert process.num_fds() < files + 30

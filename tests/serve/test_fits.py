@@ -55,7 +55,9 @@ def test_a_fit_answers_by_name_and_by_field(start, model):
     phased = server.post("/v1/completions", {**ASK, "precision": {"prefill": "E5M8", "decode": "fit:800kB"}})
     assert phased.json()["precision"] == "E5M8, then fit:800kB"
     question = {"good": {"type": "score", "criteria": ["bad", "good"]}}
-    decided = server.post("/v1/systemone", {"precision": "fit:800kB", "state": "It rains.", "questions": question})
+    decided = server.post(
+        "/v1/systemone", {"precision": "fit:800kB", "state": "It rains.", "questions": question}
+    )
     assert decided.json()["precision"] == "fit:800kB"
 
 

@@ -47,7 +47,9 @@ def test_models_are_the_model_and_the_model_at_each_precision(tiny):
 )
 def test_the_precision_is_that_of_the_name_or_of_the_field(tiny, said, name, precision, expected, told):
     extra = {} if precision is None else {"precision": precision}
-    raw = tiny.client.chat.completions.with_raw_response.create(model=name, messages=MESSAGES, extra_body=extra, **GREEDY)
+    raw = tiny.client.chat.completions.with_raw_response.create(
+        model=name, messages=MESSAGES, extra_body=extra, **GREEDY
+    )
     answer, alone = raw.parse(), said(expected)
     assert answer.choices[0].message.content == alone.text
     assert answer.precision == raw.headers["x-otaro-precision"] == told
@@ -65,7 +67,10 @@ def test_a_stream_is_the_whole_answer_in_pieces(tiny, said):
     with tiny.client.chat.completions.create(**options, stream_options={"include_usage": True}) as stream:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == said("E5M4").text
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == said("E5M4").text
+    )
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert chunks[-1].usage.completion_tokens == 12
     assert not chunks[-1].choices
@@ -73,7 +78,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(tiny, said):
     assert len({chunk.id for chunk in chunks}) == 1
     with tiny.client.chat.completions.create(**options) as stream:
         assert all(chunk.usage is None for chunk in stream)
-    with tiny.client.chat.completions.create(**options, stream_options={"continuous_usage_stats": True}) as stream:
+    with tiny.client.chat.completions.create(
+        **options, stream_options={"continuous_usage_stats": True}
+    ) as stream:
         usages = [chunk.usage for chunk in stream]
     counts = [usage.completion_tokens for usage in usages]
     assert (counts, counts[-1]) == (sorted(counts), 12)
@@ -83,14 +90,18 @@ def test_a_stream_is_the_whole_answer_in_pieces(tiny, said):
 def test_a_stop_ends_the_answer_and_is_not_in_it(tiny, said):
     text = said("E5M8").text
     stop = text.split()[2]
-    answer = tiny.client.chat.completions.create(model="tiny", messages=MESSAGES, stop=[stop, "never"], **GREEDY)
+    answer = tiny.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stop=[stop, "never"], **GREEDY
+    )
     assert answer.choices[0].message.content == text[: text.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_seed_says_the_same_again_and_choices_differ(tiny):
     def ask(**more):
-        return tiny.client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=8, **more)
+        return tiny.client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_completion_tokens=8, **more
+        )
 
     first, again = (ask(seed=7, n=3, temperature=1.2, top_p=0.95) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -98,7 +109,8 @@ def test_a_seed_says_the_same_again_and_choices_differ(tiny):
     assert [choice.index for choice in first.choices] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert first.usage.completion_tokens == 24
-    assert ask(seed=9, temperature=1.2, top_p=0.95).choices[0].message.content == texts[2]  # each has the next seed
+    # each has the next seed
+    assert ask(seed=9, temperature=1.2, top_p=0.95).choices[0].message.content == texts[2]
     assert ask(seed=-1).choices[0].message.content == ask(seed=-1).choices[0].message.content
 
 
@@ -115,7 +127,9 @@ def test_choices_are_streamed_side_by_side(tiny):
 
 
 def test_logprobs_of_a_chat(tiny, said):
-    answer = tiny.client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY)
+    answer = tiny.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY
+    )
     content = answer.choices[0].logprobs.content
     assert "".join(one.token for one in content) == answer.choices[0].message.content
     assert all(len(one.top_logprobs) == 3 for one in content)
@@ -141,7 +155,10 @@ def test_completions_of_texts_and_of_tokens(tiny, said, model):
         logged = choice.logprobs
         assert "".join(logged.tokens) == choice.text
         assert [choice.text[at] for at in logged.text_offset] == [token[0] for token in logged.tokens]
-        assert all(max(top.values()) == value for top, value in zip(logged.top_logprobs, logged.token_logprobs, strict=True))
+        assert all(
+            max(top.values()) == value
+            for top, value in zip(logged.top_logprobs, logged.token_logprobs, strict=True)
+        )
     tokens = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     by_tokens = tiny.client.completions.create(model="tiny", prompt=tokens, **GREEDY)
     assert [choice.text for choice in by_tokens.choices] == [choice.text for choice in answer.choices]
@@ -159,7 +176,11 @@ def test_completions_in_a_stream(tiny, said):
 
 def test_a_response(tiny, said):
     response = tiny.client.responses.create(
-        model="tiny:E5M4", input="The statement", temperature=0, max_output_tokens=12, extra_body={"precision": "E5M4"}
+        model="tiny:E5M4",
+        input="The statement",
+        temperature=0,
+        max_output_tokens=12,
+        extra_body={"precision": "E5M4"},
     )
     assert response.output_text == said("E5M4").text
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -167,23 +188,36 @@ def test_a_response(tiny, said):
 
 
 def test_a_response_in_a_stream_and_a_conversation(tiny, said):
-    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": [{"type": "text", "text": "A list"}]}]
+    messages = [
+        {"role": "system", "content": "Short."},
+        {"role": "user", "content": [{"type": "text", "text": "A list"}]},
+    ]
     stop = "\n"
     chat = tiny.client.chat.completions.create(model="tiny", messages=messages, stop=stop, **GREEDY)
     input_items = [{"role": "user", "content": [{"type": "input_text", "text": "A list"}]}]
     with tiny.client.responses.stream(
-        model="tiny", input=input_items, instructions="Short.", temperature=0, max_output_tokens=12, extra_body={"stop": stop}
+        model="tiny",
+        input=input_items,
+        instructions="Short.",
+        temperature=0,
+        max_output_tokens=12,
+        extra_body={"stop": stop},
     ) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
     assert text == final.output_text == chat.choices[0].message.content
     assert (final.status, final.instructions) == ("completed", "Short.")
     following = [*input_items, *(one.model_dump(exclude_none=True) for one in final.output), input_items[0]]
-    assert tiny.client.responses.create(model="tiny", input=following, max_output_tokens=3).output[0].role == "assistant"
+    assert (
+        tiny.client.responses.create(model="tiny", input=following, max_output_tokens=3).output[0].role
+        == "assistant"
+    )
 
 
 def test_what_was_asked_before_is_not_read_again(tiny):
-    tokens = tiny.service.tokenizer("What a request says depends on the request alone, whoever came before.")["input_ids"]
+    tokens = tiny.service.tokenizer("What a request says depends on the request alone, whoever came before.")[
+        "input_ids"
+    ]
     options = {"model": "tiny:E5M5", "prompt": tokens, "temperature": 0}
     first = tiny.client.completions.create(**options)
     again = tiny.client.completions.create(**options)
@@ -208,8 +242,14 @@ def test_an_answer_changes_its_precision_on_the_way(tiny):
 def test_it_tells_what_is_in_memory_and_what_a_token_reads(tiny):
     tiny.client.completions.create(model="tiny:E5M8", prompt="A", max_tokens=2)
     told = tiny.http.get("/v1/resident").json()
-    assert (told["model"], told["chat"], told["max_model_len"], told["precision"]) == ("tiny", True, 512, "E5M8")
-    assert told["cache_bytes_per_token"] == 6 * 2 * 64 * 2  # layers, keys and values, two heads of 32, float16
+    assert (told["model"], told["chat"], told["max_model_len"], told["precision"]) == (
+        "tiny",
+        True,
+        512,
+        "E5M8",
+    )
+    # layers, keys and values, two heads of 32, float16
+    assert told["cache_bytes_per_token"] == 6 * 2 * 64 * 2
     assert told["cache_bytes"] >= 2 * told["cache_bytes_per_token"]
     rows = told["precisions"]
     assert [row["precision"] for row in rows] == ["E5M3", "E5M4", "E5M5", "E5M6", "E5M7", "E5M8"]
@@ -238,7 +278,9 @@ def test_many_clients_at_once_each_get_what_they_would_get_alone(tiny):
     async def text(case, stream):
         if not stream:
             return (await client.completions.create(**case)).choices[0].text
-        return "".join([chunk.choices[0].text async for chunk in await client.completions.create(stream=True, **case)])
+        return "".join(
+            [chunk.choices[0].text async for chunk in await client.completions.create(stream=True, **case)]
+        )
 
     async def leave(case):
         stream = await client.completions.create(stream=True, **{**case, "max_tokens": 300})
@@ -249,7 +291,8 @@ def test_many_clients_at_once_each_get_what_they_would_get_alone(tiny):
     async def all_of_them():
         alone = [await text(case, False) for case in cases]
         crowd = await asyncio.gather(
-            *(text(case, number % 2 == 0) for number, case in enumerate(cases)), *(leave(case) for case in cases[:6])
+            *(text(case, number % 2 == 0) for number, case in enumerate(cases)),
+            *(leave(case) for case in cases[:6]),
         )
         return alone, crowd[: len(cases)]
 
@@ -308,12 +351,16 @@ def test_a_wrong_field_is_named(tiny, field, value, words):
 
 def test_the_client_raises_what_it_should(tiny):
     with pytest.raises(openai.BadRequestError) as caught:
-        tiny.client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {}}])
+        tiny.client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=[{"type": "function", "function": {}}]
+        )
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError, match="there are tiny, tiny:auto, tiny:E5M8"):
         tiny.client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="says E5M4 already"):
-        tiny.client.chat.completions.create(model="tiny:E5M4", messages=MESSAGES, extra_body={"precision": "E5M3"})
+        tiny.client.chat.completions.create(
+            model="tiny:E5M4", messages=MESSAGES, extra_body={"precision": "E5M3"}
+        )
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         tiny.client.responses.create(model="tiny", input="A", previous_response_id="resp_1")
 
@@ -364,6 +411,7 @@ def test_a_draft_changes_no_answer_and_usage_tells_of_it(start):
     assert len(set(texts[:3])) == len(set(texts[3:])) == 1
     told = [answer["usage"]["completion_tokens_details"] for answer in answers]
     assert told[0] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-    assert all(sum(each.values()) > 0 for each in (told[1], told[2], told[4], told[5]))  # the server's own yields to E5M3
+    # the server's own yields to E5M3
+    assert all(sum(each.values()) > 0 for each in (told[1], told[2], told[4], told[5]))
     assert refused.status_code == 400
     assert "a draft is coarser than what it serves" in refused.json()["error"]["message"]

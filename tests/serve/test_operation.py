@@ -69,7 +69,10 @@ def test_a_key_opens(locked, header, status):
 
 
 def test_without_a_key_only_health_and_the_page_answer(locked):
-    assert {path: locked.http.get(path).status_code for path in ("/health", "/", "/metrics", "/version", "/v1/nothing")} == {
+    assert {
+        path: locked.http.get(path).status_code
+        for path in ("/health", "/", "/metrics", "/version", "/v1/nothing")
+    } == {
         "/health": 200,
         "/": 200,
         "/metrics": 401,
@@ -78,7 +81,10 @@ def test_without_a_key_only_health_and_the_page_answer(locked):
     }
     with pytest.raises(openai.AuthenticationError):
         locked.client.models.list()
-    assert locked.post("/v1/completions", SHORT, headers={"authorization": "Bearer first-key"}).status_code == 200
+    assert (
+        locked.post("/v1/completions", SHORT, headers={"authorization": "Bearer first-key"}).status_code
+        == 200
+    )
 
 
 def test_a_precision_is_changed_by_who_has_a_key_and_the_id(locked):
@@ -94,7 +100,13 @@ def test_a_precision_is_changed_by_who_has_a_key_and_the_id(locked):
         path, coarse = f"/v1/answers/{name}/precision", {"precision": "E5M3"}
         assert UUID(name.removeprefix("cmpl-")).version == 4
         assert locked.post(path, coarse).status_code == 401
-        for body in ({}, {"precision": "E5M9"}, {"precision": 3}, {"precision": "auto"}, {**coarse, "more": 1}):
+        for body in (
+            {},
+            {"precision": "E5M9"},
+            {"precision": 3},
+            {"precision": "auto"},
+            {**coarse, "more": 1},
+        ):
             assert locked.post(path, body, headers=key).status_code == 400
         guess = locked.post("/v1/answers/cmpl-0/precision", coarse, headers=key)
         assert (guess.status_code, guess.json()["error"]["code"]) == (404, "answer_not_found")
@@ -102,7 +114,14 @@ def test_a_precision_is_changed_by_who_has_a_key_and_the_id(locked):
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost", 200), ("localhost:8000", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200), ("evil.example", 403), ("", 403)],
+    [
+        ("localhost", 200),
+        ("localhost:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("", 403),
+    ],
 )
 def test_a_local_server_answers_to_local_names(tiny, host, status):
     """A page whose name was made to point here could read answers otherwise."""
@@ -117,7 +136,8 @@ def test_web_pages_from_elsewhere_may_not_call_unless_told(tiny, start):
     assert "access-control-allow-origin" not in tiny.http.get("/v1/models", headers=asked).headers
     allowing = start(origins=("https://a.example",), keys=("key",))
     assert (
-        allowing.http.options("/v1/chat/completions", headers=asked).headers["access-control-allow-origin"] == asked["origin"]
+        allowing.http.options("/v1/chat/completions", headers=asked).headers["access-control-allow-origin"]
+        == asked["origin"]
     )
     other = allowing.http.options("/v1/chat/completions", headers={**asked, "origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
@@ -126,14 +146,29 @@ def test_web_pages_from_elsewhere_may_not_call_unless_told(tiny, start):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_what_a_form_of_a_web_page_can_send_is_refused(tiny, kind):
-    response = tiny.http.post("/v1/completions", content=json.dumps(SHORT), headers={"content-type": kind} if kind else {})
+    response = tiny.http.post(
+        "/v1/completions", content=json.dumps(SHORT), headers={"content-type": kind} if kind else {}
+    )
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
 
 
 def test_no_file_can_be_reached_and_the_page_has_a_strict_policy(tiny):
-    paths = ["/page/../app.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page//etc/passwd", "/..%2f..%2fetc%2fpasswd"]
-    for path in [*paths, "/page/", "/page/app.py", "/v1/models/../../etc/passwd", "/page/..\\app.py", "/page/index.html%00"]:
+    paths = [
+        "/page/../app.py",
+        "/page/..%2fapp.py",
+        "/page/%2e%2e/app.py",
+        "/page//etc/passwd",
+        "/..%2f..%2fetc%2fpasswd",
+    ]
+    for path in [
+        *paths,
+        "/page/",
+        "/page/app.py",
+        "/v1/models/../../etc/passwd",
+        "/page/..\\app.py",
+        "/page/index.html%00",
+    ]:
         client = raw(tiny, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda c=client: c.recv(65536), b""))
         assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), path
@@ -155,7 +190,9 @@ def test_bodies_have_a_largest_size(start):
     small = start(max_body_bytes=1000)
     assert small.post("/v1/completions", {**SHORT, "stop": "x" * 1000}).status_code == 413
     chunked = (b'{"prompt": "' for _ in range(100))
-    response = small.http.post("/v1/completions", content=chunked, headers={"content-type": "application/json"})
+    response = small.http.post(
+        "/v1/completions", content=chunked, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 413
     assert small.post("/v1/completions", SHORT).status_code == 200
 
@@ -166,8 +203,16 @@ def test_prompts_and_answers_have_a_largest_length(start):
         error = small.post("/v1/completions", {**body}).json()["error"]
         assert error["param"] == field
         assert "too many" in error["message"]
-    assert small.post("/v1/completions", {"prompt": [1] * 5, "max_tokens": 3}).json()["usage"]["completion_tokens"] <= 3
-    assert small.post("/v1/responses", {"input": "A", "max_output_tokens": 4}).json()["error"]["param"] == "max_output_tokens"
+    assert (
+        small.post("/v1/completions", {"prompt": [1] * 5, "max_tokens": 3}).json()["usage"][
+            "completion_tokens"
+        ]
+        <= 3
+    )
+    assert (
+        small.post("/v1/responses", {"input": "A", "max_output_tokens": 4}).json()["error"]["param"]
+        == "max_output_tokens"
+    )
     assert (
         small.post("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}]}).status_code == 400
     )  # 5 tokens and more
@@ -256,7 +301,9 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(start):
     lazy = {"prompt": "The", "max_tokens": 500, "logprobs": 20, "ignore_eos": True, "stream": True, "n": 3}
     client = raw(hasty, request(lazy), receive_buffer=4096)
     assert hasty.post("/v1/completions", SHORT).status_code == 200
-    hasty.eventually(lambda: hasty.metric('otaro_requests_total{endpoint="/v1/completions",status="499"}') == 1)
+    hasty.eventually(
+        lambda: hasty.metric('otaro_requests_total{endpoint="/v1/completions",status="499"}') == 1
+    )
     assert hasty.service.open_answers == 0
     hasty.eventually(lambda: hasty.service.engine.running == 0)
     hasty.eventually(lambda: len(hasty.server.server_state.connections) == 1)  # that of the test
@@ -343,7 +390,11 @@ def test_the_log_has_a_line_a_request_without_what_was_asked(tiny, start, lines)
 
     def logged():  # other servers of these tests log too
         by_id = {line["id"]: line for line in map(json.loads, lines) if "id" in line}
-        return [by_id[answer.headers["x-request-id"]] for answer in answers if answer.headers["x-request-id"] in by_id]
+        return [
+            by_id[answer.headers["x-request-id"]]
+            for answer in answers
+            if answer.headers["x-request-id"] in by_id
+        ]
 
     tiny.eventually(lambda: len(logged()) == 3)
     first, second, third = logged()
@@ -398,7 +449,8 @@ def test_an_address_that_cannot_be_had_is_named(tiny):
 
 def test_without_the_extra_the_command_says_what_to_install(tmp_path):
     code = (
-        "import sys; sys.modules['starlette'] = None; sys.argv[1:] = ['serve', 'x']; import otaro.cli.main as cli; cli.main()"
+        "import sys; sys.modules['starlette'] = None; sys.argv[1:] = ['serve', 'x']; import otaro.cli.main "
+        "as cli; cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -409,7 +461,9 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
 def test_the_command_takes_a_key_from_a_file(process, chat_dir, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one-key\n\ntwo-key\n")
-    running = process(chat_dir, "--api-key-file", keys, "--name", "mine", "--precision", "E5M4", "--max-sequences", "2")
+    running = process(
+        chat_dir, "--api-key-file", keys, "--name", "mine", "--precision", "E5M4", "--max-sequences", "2"
+    )
     assert running.first.startswith("mine at http://127.0.0.1:")
     assert running.http.get("/v1/models").status_code == 401
     command = running.curl.replace("KEY", "two-key")

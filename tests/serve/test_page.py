@@ -154,7 +154,11 @@ def test_it_streams_what_the_server_says(browser, slow, tiny):
     browser.wait(IDLE)
     history = [{"role": "user", "content": "The\nstatement"}, {"role": "assistant", "content": first}]
     body = {"messages": [*history, {"role": "user", "content": "Go on"}], "temperature": 0}
-    assert tiny.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"].startswith(said(browser, 1))
+    assert (
+        tiny.post("/v1/chat/completions", body)
+        .json()["choices"][0]["message"]["content"]
+        .startswith(said(browser, 1))
+    )
     browser.click("#new")
     assert browser.evaluate("document.querySelectorAll('.turn').length") == 0
 
@@ -189,7 +193,8 @@ def test_the_slider_works_in_the_middle_of_an_answer_and_escape_stops(browser, s
 def test_tokens_a_second_are_counted_from_the_first_one(browser, tiny):
     enter(browser, tiny)
     answer_with(browser, "".join(event("word ", tokens) for tokens in (3, 8, 13, 13)) + "data: [DONE]\n\n")
-    browser.evaluate("void (performance.now = () => (window.clock = (window.clock ?? 0) + 1000))")  # a second an event
+    # a second an event
+    browser.evaluate("void (performance.now = () => (window.clock = (window.clock ?? 0) + 1000))")
     ask(browser, "The statement")
     browser.wait(f"{IDLE} && document.querySelector('.figures')?.textContent.startsWith('13 tokens')")
     assert browser.text(".figures").split(" · ")[1] == "5.0 tokens/s"
@@ -237,7 +242,10 @@ def test_a_model_without_a_template_goes_on_with_a_text(browser, start, chat_dir
 
 def test_it_shows_what_is_in_memory(browser, tiny):
     enter(browser, tiny)
-    cells = "[...document.getElementById('planes').rows].map((row) => [...row.cells].map((one) => one.textContent))"
+    cells = (
+        "[...document.getElementById('planes').rows].map((row) => [...row.cells].map((one) => "
+        "one.textContent))"
+    )
     rows = browser.evaluate(cells)
     told = tiny.http.get("/v1/resident").json()["precisions"]
     assert [row[0] for row in rows] == [one["precision"] for one in told]
@@ -278,7 +286,10 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(browser, start):
     browser.open(locked.url + "/")
     alert(browser, "wants an API key")
     assert browser.evaluate("document.activeElement.id") == "key"
-    for key, words in (("wrong-key", "does not know this API key"), ("schlüssel", "No API key looks like that")):
+    for key, words in (
+        ("wrong-key", "does not know this API key"),
+        ("schlüssel", "No API key looks like that"),
+    ):
         browser.evaluate("document.getElementById('key').select()")
         browser.type(key)
         browser.press("Tab")
@@ -286,10 +297,16 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(browser, start):
     browser.evaluate("document.getElementById('key').select()")
     browser.type("right-key")
     browser.press("Tab")
-    browser.wait("document.getElementById('planes').rows.length && !document.getElementById('alert').textContent")
+    browser.wait(
+        "document.getElementById('planes').rows.length && !document.getElementById('alert').textContent"
+    )
     ask(browser, "The statement")
     browser.wait(f"{IDLE} && document.querySelector('.answer .said')?.textContent")
-    assert browser.evaluate("[sessionStorage.getItem('key'), localStorage.length, document.cookie]") == ["right-key", 0, ""]
+    assert browser.evaluate("[sessionStorage.getItem('key'), localStorage.length, document.cookie]") == [
+        "right-key",
+        0,
+        "",
+    ]
     refused = [one for one in browser.complaints if "401" in one]
     assert refused == browser.complaints != []
     browser.complaints.clear()
@@ -374,7 +391,10 @@ def test_nothing_that_a_model_or_a_server_says_is_run(browser, start):
     answer_with(browser, json.dumps({"error": {"message": HOSTILE}}), 418)
     ask(browser, "And now?")
     alert(browser, HOSTILE)
-    assert browser.evaluate("[document.querySelectorAll('img, main script').length, document.title]") == [0, "OTARo"]
+    assert browser.evaluate("[document.querySelectorAll('img, main script').length, document.title]") == [
+        0,
+        "OTARo",
+    ]
     inserted = browser.evaluate("""(() => { const script = document.createElement("script");
         script.textContent = "document.title = 'run'"; document.body.append(script); return document.title; })()""")
     assert inserted == "OTARo", "the policy forbids what is not in a file of the page"
@@ -401,7 +421,9 @@ def test_it_can_be_read_on_a_phone_in_light_and_dark(browser, tiny, scheme):
         .filter((one) => one.getBoundingClientRect().right > 375.5 || (one.id === "talk" && one.scrollWidth > one.clientWidth))
         .map((one) => one.outerHTML)"""
     assert browser.evaluate(wide) == []
-    boxes = browser.evaluate("[...document.querySelectorAll('.answer')].map((one) => one.getBoundingClientRect().left)")
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('.answer')].map((one) => one.getBoundingClientRect().left)"
+    )
     assert boxes[0] == boxes[1], "one below the other"
     browser.click("summary")
     assert browser.evaluate(wide) == []
@@ -420,7 +442,9 @@ def test_it_can_be_read_on_a_phone_in_light_and_dark(browser, tiny, scheme):
 def luminance(colour):
     """As WCAG has it, of rgb(...)."""
     values = [int(value) / 255 for value in colour.removeprefix("rgb(").removesuffix(")").split(",")]
-    red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values)
+    red, green, blue = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -429,14 +453,28 @@ def test_the_keyboard_reaches_everything_and_sees_where_it_is(browser, tiny):
     browser.click("#compare")
     shown = "[...document.querySelectorAll('button, input, textarea')].filter((one) => one.checkVisibility())"
     wanted = browser.evaluate(f"{shown}.map((one) => one.id)")
-    assert {"prompt", "send", "precision-0", "precision-1", "compare", "temperature", "most", "key", "new"} == set(wanted)
-    names = browser.evaluate(f"{shown}.map((one) => one.labels?.[0]?.textContent.trim() || one.textContent.trim())")
+    assert {
+        "prompt",
+        "send",
+        "precision-0",
+        "precision-1",
+        "compare",
+        "temperature",
+        "most",
+        "key",
+        "new",
+    } == set(wanted)
+    names = browser.evaluate(
+        f"{shown}.map((one) => one.labels?.[0]?.textContent.trim() || one.textContent.trim())"
+    )
     assert all(names)
     browser.evaluate("document.activeElement.blur()")
     reached = {}
     for _ in range(20):
         browser.press("Tab")
-        at, outline = browser.evaluate("[document.activeElement.id, getComputedStyle(document.activeElement).outlineStyle]")
+        at, outline = browser.evaluate(
+            "[document.activeElement.id, getComputedStyle(document.activeElement).outlineStyle]"
+        )
         reached[at] = outline
     assert set(wanted) <= set(reached)
     assert all(reached[one] == "solid" for one in wanted)
@@ -449,10 +487,21 @@ def test_the_page_is_small_and_in_the_wheel(tmp_path):
     files = {one.name: one.read_bytes() for one in resources.files("otaro.serve").joinpath("page").iterdir()}
     assert sorted(files) == ["icon.svg", "index.html", "page.css", "page.js"]
     assert sum(map(len, files.values())) < 40_000
-    pytest.importorskip("scikit_build_core", reason="scikit-build-core is not installed, so that no wheel can be made here")
-    script = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    pytest.importorskip(
+        "scikit_build_core", reason="scikit-build-core is not installed, so that no wheel can be made here"
+    )
+    script = (
+        "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], "
+        "{'wheel.cmake': 'false'})"
+    )
     environment = {**os.environ, "PYTHONPATH": ""}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         for name, content in files.items():
             assert wheel.read(f"otaro/serve/page/{name}") == content

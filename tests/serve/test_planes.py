@@ -31,7 +31,8 @@ def test_a_plane_that_arrives_later_is_taken_up(start_on, coarse, chat_dir, tiny
     arriving.write_bytes(whole[:-100])  # half-copied
     running.service.planes.look()
     assert str(running.service.planes.finest) == "E5M4"
-    arriving.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # its size was reserved, its end is still to come
+    # its size was reserved, its end is still to come
+    arriving.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     running.service.planes.look()
     assert str(running.service.planes.finest) == "E5M4"
     shutil.copy(chat_dir / "model-m6.safetensors", coarse)

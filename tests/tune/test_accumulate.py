@@ -30,7 +30,8 @@ def sums(gradients: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def copy(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: gradient.clone() for name, gradient in batch.items()}  # the accumulator keeps what it is given
+    # the accumulator keeps what it is given
+    return {name: gradient.clone() for name, gradient in batch.items()}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -91,7 +92,9 @@ def test_it_starts_anew_after_take(reduction):
     accumulator.add(copy(third))
     accumulator.add(copy(fourth))
     share = 1 if reduction == "sum" else 2
-    assert_same(accumulator.take(DEVICES), {name: total / share for name, total in sums([third, fourth]).items()})
+    assert_same(
+        accumulator.take(DEVICES), {name: total / share for name, total in sums([third, fourth]).items()}
+    )
     assert_same(taken, kept)  # what was handed out is no longer the accumulator's
 
 
@@ -101,7 +104,9 @@ def test_taking_from_an_empty_accumulator_gives_nothing():
 
 
 def test_gradients_survive_other_steps_in_between():
-    """As the trainer does it: the parameter gives its gradient away, and steps go on with gradients of their own."""
+    """As the trainer does it: the parameter gives its gradient away, and steps go on with gradients of their
+    own.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4)
     accumulator = GradientAccumulator(4)
@@ -150,7 +155,9 @@ def test_what_is_collected_carries_no_graph():
 
 @pytest.mark.parametrize(("place", "kept_on"), [("host", "cpu"), ("device", "meta")])
 def test_the_place_decides_where_tensors_are_kept(place, kept_on):
-    """The meta device stands for any that is not the host; nothing can be copied out of it, so the host is given its own."""
+    """The meta device stands for any that is not the host; nothing can be copied out of it, so the host is
+    given its own.
+    """
     accumulator = GradientAccumulator(3, place=place)
     accumulator.restore(1, {"a": torch.ones(2)}, {"a": torch.device("meta")})
     assert accumulator.tensors()["a"].device.type == kept_on
@@ -184,14 +191,14 @@ def test_restoring_forgets_what_was_collected_before():
     assert_same(accumulator.take(DEVICES), {"a": torch.full((2,), 3.0)})
 
 
-# Equation 17 ------------------------------------------------------------------------------------------------------------
+# Equation 17 ------------------------------------------------------------------------------------------------
 
 WIDTH = 4096
 
 
 def perturbations(shared: float) -> list[float]:
-    """|| sum of noise || / || sum of signal || as the accumulator leaves it, for the SIZES; `shared` of the variance of the
-    noise is the same in all batches."""
+    """|| sum of noise || / || sum of signal || as the accumulator leaves it, for the SIZES; `shared` of the
+    variance of the noise is the same in all batches."""
     generator = torch.Generator().manual_seed(17)
     signal = torch.randn(WIDTH, generator=generator, dtype=torch.float64)
     ratios = []
@@ -215,7 +222,8 @@ def exponent(ratios: list[float]) -> float:
     return products / sum((a - middle_x) ** 2 for a in x)
 
 
-# The norm of WIDTH normal numbers scatters by 1/sqrt(2 WIDTH) of itself; least squares divide that by the spread of log N.
+# The norm of WIDTH normal numbers scatters by 1/sqrt(2 WIDTH) of itself; least squares divide that by the
+# spread of log N.
 SCATTER = 1 / math.sqrt(2 * WIDTH) / math.sqrt(sum((math.log(size) - math.log(16)) ** 2 for size in SIZES))
 
 

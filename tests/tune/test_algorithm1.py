@@ -1,8 +1,9 @@
 """The trainer against Algorithm 1 of the paper, read line by line.
 
-`algorithm_1` shares nothing with otaro.tune: it writes decoded weights into an ordinary model and asks autograd. Both run in
-float32 on the CPU, and their weights must be equal to the last bit. The learning rate is a power of two, so that lr * g is
-exact: torch's SGD computes w - lr * g with one rounding, and the plain formula then does, too.
+`algorithm_1` shares nothing with otaro.tune: it writes decoded weights into an ordinary model and asks
+autograd. Both run in float32 on the CPU, and their weights must be equal to the last bit. The learning rate
+is a power of two, so that lr * g is exact: torch's SGD computes w - lr * g with one rounding, and the plain
+formula then does, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ FINEST_FIRST = ("E5M8", "E5M7", "E5M6", "E5M5", "E5M4", "E5M3")
 
 @pytest.fixture
 def load(make_checkpoint):
-    return lambda architecture: AutoModelForCausalLM.from_pretrained(make_checkpoint(architecture), dtype=torch.float32)
+    return lambda architecture: AutoModelForCausalLM.from_pretrained(
+        make_checkpoint(architecture), dtype=torch.float32
+    )
 
 
 def examples():
@@ -41,16 +44,21 @@ def examples():
 def loss_of(model, batch):
     """Mean cross entropy over the tokens that have a label."""
     logits = model(input_ids=torch.stack([example["input_ids"] for example in batch])).logits
-    targets = torch.nn.functional.pad(torch.stack([example["labels"] for example in batch]), (0, 1), value=-100)[:, 1:]
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    targets = torch.nn.functional.pad(
+        torch.stack([example["labels"] for example in batch]), (0, 1), value=-100
+    )[:, 1:]
+    total = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total / (targets != -100).sum()
 
 
 def algorithm_1(model, batches, reconstruction, reduction, exploration=LAMBDA, delay=DELAY):
-    """Weights, path, scores, the delayed updates and the leftover; the numbers are the lines of the paper's listing.
+    """Weights, path, scores, the delayed updates and the leftover; the numbers are the lines of the paper's
+    listing.
 
-    What the paper leaves open is done as the design page says: precisions never tried come first, finest first, as does the
-    finer one of a tie; what is left in the accumulator at the end is applied.
+    What the paper leaves open is done as the design page says: precisions never tried come first, finest
+    first, as does the finer one of a tie; what is left in the accumulator at the end is applied.
     """
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     visits, last_loss = dict.fromkeys(FINEST_FIRST, 0), {}
@@ -66,12 +74,17 @@ def algorithm_1(model, batches, reconstruction, reduction, exploration=LAMBDA, d
 
     for t, batch in enumerate(batches, start=1):  # 1
         scores = {  # 2
-            b: exploration * math.sqrt(math.log(t) / visits[b]) - last_loss[b] if visits[b] else math.inf for b in FINEST_FIRST
+            b: exploration * math.sqrt(math.log(t) / visits[b]) - last_loss[b] if visits[b] else math.inf
+            for b in FINEST_FIRST
         }
         chosen = max(FINEST_FIRST, key=scores.get)  # 3
         for name, parameter in model.named_parameters():  # Q(w, b*): all matrices, not the norms
             weight = weights[name]
-            quantized = otaro.encode(weight, 64, reconstruction).decode(chosen) if weight.dim() == 2 else weight.clone()
+            quantized = (
+                otaro.encode(weight, 64, reconstruction).decode(chosen)
+                if weight.dim() == 2
+                else weight.clone()
+            )
             parameter.data, parameter.grad = quantized, None
         loss = loss_of(model, batch)  # 4
         loss.backward()  # 5
@@ -79,7 +92,7 @@ def algorithm_1(model, batches, reconstruction, reduction, exploration=LAMBDA, d
         visits[chosen] += 1
         last_loss[chosen] = loss.item()
         if chosen in ULTRA_LOW:  # 6
-            if i == 0:  # 7  # noqa: SIM108
+            if i == 0:  # 7
                 accumulated = gradients  # 8
             else:  # 9
                 accumulated = {name: accumulated[name] + gradients[name] for name in weights}  # 10
@@ -135,8 +148,12 @@ def batches():
         ("llama_tied", "sum", "truncate"),
     ],
 )
-def test_sixty_steps_of_the_trainer_equal_algorithm_1_exactly(load, architecture, reconstruction, reduction, tmp_path):
-    expected, path, scores, updates, leftover = algorithm_1(load(architecture), batches(), reconstruction, reduction)
+def test_sixty_steps_of_the_trainer_equal_algorithm_1_exactly(
+    load, architecture, reconstruction, reduction, tmp_path
+):
+    expected, path, scores, updates, leftover = algorithm_1(
+        load(architecture), batches(), reconstruction, reduction
+    )
     weights, log = trained(load(architecture), tmp_path, reconstruction=reconstruction, accumulate=reduction)
 
     steps = [line for line in log if "precision" in line]
@@ -149,7 +166,10 @@ def test_sixty_steps_of_the_trainer_equal_algorithm_1_exactly(load, architecture
     # The run was a telling one: all precisions, several delayed updates with others in between.
     assert set(path) == set(FINEST_FIRST)
     assert len(updates) >= 4
-    assert sum(any(b not in ULTRA_LOW for b in path[a:z]) for a, z in zip([0, *updates], updates, strict=False)) >= 4
+    assert (
+        sum(any(b not in ULTRA_LOW for b in path[a:z]) for a, z in zip([0, *updates], updates, strict=False))
+        >= 4
+    )
     assert [line["step"] for line in steps if line["precision"] in ULTRA_LOW and line["applied"]] == updates
     assert log[STEPS:] == ([{"step": STEPS, "leftover": leftover, "applied": True}] if leftover else [])
 
@@ -166,7 +186,9 @@ def test_a_delay_of_one_is_path_search_alone(load, tmp_path):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_what_is_left_over_at_the_end_is_applied(load, reduction, tmp_path):
     """With a delay that is never reached; and without exploration, so that the path follows the losses alone."""
-    expected, path, _, updates, leftover = algorithm_1(load("llama"), batches(), "midpoint", reduction, 0.0, 1000)
+    expected, path, _, updates, leftover = algorithm_1(
+        load("llama"), batches(), "midpoint", reduction, 0.0, 1000
+    )
     assert leftover >= 2
     assert not updates
     weights, log = trained(load("llama"), tmp_path, exploration=0.0, delay=1000, accumulate=reduction)

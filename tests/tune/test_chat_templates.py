@@ -16,7 +16,8 @@ TURNS = [
     {"role": "user", "content": "Two?"},
 ]
 WRITTEN = {
-    "alpaca": "Be brief.\n\n### Instruction:\nOne?\n\n### Response:\nYes.</s>\n\n### Instruction:\nTwo?\n\n### Response:\n",
+    "alpaca": "Be brief.\n\n### Instruction:\nOne?\n\n### Response:\nYes.</s>\n\n### "
+    "Instruction:\nTwo?\n\n### Response:\n",
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
     "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n",
     "vicuna": "Be brief. USER: One? ASSISTANT: Yes.</s>USER: Two? ASSISTANT:",
@@ -72,14 +73,18 @@ def test_alpaca_asks_in_the_words_that_instructions_are_tuned_with(tokenizer):
 
 
 @pytest.mark.parametrize("name", ["alpaca", "vicuna"])
-@pytest.mark.parametrize("turns", [[*TURNS, TURNS[0]], [*TURNS, {"role": "tool", "content": "4"}]], ids=["system", "tool"])
+@pytest.mark.parametrize(
+    "turns", [[*TURNS, TURNS[0]], [*TURNS, {"role": "tool", "content": "4"}]], ids=["system", "tool"]
+)
 def test_a_turn_that_it_has_no_words_for_is_refused_rather_than_dropped(tokenizer, name, turns):
     use_template(name, tokenizer, generation())
     with pytest.raises(Exception, match="it knows user, assistant, and system as the first turn, not"):
         rendered(tokenizer, turns)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, [1, "im_end"]), ([1, 2], [1, 2, "im_end"]), (None, ["im_end"])], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, [1, "im_end"]), ([1, 2], [1, 2, "im_end"]), (None, ["im_end"])], ids=str
+)
 def test_the_token_that_ends_an_answer_ends_a_generation(tokenizer, before, after):
     config = generation(before)
     use_template("chatml", tokenizer, config)
@@ -96,7 +101,9 @@ def test_a_token_that_ends_generations_already_is_not_named_twice(tokenizer):
 def test_chatml_is_refused_where_its_tokens_are_missing():
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     with pytest.raises(
-        TemplateError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>, which .* lacks; take alpaca or vicuna"
+        TemplateError,
+        match=r"chatml needs <\|im_start\|>, <\|im_end\|>, which .* lacks; take alpaca or "
+        r"vicuna",
     ):
         use_template("chatml", tokenizer, generation())
 
@@ -131,7 +138,11 @@ def test_a_file_that_is_no_template_is_refused(tokenizer, tmp_path, template, wo
 def test_what_cannot_be_read_is_refused(tokenizer, tmp_path, content):
     if content:
         (tmp_path / "mine").write_bytes(content)
-    with pytest.raises(TemplateError, match=r"is not built in \(alpaca, chatml, vicuna\) and cannot be read as a file"):
+    with pytest.raises(
+        TemplateError,
+        match=r"is not built in \(alpaca, chatml, vicuna\) and cannot be read "
+        r"as a file",
+    ):
         use_template(str(tmp_path / "mine"), tokenizer, generation())
 
 
@@ -139,10 +150,13 @@ def test_a_file_is_taken_as_it_is_and_what_it_lacks_is_told(begun, tmp_path):
     path, config = tmp_path / "mine.jinja", generation()
     path.write_text(LOOP)
     assert use_template(str(path), begun, config) == [
-        f"--chat-template {path}: the vocabulary of this model lacks <|user|>, <|assistant|>, to be read as plain text",
+        f"--chat-template {path}: the vocabulary of this model lacks <|user|>, <|assistant|>, to be read as "
+        "plain text",
         f"--chat-template {path}: this model expects <s> first: {{{{ bos_token }}}}",
         f"--chat-template {path}: no token tells where an answer ends; write {{{{ eos_token }}}} there",
     ]
     assert (begun.chat_template, config.eos_token_id) == (LOOP, 1)
-    path.write_text("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    path.write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
     assert use_template(str(path), begun, config) == []

@@ -1,4 +1,6 @@
-"""What a run may be told: refusals in the spelling of the command line, the two recipes, and what a method brings along."""
+"""What a run may be told: refusals in the spelling of the command line, the two recipes, and what a method
+brings along.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def test_a_refusal_of_the_method_lists_those_there_are():
     assert all(method in str(refused.value) for method in METHODS)
 
 
-# Recipes ----------------------------------------------------------------------------------------------------------------
+# Recipes ----------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_paper_is_what_the_paper_states():
@@ -176,13 +178,26 @@ def test_the_recipe_best_is_what_the_log_of_experiments_found():
     assert (options.method, options.weights) == ("uniform", (0.0, 0.0, 0.0, 1.0, 1.25, 2.6))
     assert (options.full, options.distill, options.distill_at) == (None, 0.5, (M5, M4, M3))
     assert (options.l2_sp, options.calibrate, options.average) == (0.0, True, 0.5)
-    assert {field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default} == ADDED
+    assert {
+        field.name for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default
+    } == ADDED
     assert training == Training()  # the rate of tuning as usual, which `--method fp` has, too
 
 
 def test_more_of_a_step_is_in_full_precision_where_data_are_new():
-    assert [recipe("best")[0].full_share(passes) for passes in (0.2, 1, 3, 4, 20)] == [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3]
-    assert [Options(full=share).full_share(passes) for share in (0.0, 0.5) for passes in (1, 4)] == [0.0, 0.0, 0.5, 0.5]
+    assert [recipe("best")[0].full_share(passes) for passes in (0.2, 1, 3, 4, 20)] == [
+        2 / 3,
+        2 / 3,
+        2 / 3,
+        1 / 3,
+        1 / 3,
+    ]
+    assert [Options(full=share).full_share(passes) for share in (0.0, 0.5) for passes in (1, 4)] == [
+        0.0,
+        0.0,
+        0.5,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize("method", ["otaro", "bps", "uniform", "fixed:E5M4", "fp"])
@@ -234,7 +249,7 @@ def test_an_unknown_recipe_is_refused_by_its_flag():
         recipe("fast")
 
 
-# What a method brings along ---------------------------------------------------------------------------------------------
+# What a method brings along ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,12 +286,16 @@ def test_the_seed_decides_the_draws_of_uniform():
 
 
 def test_the_accumulator_gets_its_options():
-    accumulator = Options(method="otaro", delay=7, accumulate="mean", accumulator="host").gradient_accumulator()
+    accumulator = Options(
+        method="otaro", delay=7, accumulate="mean", accumulator="host"
+    ).gradient_accumulator()
     assert isinstance(accumulator, GradientAccumulator)
     assert (accumulator.delay, accumulator.reduction, accumulator.place) == (7, "mean", "host")
 
 
-@pytest.mark.parametrize("options", [Options(), BEST, recipe("paper")[0], Options(method="fixed:E5M4"), Options(ultra_low=())])
+@pytest.mark.parametrize(
+    "options", [Options(), BEST, recipe("paper")[0], Options(method="fixed:E5M4"), Options(ultra_low=())]
+)
 def test_to_dict_is_json_and_names_every_option(options):
     stated = options.to_dict()
     assert json.loads(json.dumps(stated)) == stated
@@ -286,7 +305,9 @@ def test_to_dict_is_json_and_names_every_option(options):
 def test_options_of_an_older_run_keep_their_meaning_or_are_refused():
     older = {"method": "uniform", "pull": 23.0, "average": 0.7}
     assert Options.from_dict(older | {"rates": "same"}) == Options(l2_sp=23.0, average=0.7)
-    with pytest.raises(ConfigError, match="--rates size is no longer there, and this run has it: start it anew"):
+    with pytest.raises(
+        ConfigError, match="--rates size is no longer there, and this run has it: start it anew"
+    ):
         Options.from_dict(older | {"rates": "size"})
 
 
@@ -303,7 +324,7 @@ def test_to_dict_is_a_copy():
     assert options.method == "uniform"
 
 
-# Other precisions -------------------------------------------------------------------------------------------------------
+# Other precisions -------------------------------------------------------------------------------------------
 
 
 def test_other_precisions_keep_their_own_weights():

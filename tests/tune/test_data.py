@@ -25,11 +25,13 @@ from otaro.tune.forms import FORMS, PROMPT, PROMPT_WITH_INPUT
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'clown' %}{{ raise_exception('no clowns') }}{% endif %}"
-    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>\n{% endif %}"
 )
 # As Qwen3 does: the last turn gets an empty thought, earlier ones do not.
 THINKING = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last %}<think></think>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last "
+    "%}<think></think>\n{% endif %}"
     "{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 # As DeepSeek does: the prompt opens a thought that a finished turn does not show.
@@ -50,7 +52,10 @@ CHAT = {
 USER, ASSISTANT = CHAT["messages"][1:3]
 SHAREGPT = {
     "conversations": [
-        {"from": {"system": "system", "user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]}
+        {
+            "from": {"system": "system", "user": "human", "assistant": "gpt"}[turn["role"]],
+            "value": turn["content"],
+        }
         for turn in CHAT["messages"]
     ]
 }
@@ -104,7 +109,9 @@ def ids_of(tokenizer, text):
 
 def learnt(tokenizer, example):
     assert len(example["input_ids"]) == len(example["labels"])
-    assert all(label in (-100, token) for token, label in zip(example["input_ids"], example["labels"], strict=True))
+    assert all(
+        label in (-100, token) for token, label in zip(example["input_ids"], example["labels"], strict=True)
+    )
     return tokenizer.decode([label for label in example["labels"] if label != -100])
 
 
@@ -163,7 +170,9 @@ def test_without_an_end_of_text_token_rows_are_joined_bare(tokenizer, write):
 
 def test_a_tokenizer_that_marks_both_ends_itself_is_left_to_it(tokenizer, write):
     specials = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=specials)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=specials
+    )
     texts = load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}]), tokenizer, 64)
     assert tokenizer.decode(texts[0]["input_ids"]) == "<s>one</s><s>two</s>"
     assert texts.bos
@@ -188,8 +197,11 @@ def test_every_block_begins_with_the_beginning_of_text_that_the_tokenizer_writes
 
 
 def test_where_a_document_begins_with_it_a_block_does_not_get_a_second_one(begun, write):
-    path = write("a.jsonl", [{"text": text} for text in ("one two", "<s>six", "seven nine")])  # one spells it out
-    assert load_data(path, begun, 64)[0]["input_ids"] == begun("one two</s><s>six</s><s>seven nine")["input_ids"]
+    # one spells it out
+    path = write("a.jsonl", [{"text": text} for text in ("one two", "<s>six", "seven nine")])
+    assert (
+        load_data(path, begun, 64)[0]["input_ids"] == begun("one two</s><s>six</s><s>seven nine")["input_ids"]
+    )
     length = len(begun("one two</s>")["input_ids"])
     first, second, *_ = (begun.decode(ids) for ids, _ in load_data(path, begun, length).examples)
     assert first == "<s>one two</s>"
@@ -227,7 +239,10 @@ def test_builtin_is_the_documentation_to_tune_on(tokenizer):
 
 
 def test_a_byte_order_mark_is_no_text(tokenizer, write):
-    assert tokenizer.decode(load_data(write("a.txt", b"\xef\xbb\xbfhello you"), tokenizer, 64)[0]["input_ids"]) == "hello you"
+    assert (
+        tokenizer.decode(load_data(write("a.txt", b"\xef\xbb\xbfhello you"), tokenizer, 64)[0]["input_ids"])
+        == "hello you"
+    )
 
 
 # Instructions.
@@ -235,7 +250,9 @@ def test_a_byte_order_mark_is_no_text(tokenizer, write):
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_of_instructions_only_the_answer_is_learnt(tokenizer, write, name):
-    data = load_data(write(name, [SQUARE, GREETING, {**GREETING, "input": None, "text": "all of it"}]), tokenizer, 512)
+    data = load_data(
+        write(name, [SQUARE, GREETING, {**GREETING, "input": None, "text": "all of it"}]), tokenizer, 512
+    )
     assert (data.kind, len(data), data.dropped, data.cut) == ("instruction", 3, 0, 0)
     assert learnt(tokenizer, data[0]) == "It is 49.</s>"
     assert tokenizer.decode(data[0]["input_ids"]) == PROMPT_WITH_INPUT.format(**SQUARE) + "It is 49.</s>"
@@ -251,7 +268,8 @@ def test_the_prompts_are_those_of_alpaca():
         "### Instruction:\nI\n\n### Input:\nX\n\n### Response:\n"
     )
     assert PROMPT.format(instruction="I") == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        "request.\n\n"
         "### Instruction:\nI\n\n### Response:\n"
     )
 
@@ -273,7 +291,10 @@ def test_long_rows_are_cut_and_those_without_an_answer_left_are_dropped(tokenize
     ):
         with pytest.raises(DataError) as refusal:
             load_data(path, tokenizer, prompt, max_positions=positions)
-        assert str(refusal.value) == f"{path}: --sequence-length {prompt} cuts away all answers of all rows; {way}"
+        assert (
+            str(refusal.value)
+            == f"{path}: --sequence-length {prompt} cuts away all answers of all rows; {way}"
+        )
 
 
 def test_the_alpaca_slice(tokenizer, shared_data):
@@ -288,14 +309,18 @@ def test_the_alpaca_slice(tokenizer, shared_data):
 # Conversations.
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, THINKING, OPENING], ids=["plain", "drops thoughts", "opens thoughts"])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, THINKING, OPENING], ids=["plain", "drops thoughts", "opens thoughts"]
+)
 def test_of_a_conversation_only_the_assistant_is_learnt(tokenizer, write, template):
     tokenizer.chat_template = template
     data = load_data(write("a.jsonl", [CHAT]), tokenizer, 512)
     assert (data.kind, len(data)) == ("chat", 1)
     assert data[0]["input_ids"] == tokenizer.apply_chat_template(CHAT["messages"], return_dict=False)
     thought = "<think></think>\n" if template == THINKING else ""
-    assert learnt(tokenizer, data[0]) == f"A check\nfor debugging.</s>\n{thought}It raises an exception.</s>\n"
+    assert (
+        learnt(tokenizer, data[0]) == f"A check\nfor debugging.</s>\n{thought}It raises an exception.</s>\n"
+    )
 
 
 def test_a_conversation_is_cut(tokenizer, write):
@@ -320,14 +345,17 @@ def test_without_a_template_chats_are_refused_in_one_sentence(tokenizer, write):
         load_data(path, tokenizer, 512)
     places = "line 1, line 2, line 3, line 4, line 5 and 1,495 more"
     assert str(refusal.value) == (
-        f"{path}: 1,500 of 1,500 rows cannot be used:\n  {places}: is a chat, but this model has no chat template; "
+        f"{path}: 1,500 of 1,500 rows cannot be used:\n  {places}: is a chat, but this model has no chat "
+        "template; "
         "give it one, such as --chat-template alpaca"
     )
 
 
 def test_without_an_end_of_text_token_instructions_are_refused(tokenizer, write):
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="line 1: has an answer, but the tokenizer of this model has no end-of-text"):
+    with pytest.raises(
+        DataError, match="line 1: has an answer, but the tokenizer of this model has no end-of-text"
+    ):
         load_data(write("a.jsonl", [SQUARE]), tokenizer, 512)
 
 
@@ -345,19 +373,27 @@ def test_of_a_completion_all_is_learnt_and_of_its_prompt_nothing(tokenizer, writ
 def test_of_messages_in_prompt_and_completion_only_the_completion_is_learnt(tokenizer, write):
     turns = CHAT["messages"]
     data = load_data(write("a.jsonl", [{"prompt": turns[:4], "completion": turns[4:]}]), tokenizer, 512)
-    assert (data.kind, data[0]["input_ids"]) == ("chat", tokenizer.apply_chat_template(turns, return_dict=False))
+    assert (data.kind, data[0]["input_ids"]) == (
+        "chat",
+        tokenizer.apply_chat_template(turns, return_dict=False),
+    )
     assert learnt(tokenizer, data[0]) == "It raises an exception.</s>\n"
 
 
 def test_sharegpt_is_read_as_the_same_conversation(tokenizer, write):
     expected = load_data(write("a.jsonl", [CHAT]), tokenizer, 512).examples
     assert load_data(write("b.json", [SHAREGPT]), tokenizer, 512).examples == expected
-    assert load_data(write("c.json", [{"conversations": CHAT["messages"]}]), tokenizer, 512).examples == expected
+    assert (
+        load_data(write("c.json", [{"conversations": CHAT["messages"]}]), tokenizer, 512).examples == expected
+    )
 
 
 def test_a_question_is_a_turn_of_the_user_where_there_is_a_template(tokenizer, write):
     path = write("a.jsonl", [{"question": "How many {legs}?", "answer": "Six {of them}."}])
-    turns = [{"role": "user", "content": "How many {legs}?"}, {"role": "assistant", "content": "Six {of them}."}]
+    turns = [
+        {"role": "user", "content": "How many {legs}?"},
+        {"role": "assistant", "content": "Six {of them}."},
+    ]
     data = load_data(path, tokenizer, 512)
     assert data.examples == load_data(write("b.jsonl", [{"messages": turns}]), tokenizer, 512).examples
     tokenizer.chat_template = None
@@ -367,7 +403,8 @@ def test_a_question_is_a_turn_of_the_user_where_there_is_a_template(tokenizer, w
 
 
 def test_an_answer_is_tokenised_as_it_goes_on_after_its_prompt(tokenizer, write):
-    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")  # as Llama's puts a space before every text
+    # as Llama's puts a space before every text
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     data = load_data(write("a.jsonl", [SQUARE]), tokenizer, 512)
     assert learnt(tokenizer, data[0]) == "It is 49.</s>"
     assert tokenizer.decode(data[0]["input_ids"]) == f"_{PROMPT_WITH_INPUT.format(**SQUARE)}It is 49.</s>"
@@ -375,9 +412,14 @@ def test_an_answer_is_tokenised_as_it_goes_on_after_its_prompt(tokenizer, write)
 
 def test_a_prompt_keeps_the_tokens_that_it_has_alone(tokenizer, write):
     prompt, completion = "The stat", "ement is here."
-    assert ids_of(tokenizer, prompt + completion)[:3] != ids_of(tokenizer, prompt)[:3]  # a token across the border
+    # a token across the border
+    assert ids_of(tokenizer, prompt + completion)[:3] != ids_of(tokenizer, prompt)[:3]
     data = load_data(write("a.jsonl", [{"prompt": prompt, "completion": completion}]), tokenizer, 512)
-    assert data[0]["input_ids"] == [*ids_of(tokenizer, prompt), *ids_of(tokenizer, completion), tokenizer.eos_token_id]
+    assert data[0]["input_ids"] == [
+        *ids_of(tokenizer, prompt),
+        *ids_of(tokenizer, completion),
+        tokenizer.eos_token_id,
+    ]
     assert learnt(tokenizer, data[0]) == "ement is here.</s>"
 
 
@@ -400,7 +442,10 @@ def test_rows_with_an_empty_answer_are_left_out_counted_and_told(tokenizer, writ
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("{'text': 1}", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (
+            "{'text': 1}",
+            "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        ),
         ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
         ("[1, 2]", "is of type list, not an object"),
         (
@@ -409,21 +454,45 @@ def test_rows_with_an_empty_answer_are_left_out_counted_and_told(tokenizer, writ
             "or `instruction` and `output`, or `question` and `answer`, or `text`",
         ),
         ({"prompt": "a", "answer": "b"}, "has `prompt`, `answer`; a row needs"),
-        ({"question": "a", "context": "b", "answers": {}}, "has `question`, `context`, `answers`; a row needs"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is preference data, which is not read; keep the `chosen`"),
-        ({"chosen": [], "rejected": []}, "is preference data, which is not read; keep the `chosen` answers: a row"),
-        ({"prompt": "a", "completion": "b", "label": False}, "is preference data, by its `label`; keep the good"),
+        (
+            {"question": "a", "context": "b", "answers": {}},
+            "has `question`, `context`, `answers`; a row needs",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "is preference data, which is not read; keep the `chosen`",
+        ),
+        (
+            {"chosen": [], "rejected": []},
+            "is preference data, which is not read; keep the `chosen` answers: a row",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "is preference data, by its `label`; keep the good",
+        ),
         ({"prompt": "a", "completion": 1}, "`completion` is of type int, not a string"),
         ({"prompt": 1, "completion": "b"}, "`prompt` is of type int, not a string"),
-        ({"prompt": "a", "completion": [ASSISTANT]}, "of `prompt` and `completion` one is a list; give two strings, or two"),
-        ({"prompt": [USER], "completion": [USER]}, "needs a turn of the assistant, but not as the first; the roles are"),
+        (
+            {"prompt": "a", "completion": [ASSISTANT]},
+            "of `prompt` and `completion` one is a list; give two strings, or two",
+        ),
+        (
+            {"prompt": [USER], "completion": [USER]},
+            "needs a turn of the assistant, but not as the first; the roles are",
+        ),
         ({"prompt": ["hello"], "completion": [ASSISTANT]}, "`prompt[0]` is of type str, not an object"),
         ({"question": " ", "answer": "b"}, "`question` is empty"),
         ({"question": "a", "answer": 2}, "`answer` is of type int, not a string"),
         ({"conversations": {}}, "`conversations` is of type dict, not a list"),
-        ({"conversations": [{"from": "tool", "value": "a"}]}, "`conversations[0].from` is 'tool'; human, user, gpt,"),
+        (
+            {"conversations": [{"from": "tool", "value": "a"}]},
+            "`conversations[0].from` is 'tool'; human, user, gpt,",
+        ),
         ({"conversations": [{"from": "human", "text": "a"}]}, "`conversations[0].value` is missing"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "`messages[1].tool_calls` holds calls of tools"),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]},
+            "`messages[1].tool_calls` holds calls of tools",
+        ),
         ({"text": None}, "has `text`; a row needs"),
         ({"text": 5}, "`text` is of type int, not a string"),
         ({"text": "a \ud800 b"}, "`text` holds half a surrogate pair"),
@@ -434,11 +503,17 @@ def test_rows_with_an_empty_answer_are_left_out_counted_and_told(tokenizer, writ
         ({"messages": "hello"}, "`messages` is of type str, not a list"),
         ({"messages": []}, "needs a turn of the assistant, but not as the first; the roles are none"),
         ({"messages": [USER]}, "needs a turn of the assistant, but not as the first; the roles are user"),
-        ({"messages": [ASSISTANT, USER]}, "needs a turn of the assistant, but not as the first; the roles are assistant, user"),
+        (
+            {"messages": [ASSISTANT, USER]},
+            "needs a turn of the assistant, but not as the first; the roles are assistant, user",
+        ),
         ({"messages": [USER, "hello"]}, "`messages[1]` is of type str, not an object"),
         ({"messages": [USER, {"role": "assistant"}]}, "`messages[1].content` is missing"),
         ({"messages": [{"content": "hello"}, ASSISTANT]}, "`messages[0].role` is missing"),
-        ({"messages": [{"role": "clown", "content": "boo"}, ASSISTANT]}, "the chat template refuses it: no clowns"),
+        (
+            {"messages": [{"role": "clown", "content": "boo"}, ASSISTANT]},
+            "the chat template refuses it: no clowns",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -467,11 +542,16 @@ def test_all_bad_rows_are_counted_and_the_first_ones_shown_with_those_alike(toke
     assert lines[-1] == "  and 2 more, with other problems"
     data = load_data(path, tokenizer, 64, skip_bad_rows=True)
     assert (data.dropped, data[0]["input_ids"]) == (9, ids_of(tokenizer, "good"))
-    assert data.remarks == ("9 of 10 rows left out: cannot be used, such as index 1: `text` is of type int, not a string",)
+    assert data.remarks == (
+        "9 of 10 rows left out: cannot be used, such as index 1: `text` is of type int, not a string",
+    )
 
 
 def test_kinds_do_not_mix(tokenizer, write):
-    with pytest.raises(DataError, match="1 of 3 rows cannot be used:\n  line 3: is of kind chat, while line 1 is of kind text"):
+    with pytest.raises(
+        DataError,
+        match="1 of 3 rows cannot be used:\n  line 3: is of kind chat, while line 1 is of kind text",
+    ):
         load_data(write("a.jsonl", [{"text": "one"}, {"text": "two"}, CHAT]), tokenizer, 64)
 
 
@@ -490,7 +570,11 @@ def test_kinds_do_not_mix(tokenizer, write):
         ("a.txt", b"x", "has 1 tokens of text"),
         ("a.jsonl", b'{"text": ""}', "has 0 tokens of text"),
         ("a.txt", b"ab\n\nc\xff", "is not UTF-8: byte 0xff at offset 5, in line 3; save it as UTF-8"),
-        ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xe9"}', "is not UTF-8: byte 0xe9 at offset 27, in line 2"),
+        (
+            "a.jsonl",
+            b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xe9"}',
+            "is not UTF-8: byte 0xe9 at offset 27, in line 2",
+        ),
         ("a.txt", "hello".encode("utf-16"), "is not UTF-8: byte 0xff at offset 0, in line 1"),
         ("a.csv", b"a,b", "is of no kind that can be read; --data takes .txt, .json or .jsonl"),
         ("a", b"a,b", "is of no kind that can be read"),
@@ -504,7 +588,9 @@ def test_files_that_cannot_be_read(tokenizer, write, name, content, problem):
     assert isinstance(refusal.value, OtaroError)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"text": "hello"}' * 9)[:-12]], ids=["other", "short"])
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b'{"text": "hello"}' * 9)[:-12]], ids=["other", "short"]
+)
 def test_a_broken_gz_is_refused(tokenizer, tmp_path, content):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
@@ -514,13 +600,21 @@ def test_a_broken_gz_is_refused(tokenizer, tmp_path, content):
 def test_what_is_no_file(tokenizer, tmp_path):
     with pytest.raises(DataError, match="is a directory; --data takes"):
         load_data(tmp_path, tokenizer, 64)
-    for name in (str(tmp_path / "missing"), "missing", "some/missing.jsonl", "some/missing.parquet", "a/b/c/d"):
+    for name in (
+        str(tmp_path / "missing"),
+        "missing",
+        "some/missing.jsonl",
+        "some/missing.parquet",
+        "a/b/c/d",
+    ):
         with pytest.raises(DataError, match=r"does not exist; --data takes .*owner/name"):
             load_data(name, tokenizer, 64)
 
 
 def test_sequence_lengths_the_model_cannot_take(tokenizer):
-    with pytest.raises(DataError, match="--sequence-length 4096 is more than the 2048 positions of this model"):
+    with pytest.raises(
+        DataError, match="--sequence-length 4096 is more than the 2048 positions of this model"
+    ):
         load_data("builtin", tokenizer, 4096, max_positions=2048)
     with pytest.raises(DataError, match="--sequence-length 1 leaves no token to predict"):
         load_data("builtin", tokenizer, 1)
@@ -533,7 +627,11 @@ def test_sequence_lengths_the_model_cannot_take(tokenizer):
 def test_without_datasets_the_extra_is_named(tokenizer, write, monkeypatch, source):
     monkeypatch.setitem(sys.modules, "datasets", None)
     source = str(write(source, b"PAR1")) if source == "a.parquet" else source
-    with pytest.raises(DataError, match=r"needs the package datasets to be read: pip install 'otaro-llm\[data\]'"):
+    with pytest.raises(
+        DataError,
+        match=r"needs the package datasets to be read: pip install "
+        r"'otaro-llm\[data\]'",
+    ):
         load_data(source, tokenizer, 64)
 
 
@@ -566,7 +664,11 @@ def test_hub_ids(tokenizer, monkeypatch):
     hub.rows[1]["text"] = 2
     with pytest.raises(DataError, match="index 1: `text` is of type int"):
         load_data("owner/name", tokenizer, 64)
-    with pytest.raises(DataError, match=r"owner/secret .*Hub dataset\) cannot be loaded: PermissionError: log in first"):
+    with pytest.raises(
+        DataError,
+        match=r"owner/secret .*Hub dataset\) cannot be loaded: PermissionError: "
+        r"log in first",
+    ):
         load_data("owner/secret", tokenizer, 64)
 
 
@@ -586,7 +688,9 @@ def test_of_a_hub_table_only_the_columns_that_are_read_are_fetched(tokenizer, mo
         load_data("owner/name", tokenizer, 512)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed (extra: data)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="the package datasets is not installed (extra: data)"
+)
 def test_parquet(tokenizer, tmp_path, write, monkeypatch):
     import datasets
     import pyarrow
@@ -602,7 +706,9 @@ def test_parquet(tokenizer, tmp_path, write, monkeypatch):
     assert [learnt(tokenizer, data[index]) for index in range(2)] == ["It is 49.</s>"] * 2
     assert load_data(stored("b.parquet", [CHAT]), tokenizer, 512).kind == "chat"
     for number, (row, change) in enumerate(ANSWERED):
-        data = load_data(stored(f"c{number}.parquet", [{**row, "extra": 1}, {**row, **change, "extra": 2}]), tokenizer, 512)
+        data = load_data(
+            stored(f"c{number}.parquet", [{**row, "extra": 1}, {**row, **change, "extra": 2}]), tokenizer, 512
+        )
         assert data.examples == load_data(write("c.json", [row]), tokenizer, 512).examples
         assert data.remarks == ("1 of 2 rows left out: empty answer",)
     with pytest.raises(DataError, match="index 0: has `a`; a row needs"):
@@ -688,6 +794,8 @@ def test_help_and_documentation_name_every_form():
 def test_every_row_that_the_documentation_shows_is_read(tokenizer, write):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", page, re.MULTILINE)]
-    assert {form.needed for form in FORMS} == {next(f.needed for f in FORMS if f.applies_to(row)) for row in rows}
+    assert {form.needed for form in FORMS} == {
+        next(f.needed for f in FORMS if f.applies_to(row)) for row in rows
+    }
     for row in rows:
         assert len(load_data(write("a.jsonl", [row]), tokenizer, 512)) == 1

@@ -1,14 +1,15 @@
 """Two processes that talk through gloo: DDP and FSDP2 through the trainer, and FSDP2 by hand.
 
-On the CPU accelerate turns FSDP into DDP, unless told otherwise, as `Sharded` does; and it cannot write whole checkpoints of
-sharded models there, only parts. So `fully_shard` is also applied to a prepared model directly, in a loop that does what the
-trainer does with gradients. All run in one launch of torchrun, since most of its time goes into imports.
+On the CPU accelerate turns FSDP into DDP, unless told otherwise, as `Sharded` does; and it cannot write whole
+checkpoints of sharded models there, only parts. So `fully_shard` is also applied to a prepared model
+directly, in a loop that does what the trainer does with gradients. All run in one launch of torchrun, since
+most of its time goes into imports.
 
-Two processes and one add up the same gradients in another order. In float32 that is enough to put a weight into
-another cell of a grid now and then, and everything after it elsewhere by far more than rounding. So the models are in
-float64: what the order changes, 2^-52 of a weight, does not come near a cell's border. On the way transformers goes
-through float32 (norms, the loss), where a last bit may tip; ten steps multiply that by their rates, which add up to
-less than 1. Hence `TOLERANCE`, 16 such bits.
+Two processes and one add up the same gradients in another order. In float32 that is enough to put a weight
+into another cell of a grid now and then, and everything after it elsewhere by far more than rounding. So the
+models are in float64: what the order changes, 2^-52 of a weight, does not come near a cell's border. On the
+way transformers goes through float32 (norms, the loss), where a last bit may tip; ten steps multiply that by
+their rates, which add up to less than 1. Hence `TOLERANCE`, 16 such bits.
 """
 
 from __future__ import annotations
@@ -53,13 +54,17 @@ SHARDED = {
     "fsdp_best_empty": ("best", {"empty": True}),
 }
 TOLERANCE = 16 * 2.0**-24
-PATH = ["E5M8", "E5M4", "E5M6", "E5M3", "E5M5", "E5M4", "E5M3", "E5M7", "E5M3"]  # of the sharded model; a delay of 3
+# of the sharded model; a delay of 3
+PATH = ["E5M8", "E5M4", "E5M6", "E5M3", "E5M5", "E5M4", "E5M3", "E5M7", "E5M3"]
 
 
 def examples():
     """The two processes see different numbers of labels in each step."""
     tokens = torch.randint(3, 120, (64, 10), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": ids, "labels": ids.where(torch.arange(10) >= n % 4, -100)} for n, ids in enumerate(tokens)]
+    return [
+        {"input_ids": ids, "labels": ids.where(torch.arange(10) >= n % 4, -100)}
+        for n, ids in enumerate(tokens)
+    ]
 
 
 class Sharded(OtaroTrainer):
@@ -74,17 +79,37 @@ class Sharded(OtaroTrainer):
 
 
 def train_sharded(checkpoint, directory, case, *, empty=False, resume=None):
-    """As `train`. `empty`: only the first process holds weights already, and the other gets them when they are sharded."""
+    """As `train`. `empty`: only the first process holds weights already, and the other gets them when they
+    are sharded.
+    """
     layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": empty}
     settings = {"fsdp": True, "fsdp_config": {**layers, "state_dict_type": "SHARDED_STATE_DICT"}}
     saved = {"save_strategy": "steps", "save_steps": 6, "resume": resume}
-    return train(checkpoint, directory, case, 2, kind=Sharded, empty=empty and os.environ["RANK"] != "0", **saved, **settings)
+    return train(
+        checkpoint,
+        directory,
+        case,
+        2,
+        kind=Sharded,
+        empty=empty and os.environ["RANK"] != "0",
+        **saved,
+        **settings,
+    )
 
 
 def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=False, resume=None, **more):
-    """Through the trainer; returns weights and path, and of an average at its end which weights were kept, and why."""
+    """Through the trainer; returns weights and path, and of an average at its end which weights were kept,
+    and why.
+    """
     options, changes = CASES[case]
-    settings = {"optim": "sgd", "learning_rate": 2.0**-7, "max_grad_norm": 0.0, "save_strategy": "no", **changes, **more}
+    settings = {
+        "optim": "sgd",
+        "learning_rate": 2.0**-7,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        **changes,
+        **more,
+    }
     arguments = TrainingArguments(
         directory,
         use_cpu=True,
@@ -105,7 +130,10 @@ def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=F
     trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[-8:], otaro=options, otaro_log=log)
     paths = []
     record = trainer.search.record
-    trainer.search.record = lambda precision, loss: (paths.append([str(precision), loss]), record(precision, loss))
+    trainer.search.record = lambda precision, loss: (
+        paths.append([str(precision), loss]),
+        record(precision, loss),
+    )
     trainer.train(resume_from_checkpoint=resume)
     if trainer.judgement:
         paths.append([trainer.judgement.pop("kept"), *trainer.judgement.values()])
@@ -161,7 +189,9 @@ def main(checkpoint, directory):
         fully_shard(model, mesh=mesh)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         train_by_hand(model, [batch.chunk(2)[rank] for batch in batches()], place)
-        results[f"sharded_{place}"] = {name: parameter.full_tensor() for name, parameter in model.state_dict().items()}
+        results[f"sharded_{place}"] = {
+            name: parameter.full_tensor() for name, parameter in model.state_dict().items()
+        }
     # At last, since the processes take FSDP for their way of working from then on.
     for run, (case, settings) in SHARDED.items():
         folder = Path(directory) / run.removesuffix("_resumed")
@@ -179,7 +209,11 @@ def ranks(checkpoint_dir, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(
-        [*launch, __file__, str(checkpoint_dir), str(directory)], capture_output=True, text=True, timeout=480, env=environment
+        [*launch, __file__, str(checkpoint_dir), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=480,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(2)], directory
@@ -192,19 +226,24 @@ def assert_close(one, other):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_walk_one_path_to_the_weights_of_one_with_twice_the_batch(ranks, case, checkpoint_dir, tmp_path):
+def test_two_processes_walk_one_path_to_the_weights_of_one_with_twice_the_batch(
+    ranks, case, checkpoint_dir, tmp_path
+):
     ((weights, path), (others, other_path)), directory = [rank[case] for rank in ranks[0]], ranks[1]
     assert path == other_path  # the losses, too: that is why they choose alike
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
     alone, alone_path = train(checkpoint_dir, tmp_path, case, 4)
     assert [taken[0] for taken in path] == [taken[0] for taken in alone_path]
-    assert [losses for _, *losses in path] == [pytest.approx(losses, rel=TOLERANCE) for _, *losses in alone_path]
+    assert [losses for _, *losses in path] == [
+        pytest.approx(losses, rel=TOLERANCE) for _, *losses in alone_path
+    ]
     assert (len(path) == 11) == case.startswith("best")
     assert_close(weights, alone)
 
     log, alone_log = (
-        [json.loads(line) for line in (place / f"{case}.jsonl").read_text().splitlines()] for place in (directory, tmp_path)
+        [json.loads(line) for line in (place / f"{case}.jsonl").read_text().splitlines()]
+        for place in (directory, tmp_path)
     )  # written by one of the two alone
     told = [[(line["step"], line.get("applied")) for line in lines] for lines in (log, alone_log)]
     assert told[0] == told[1]
@@ -213,7 +252,9 @@ def test_two_processes_walk_one_path_to_the_weights_of_one_with_twice_the_batch(
 
 
 @pytest.mark.parametrize("run", SHARDED)
-def test_two_processes_that_share_the_weights_out_end_with_the_same_ones(ranks, run, checkpoint_dir, tmp_path):
+def test_two_processes_that_share_the_weights_out_end_with_the_same_ones(
+    ranks, run, checkpoint_dir, tmp_path
+):
     (weights, path), (others, other_path) = (rank[run] for rank in ranks[0])
     assert path == other_path
     assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -1,7 +1,7 @@
 """The GPU's kernel for many weights gives the very values of the codec.
 
-It runs on a GPU, or by Triton's interpreter on the CPU: that one has to be chosen before Triton is imported, so the last test
-runs this file once more in a process of its own.
+It runs on a GPU, or by Triton's interpreter on the CPU: that one has to be chosen before Triton is imported,
+so the last test runs this file once more in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from otaro.tune.steady import Anchor, WeightAverage
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not here: set-up brings it on Linux x86-64")
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not here: set-up brings it on Linux x86-64"
+)
 
 
 @pytest.fixture
@@ -57,7 +59,9 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def edges() -> list[torch.Tensor]:
-    """Groups that just fit their scale, or just do not; weights on borders of cells, and beside them; far smaller ones."""
+    """Groups that just fit their scale, or just do not; weights on borders of cells, and beside them; far
+    smaller ones.
+    """
 
     def neighbours(numbers: torch.Tensor) -> torch.Tensor:
         up, down = (torch.nextafter(numbers, torch.full_like(numbers, end)) for end in (torch.inf, 0.0))
@@ -69,7 +73,9 @@ def edges() -> list[torch.Tensor]:
     alone[:, :1], beside[:, 1:2], beside[:, 2:3] = ends, ends * (17 / 16), ends * -(15 / 16)
     borders = neighbours(torch.arange(1.0, 65.0) * 13 / 2.0**10).reshape(-1, 64)
     borders[:, 7] = torch.tensor([-17.0, 17.0, -15.0, -16.5, 16.0, 16.9]) * 13 / 2.0**8
-    far = torch.randn(32, 64, generator=torch.Generator().manual_seed(9)) * 2.0 ** -torch.arange(0, 64, 2).unsqueeze(-1)
+    far = torch.randn(32, 64, generator=torch.Generator().manual_seed(9)) * 2.0 ** -torch.arange(
+        0, 64, 2
+    ).unsqueeze(-1)
     far[3, 5:9] = torch.tensor([1e-45, -1e-45, 1e-39, -1e-39])
     return [alone, beside, borders, far]
 
@@ -83,7 +89,8 @@ def test_values_of_all_weights_are_those_of_the_codec(dtype, precision, reconstr
     given = weights(dtype)
     there = [weight.to(device) for weight in given]
     launches = [(32, BEST), (64, BEST), (64, Launch(1024, 2))]
-    if INTERPRETED:  # launches take turns: each precision has all of them with some type, and each type with some precision
+    # launches take turns: each precision has all of them with some type, and each type with some precision
+    if INTERPRETED:
         turn = PRECISIONS.index(precision) + TYPES.index(dtype)
         launches = [launches[turn % len(launches)]]
     for group_size, launch in launches:
@@ -107,9 +114,13 @@ def test_small_parts_are_quantized_as_in_the_whole(reconstruction, device):
     whole = given[-1].to(device)
     expected = encode(given[-1], 64, reconstruction).decode("E5M8")
     for start in (0, 9):
-        part = quantize_all([whole[start:]], 8, 64, reconstruction, torch.float32, scale_exponents=found[-1:])[0]
+        part = quantize_all(
+            [whole[start:]], 8, 64, reconstruction, torch.float32, scale_exponents=found[-1:]
+        )[0]
         assert torch.equal(part.cpu(), expected[start:])
-    assert not torch.equal(quantize_all([whole[9:]], 8, 64, reconstruction, torch.float32)[0].cpu(), expected[9:])
+    assert not torch.equal(
+        quantize_all([whole[9:]], 8, 64, reconstruction, torch.float32)[0].cpu(), expected[9:]
+    )
 
 
 @needs_triton
@@ -117,7 +128,8 @@ def test_small_weights_to_another_type(reconstruction, device):
     from otaro.tune.fused import quantize_all
 
     weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
-    for out in (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16):  # the interpreter cuts off for bfloat16
+    # the interpreter cuts off for bfloat16
+    for out in (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16):
         found = quantize_all([weight.to(device)], 4, 64, reconstruction, out)[0]
         assert torch.equal(found.cpu(), quantize(weight, 4, 64, reconstruction).to(out))
 
@@ -161,8 +173,8 @@ def test_gradients_on_the_gpu_are_those_of_the_cpu(name, make_checkpoint):
         with precisely.at(Precision("E5M4")):
             trained(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
         gradients.append({name: p.grad.cpu() for name, p in trained.named_parameters()})
-    # Sums of float32 in another order cancel differently, so small ones are judged by the largest of their tensor. A
-    # quantizer that errs shows in percents: a step of E5M4 is a sixteenth of a group's scale.
+    # Sums of float32 in another order cancel differently, so small ones are judged by the largest of their
+    # tensor. A quantizer that errs shows in percents: a step of E5M4 is a sixteenth of a group's scale.
     for key, gradient in gradients[0].items():
         largest = float(gradient.abs().max())
         torch.testing.assert_close(gradients[1][key], gradient, atol=1e-3 * largest, rtol=1e-3)
@@ -178,7 +190,9 @@ def test_sums_in_host_memory_are_those_on_the_gpu(reduction):
         for accumulator in (here, there):
             accumulator.add({name: gradient.cuda() for name, gradient in batch.items()})
         assert all(tensor.device.type == "cpu" for tensor in there.tensors().values())
-        assert all(torch.equal(there.tensors()[name], tensor.cpu()) for name, tensor in here.tensors().items())
+        assert all(
+            torch.equal(there.tensors()[name], tensor.cpu()) for name, tensor in here.tensors().items()
+        )
     devices = {name: torch.device("cuda") for name in ("a", "b")}
     one, other = here.take(devices), there.take(devices)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -189,7 +203,10 @@ def test_an_anchor_and_an_average_in_host_memory_are_those_on_the_gpu():
     ended = []
     for on_host in (False, True):
         generator = torch.Generator().manual_seed(5)
-        weights = {name: torch.nn.Parameter(torch.randn(size, generator=generator).cuda()) for name, size in SIZES.items()}
+        weights = {
+            name: torch.nn.Parameter(torch.randn(size, generator=generator).cuda())
+            for name, size in SIZES.items()
+        }
         anchor, average = Anchor(weights, 0.3, on_host), WeightAverage(0.8, on_host)
         for step in range(5):
             for parameter in weights.values():
@@ -227,7 +244,9 @@ def test_gradients_of_weights_that_are_made_again_are_those_of_held_ones_on_the_
 def test_by_tritons_interpreter():
     chosen = "not gradients and not sums and not anchor"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "TRITON_INTERPRET" not in done.stdout  # as tests say that were skipped for want of it

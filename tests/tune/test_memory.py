@@ -29,7 +29,9 @@ LLAMA_8B = {
 def on_paper(dtype=torch.float32, **changes):
     """A model of these shapes that has no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**LLAMA_8B, **changes}), dtype=dtype)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama", **{**LLAMA_8B, **changes}), dtype=dtype
+        )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,9 @@ def test_full_tuning_of_8b_is_refused_where_it_cannot_work_and_told_what_does(fu
     plan = run.plan(torch.device("cuda"), room=80 * GIB)
     with pytest.raises(MemoryNeedError) as refused:
         plan.check()
-    assert str(refused.value).startswith("weights, gradients and optimizer alone take 128.5 GB, and cuda has 85.9 GB; ")
+    assert str(refused.value).startswith(
+        "weights, gradients and optimizer alone take 128.5 GB, and cuda has 85.9 GB; "
+    )
     assert "--lora 16 (about 2" in str(refused.value)
     assert "--optimizer adamw8bit (saves 48.2 GB)" in str(refused.value)
     assert "FSDP over" in str(refused.value)
@@ -53,7 +57,13 @@ def test_copies_move_to_the_host_before_the_held_weights_go_and_only_as_far_as_n
     for room in (300, 180, 150, 140, 120):
         plan = run.plan(torch.device("cuda"), room=room * GIB)
         seen.append((plan.copies_on_host, plan.hold, plan.fits))
-    assert seen == [(False, True, True), (True, True, True), (True, False, True), (True, False, False), (True, False, False)]
+    assert seen == [
+        (False, True, True),
+        (True, True, True),
+        (True, False, True),
+        (True, False, False),
+        (True, False, False),
+    ]
     told = str(run.plan(torch.device("cuda"), room=180 * GIB))
     assert "the copies of --l2-sp and --average are kept in host memory" in told
     assert "not fit" not in told
@@ -99,8 +109,15 @@ def test_activations_are_estimated_within_a_fifth(lora, bf16):
         return tensor
 
     ids = torch.zeros(2, 128, dtype=torch.long)
-    with precisely.at(Precision("E5M4"), torch.bfloat16 if bf16 else None), torch.autocast("cpu", enabled=bf16):
-        own |= {linear.held.untyped_storage().data_ptr() for linear in precisely.linears if linear.held is not None}
+    with (
+        precisely.at(Precision("E5M4"), torch.bfloat16 if bf16 else None),
+        torch.autocast("cpu", enabled=bf16),
+    ):
+        own |= {
+            linear.held.untyped_storage().data_ptr()
+            for linear in precisely.linears
+            if linear.held is not None
+        }
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.get_decoder()(input_ids=ids) if not lora else model.base_model.model.model(input_ids=ids)
     found = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
@@ -115,7 +132,15 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(random_model, t
     model = random_model("llama", hidden_size=512, intermediate_size=512, head_dim=128).float()
     trainer = OtaroTrainer(
         model,
-        TrainingArguments(tmp_path, use_cpu=True, max_steps=1, optim=name, report_to=[], disable_tqdm=True, save_strategy="no"),
+        TrainingArguments(
+            tmp_path,
+            use_cpu=True,
+            max_steps=1,
+            optim=name,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
         train_dataset=(data := [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8),
         eval_dataset=data,
         otaro=COPYING,
@@ -134,17 +159,29 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(random_model, t
     assert trainer._plan().needs.average == 0
     # Norms aside; bitsandbytes keeps scales of blocks beside, and weights of fewer than 4,096 in float32.
     assert needs.optimizer == pytest.approx(state, rel=0.02)
-    assert {tensor.nbytes for tensor in trainer.average.tensors().values()} == {p.nbytes for p in trainer.model.parameters()}
+    assert {tensor.nbytes for tensor in trainer.average.tensors().values()} == {
+        p.nbytes for p in trainer.model.parameters()
+    }
 
 
 def test_the_8_bit_optimizer_learns_and_goes_back_by_l2_sp(random_model, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
-    settings = {"use_cpu": True, "max_steps": 30, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "report_to": []}
-    arguments = TrainingArguments(tmp_path, optim="adamw_bnb_8bit", disable_tqdm=True, save_strategy="no", **settings)
+    settings = {
+        "use_cpu": True,
+        "max_steps": 30,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+    }
+    arguments = TrainingArguments(
+        tmp_path, optim="adamw_bnb_8bit", disable_tqdm=True, save_strategy="no", **settings
+    )
     data = [{"input_ids": ids, "labels": ids} for ids in tokens]
     losses = []
-    trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, otaro=Options(l2_sp=1.0))
+    trainer = OtaroTrainer(
+        random_model("llama").float(), arguments, train_dataset=data, otaro=Options(l2_sp=1.0)
+    )
     trainer.search.record = lambda precision, loss: losses.append(loss)
     trainer.train()
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
@@ -153,7 +190,9 @@ def test_the_8_bit_optimizer_learns_and_goes_back_by_l2_sp(random_model, tmp_pat
 def test_the_8_bit_optimizer_is_refused_with_fsdp(random_model, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.Trainer.__init__", lambda self, *_, **__: None)
     sharded = type("Sharded", (OtaroTrainer,), {"is_fsdp_enabled": True})
-    monkeypatch.setattr(sharded, "args", TrainingArguments(tmp_path, optim="adamw_bnb_8bit", use_cpu=True), raising=False)
+    monkeypatch.setattr(
+        sharded, "args", TrainingArguments(tmp_path, optim="adamw_bnb_8bit", use_cpu=True), raising=False
+    )
     plugin = type("Plugin", (), {"fsdp_version": 2})
     state = type("State", (), {"fsdp_plugin": plugin})
     monkeypatch.setattr(sharded, "accelerator", type("Accelerator", (), {"state": state}), raising=False)
@@ -161,17 +200,27 @@ def test_the_8_bit_optimizer_is_refused_with_fsdp(random_model, tmp_path, monkey
         sharded()
 
 
-def test_copies_in_host_memory_have_the_same_bits_and_so_do_weights_that_are_not_held(random_model, tmp_path, monkeypatch):
+def test_copies_in_host_memory_have_the_same_bits_and_so_do_weights_that_are_not_held(
+    random_model, tmp_path, monkeypatch
+):
     """Without a GPU both places are the same memory; tests/tune/test_fused.py has the two."""
     tokens = torch.randint(3, 120, (16, 10), generator=torch.Generator().manual_seed(1))
     ended = []
     for small in (False, True):
-        settings = {"use_cpu": True, "max_steps": 8, "learning_rate": 1e-4, "report_to": [], "disable_tqdm": True}
+        settings = {
+            "use_cpu": True,
+            "max_steps": 8,
+            "learning_rate": 1e-4,
+            "report_to": [],
+            "disable_tqdm": True,
+        }
         arguments = TrainingArguments(tmp_path, optim="adamw_torch", save_strategy="no", **settings)
         if small:
             monkeypatch.setattr(memory, "device_bytes", lambda device: 1000)
         data = [{"input_ids": ids, "labels": ids} for ids in tokens]
-        trainer = OtaroTrainer(random_model("llama").float(), arguments, train_dataset=data, eval_dataset=data, otaro=COPYING)
+        trainer = OtaroTrainer(
+            random_model("llama").float(), arguments, train_dataset=data, eval_dataset=data, otaro=COPYING
+        )
         trainer.train()
         assert trainer.precisely.hold is not small
         assert trainer.average.count == 4
@@ -181,7 +230,10 @@ def test_copies_in_host_memory_have_the_same_bits_and_so_do_weights_that_are_not
 
 def test_an_anchor_and_an_average_on_the_host_do_what_those_on_the_device_do():
     generator = torch.Generator().manual_seed(0)
-    start = {name: torch.nn.Parameter(torch.randn(70, generator=generator)) for name in ("a", "b", "x.lora_A.weight")}
+    start = {
+        name: torch.nn.Parameter(torch.randn(70, generator=generator))
+        for name in ("a", "b", "x.lora_A.weight")
+    }
     ended = []
     for on_host in (False, True):
         weights = copy.deepcopy(start)

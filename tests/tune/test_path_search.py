@@ -38,7 +38,7 @@ def drifting(step: int) -> float:
     return 2.5 + math.sin(step * 1.7)
 
 
-# The paper's search -----------------------------------------------------------------------------------------------------
+# The paper's search -----------------------------------------------------------------------------------------
 
 
 def test_scores_and_choices_are_those_worked_out_by_hand():
@@ -47,26 +47,39 @@ def test_scores_and_choices_are_those_worked_out_by_hand():
     # Batch 1 and 2 are the first visits.
     assert search.choose() == M8
     search.record(M8, 2.0)
-    assert search.scores() == {"E5M8": pytest.approx(5 * 0.832555 - 2.0, abs=1e-5), "E5M4": None}  # sqrt(ln 2) = 0.832555
+    # sqrt(ln 2) = 0.832555
+    assert search.scores() == {"E5M8": pytest.approx(5 * 0.832555 - 2.0, abs=1e-5), "E5M4": None}
     assert search.choose() == M4
     search.record(M4, 3.0)
     # Batch 3: sqrt(ln 3 / 1) = 1.048147 for both, so the lower loss decides: 3.240735 against 2.240735.
-    assert search.scores() == {"E5M8": pytest.approx(3.240735, abs=1e-5), "E5M4": pytest.approx(2.240735, abs=1e-5)}
+    assert search.scores() == {
+        "E5M8": pytest.approx(3.240735, abs=1e-5),
+        "E5M4": pytest.approx(2.240735, abs=1e-5),
+    }
     assert search.choose() == M8
     search.record(M8, 1.5)
     # Batch 4: E5M8 5 sqrt(1.386294 / 2) - 1.5 = 4.162773 - 1.5, E5M4 5 sqrt(1.386294 / 1) - 3 = 5.887050 - 3.
-    assert search.scores() == {"E5M8": pytest.approx(2.662773, abs=1e-5), "E5M4": pytest.approx(2.887050, abs=1e-5)}
+    assert search.scores() == {
+        "E5M8": pytest.approx(2.662773, abs=1e-5),
+        "E5M4": pytest.approx(2.887050, abs=1e-5),
+    }
     assert search.choose() == M4
     search.record(M4, 2.5)
-    # Batch 5: sqrt(1.609438 / 2) = 0.897061 for both; the loss of E5M4 is the last one, 2.5, no mean with the earlier 3.0.
-    assert search.scores() == {"E5M8": pytest.approx(2.985307, abs=1e-5), "E5M4": pytest.approx(1.985307, abs=1e-5)}
+    # Batch 5: sqrt(1.609438 / 2) = 0.897061 for both; the loss of E5M4 is the last one, 2.5, no mean with the
+    # earlier 3.0.
+    assert search.scores() == {
+        "E5M8": pytest.approx(2.985307, abs=1e-5),
+        "E5M4": pytest.approx(1.985307, abs=1e-5),
+    }
     assert search.choose() == M8
 
 
 @pytest.mark.parametrize("exploration", [0.0, 0.3, 5.0, 100.0])
 def test_the_path_is_that_of_a_plain_reading_of_equation_5(exploration):
     """Recomputed from the path alone: counts, last losses and t from 1."""
-    losses = {precision: (lambda step, base=base: base + 0.4 * math.sin(step)) for precision, base in LOSSES.items()}
+    losses = {
+        precision: (lambda step, base=base: base + 0.4 * math.sin(step)) for precision, base in LOSSES.items()
+    }
     path = walk(BitWidthPathSearch(PRECISIONS, exploration), losses, 300)
     for t, chosen in enumerate(path, start=1):
         before = path[: t - 1]
@@ -75,7 +88,9 @@ def test_the_path_is_that_of_a_plain_reading_of_equation_5(exploration):
             assert chosen == unseen[0]
             continue
         last = {p: t - 2 - before[::-1].index(p) for p in PRECISIONS}
-        score = {p: exploration * math.sqrt(math.log(t) / before.count(p)) - losses[p](last[p]) for p in PRECISIONS}
+        score = {
+            p: exploration * math.sqrt(math.log(t) / before.count(p)) - losses[p](last[p]) for p in PRECISIONS
+        }
         assert score[chosen] == max(score.values()), f"batch {t}"
 
 
@@ -125,7 +140,7 @@ def test_a_state_is_a_snapshot_that_later_batches_leave_alone():
     assert json.dumps(state) == kept
 
 
-# Equations 6 to 9 -------------------------------------------------------------------------------------------------------
+# Equations 6 to 9 -------------------------------------------------------------------------------------------
 
 
 def test_finer_precisions_are_chosen_more_often_and_ever_more_so_as_t_grows():
@@ -142,7 +157,9 @@ def test_finer_precisions_are_chosen_more_often_and_ever_more_so_as_t_grows():
 
 
 def test_the_score_gap_tends_to_the_loss_gap_where_counts_grow_linearly():
-    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap stands a term that falls as sqrt(ln t / t)."""
+    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap stands a term that falls as sqrt(ln t /
+    t).
+    """
     deviations = []
     for t in (3 * 10**2, 3 * 10**4, 3 * 10**6, 3 * 10**8):
         search = BitWidthPathSearch([M8, M3], 5.0)
@@ -150,14 +167,16 @@ def test_the_score_gap_tends_to_the_loss_gap_where_counts_grow_linearly():
         search.load_state_dict({"counts": {"E5M8": 2 * t // 3 - 1, "E5M3": t // 3}, "losses": losses})
         scores = search.scores()
         deviations.append(scores["E5M8"] - scores["E5M3"] - (LOSSES[M3] - LOSSES[M8]))
-        assert deviations[-1] == pytest.approx(5 * (math.sqrt(1.5) - math.sqrt(3)) * math.sqrt(math.log(t) / t), rel=0.01)
+        assert deviations[-1] == pytest.approx(
+            5 * (math.sqrt(1.5) - math.sqrt(3)) * math.sqrt(math.log(t) / t), rel=0.01
+        )
     assert all(abs(later) < abs(earlier) / 5 for earlier, later in pairwise(deviations))
     assert abs(deviations[-1]) < 1e-3
 
 
 def test_on_its_own_path_the_search_draws_scores_level_instead():
-    """Equation 9 supposes counts that grow linearly. The search itself, always taking the highest score, levels the scores:
-    a precision's exploration makes up for its loss, and its count grows as ln t only."""
+    """Equation 9 supposes counts that grow linearly. The search itself, always taking the highest score,
+    levels the scores: a precision's exploration makes up for its loss, and its count grows as ln t only."""
     search = BitWidthPathSearch(PRECISIONS, 5.0)
     walk(search, LOSSES, 20_000)
     scores = search.scores().values()
@@ -179,7 +198,7 @@ def test_with_lambda_zero_only_the_last_losses_count():
     assert search.choose() == M4
 
 
-# The others -------------------------------------------------------------------------------------------------------------
+# The others -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), (6.0, 5.0, 4.0, 3.0, 2.0, 1.0)])
@@ -220,7 +239,9 @@ def test_a_resumed_uniform_search_goes_on_with_the_same_draws(stop):
 
 
 def test_losses_do_not_sway_the_uniform_search():
-    high, low = (walk(UniformSearch(PRECISIONS, None, 0), dict.fromkeys(PRECISIONS, loss), 100) for loss in (9.0, 0.1))
+    high, low = (
+        walk(UniformSearch(PRECISIONS, None, 0), dict.fromkeys(PRECISIONS, loss), 100) for loss in (9.0, 0.1)
+    )
     assert high == low
 
 

@@ -1,4 +1,6 @@
-"""Seen working, on the built-in model: tuned for all precisions it is better at the low ones than tuned as usual."""
+"""Seen working, on the built-in model: tuned for all precisions it is better at the low ones than tuned as
+usual.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from otaro.tune.config import recipe
 from otaro.tune.data import collate, load_data, padding_id
 from otaro.tune.trainer import OtaroTrainer, losses_by_precision
 
-METHODS = {"fp": recipe("best", "fp"), "otaro": recipe("best", "otaro"), "best": recipe("best")}  # as `otaro tune` has them
+# as `otaro tune` has them
+METHODS = {"fp": recipe("best", "fp"), "otaro": recipe("best", "otaro"), "best": recipe("best")}
 pytestmark = pytest.mark.slow
 
-DELAY = 4  # a hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten
+# a hundred steps, of which a third are ultra-low, would see three updates with the paper's delay of ten
+DELAY = 4
 
 
 @pytest.fixture(scope="module")

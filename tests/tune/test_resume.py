@@ -1,4 +1,6 @@
-"""A run that is killed, however often and wherever, goes on to the same weights, path and accumulator, bit for bit."""
+"""A run that is killed, however often and wherever, goes on to the same weights, path and accumulator, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ ACCUMULATOR, AVERAGE = f"{ACCUMULATOR_STEM}.safetensors", f"{AVERAGE_STEM}.safet
 
 STEPS, EVERY = 12, 3  # as in DRIVER
 
-# Trains on from the last complete checkpoint, again and again, each time in a fork of its own that is killed in some place at
-# some step, and the last time to the end. Prints which checkpoint could be relied on afterwards.
+# Trains on from the last complete checkpoint, again and again, each time in a fork of its own that is killed
+# in some place at some step, and the last time to the end. Prints which checkpoint could be relied on
+# afterwards.
 DRIVER = """
 import json, os, signal, sys, traceback
 from pathlib import Path
@@ -99,11 +102,17 @@ print(json.dumps(reliable))
 
 @pytest.fixture
 def run(in_child, checkpoint_dir):
-    """run(directory, method, kills) trains to the end through all kills; returns the last complete checkpoint after each."""
+    """run(directory, method, kills) trains to the end through all kills; returns the last complete checkpoint
+    after each.
+    """
 
     def train(directory, method, kills=(), **settings):
         directory.mkdir()
-        child = in_child(DRIVER.format(told=json.dumps([str(directory), str(checkpoint_dir), method, list(kills), settings])))
+        child = in_child(
+            DRIVER.format(
+                told=json.dumps([str(directory), str(checkpoint_dir), method, list(kills), settings])
+            )
+        )
         assert child.returncode == 0, child.stderr
         return json.loads(child.stdout)
 
@@ -142,7 +151,11 @@ KILLS = {
         ("before the completion mark", 12, 9),
     ],
     # Uniform draws; weights are averaged from the seventh step on.
-    "best": [("between steps", 4, 3), ("after saving the optimizer", 9, 6), ("after the backward pass", 10, 9)],
+    "best": [
+        ("between steps", 4, 3),
+        ("after saving the optimizer", 9, 6),
+        ("after the backward pass", 10, 9),
+    ],
 }
 
 
@@ -159,13 +172,19 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
         assert [line["accumulated"] for line in steps][5] == 2
         assert (tmp_path / "whole" / "checkpoint-6" / ACCUMULATOR).is_file()
         assert any(line["applied"] for line in steps if line["precision"] in ("E5M4", "E5M3"))
-    holding = [step for step in range(EVERY, STEPS + 1, EVERY) if (tmp_path / f"whole/checkpoint-{step}" / AVERAGE).is_file()]
+    holding = [
+        step
+        for step in range(EVERY, STEPS + 1, EVERY)
+        if (tmp_path / f"whole/checkpoint-{step}" / AVERAGE).is_file()
+    ]
     assert holding == ([9, 12] if method == "best" else [])
     assert ("kept" in log_of(tmp_path / "whole")[-1]) == (method == "best")
 
 
 def test_what_was_left_over_is_applied_once_by_a_run_that_was_killed_after_its_last_step(run, tmp_path):
-    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover as well."""
+    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover as
+    well.
+    """
     run(tmp_path / "whole", "otaro")
     assert "leftover" in log_of(tmp_path / "whole")[-1]
     assert run(tmp_path / "killed", "otaro", [("after training", STEPS)]) == [STEPS, STEPS]

@@ -73,14 +73,21 @@ def test_loss_and_gradients_are_those_of_whole_logits(prepared, architecture, it
         right = whole_loss(exact, items, share, exact_teacher)
         with head.losses(Distillation(share, hidden) if share else None):
             found = model(input_ids=IDS, labels=LABELS, num_items_in_batch=items).loss
-        torch.testing.assert_close(found, whole, rtol=IDS.numel() * 2.0**-24, atol=0)  # a rounding for each token
-        of_whole, of_right, of_found = gradients(model, whole), gradients(exact, right), gradients(model, found)
+        # a rounding for each token
+        torch.testing.assert_close(found, whole, rtol=IDS.numel() * 2.0**-24, atol=0)
+        of_whole, of_right, of_found = (
+            gradients(model, whole),
+            gradients(exact, right),
+            gradients(model, found),
+        )
     assert errors(of_found, of_right) <= 2 * errors(of_whole, of_right)
 
 
 def errors(found, right):
     """The distance of all gradients from what they are in float64."""
-    return torch.stack([torch.dist(found[name].double(), gradient) for name, gradient in right.items()]).norm()
+    return torch.stack(
+        [torch.dist(found[name].double(), gradient) for name, gradient in right.items()]
+    ).norm()
 
 
 def test_no_tensor_of_more_than_a_slice_of_logits_is_ever_made(prepared):
@@ -91,7 +98,8 @@ def test_no_tensor_of_more_than_a_slice_of_logits_is_ever_made(prepared):
             made = function(*args, **(kwargs or {}))
             for tensor in made if isinstance(made, tuple | list) else [made]:
                 shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
-                if shape[-1:] == (SIZES["vocab_size"],) and shape[0] != SIZES["hidden_size"]:  # the head's weight, transposed
+                # the head's weight, transposed
+                if shape[-1:] == (SIZES["vocab_size"],) and shape[0] != SIZES["hidden_size"]:
                     self.rows = max(self.rows, tensor.numel() // SIZES["vocab_size"])
             return made
 
@@ -115,7 +123,9 @@ def test_no_tensor_of_more_than_a_slice_of_logits_is_ever_made(prepared):
     ],
 )
 def test_a_head_that_does_more_than_a_product_keeps_its_whole_logits(kind, changes):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SIZES, **changes}), dtype=torch.float32
+    )
     prepare(model, Precisely())
     assert SlicedHead.find(model, {"input_ids": IDS}) is None
     assert "forward" not in model.get_output_embeddings().__dict__
@@ -144,9 +154,24 @@ def test_what_a_pass_changes_of_the_model_is_changed_back_also_by_an_error(prepa
 
 def trained(model, directory, kind=OtaroTrainer, **changes):
     tokens = torch.randint(3, 120, (32, 10), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": ids, "labels": ids.where(torch.arange(10) >= n % 4, -100)} for n, ids in enumerate(tokens)]
-    settings = {"max_steps": 1, "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 2.0**-7, **changes}
-    report = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_grad_norm": 0.0, "use_cpu": True}
+    data = [
+        {"input_ids": ids, "labels": ids.where(torch.arange(10) >= n % 4, -100)}
+        for n, ids in enumerate(tokens)
+    ]
+    settings = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "optim": "sgd",
+        "learning_rate": 2.0**-7,
+        **changes,
+    }
+    report = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+    }
     arguments = TrainingArguments(directory, train_sampling_strategy="sequential", **settings, **report)
     options = Options(method="uniform", distill=0.5, distill_at=PRECISIONS)
     trainer = kind(model, arguments, train_dataset=data, otaro=options)
@@ -154,8 +179,12 @@ def trained(model, directory, kind=OtaroTrainer, **changes):
     return trainer
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}], ids=str)
-def test_a_trainer_ends_with_the_weights_that_whole_logits_lead_to(random_model, tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}], ids=str
+)
+def test_a_trainer_ends_with_the_weights_that_whole_logits_lead_to(
+    random_model, tmp_path, monkeypatch, changes
+):
     model = random_model("llama_tied").float()
     found = trained(copy.deepcopy(model), tmp_path, **changes)
     in_slices = found.model.get_output_embeddings() in sliced._PLAIN
@@ -163,10 +192,13 @@ def test_a_trainer_ends_with_the_weights_that_whole_logits_lead_to(random_model,
     monkeypatch.setattr(sliced, "SLICE_BYTES", 1 << 30)
     expected = trained(model, tmp_path, **changes)
     for (name, one), other in zip(found.model.named_parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5, msg=name)  # of one step: later ones round to grids
+        # of one step: later ones round to grids
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_in_bf16_slices_are_no_further_from_float32_than_whole_logits_are(random_model, tmp_path, monkeypatch):
+def test_in_bf16_slices_are_no_further_from_float32_than_whole_logits_are(
+    random_model, tmp_path, monkeypatch
+):
     model = random_model("llama_tied").float()
     found = trained(copy.deepcopy(model), tmp_path, bf16=True)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 1 << 30)
@@ -182,12 +214,16 @@ def test_losses_by_precision_are_the_same_in_slices(prepared, monkeypatch):
     batches = [{"input_ids": IDS, "labels": LABELS}]
     found = losses_by_precision(model, precisely, [None, *PRECISIONS], batches)
     monkeypatch.setattr(sliced, "SLICE_BYTES", 1 << 30)
-    assert found == pytest.approx(losses_by_precision(model, precisely, [None, *PRECISIONS], batches), rel=1e-6)
+    assert found == pytest.approx(
+        losses_by_precision(model, precisely, [None, *PRECISIONS], batches), rel=1e-6
+    )
 
 
 def test_a_frozen_head_in_its_own_type_is_sliced_too(random_model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = peft.get_peft_model(random_model("mistral"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        random_model("mistral"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
     narrow_frozen(model, torch.bfloat16)
     prepare(model.train(), precisely := Precisely())
     head = SlicedHead.find(model, {"input_ids": IDS})
@@ -197,7 +233,9 @@ def test_a_frozen_head_in_its_own_type_is_sliced_too(random_model):
             found = model(input_ids=IDS, labels=LABELS).loss
         torch.testing.assert_close(found, whole, rtol=IDS.numel() * 2.0**-24, atol=0)
         for name, gradient in gradients(model, found).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=float(expected[name].abs().max()) * 1e-4)
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=1e-4, atol=float(expected[name].abs().max()) * 1e-4
+            )
 
 
 def test_compiled_slices_give_the_same_weights(random_model, tmp_path):

@@ -24,7 +24,9 @@ class Snapshots(TrainerCallback):
         self.weights = []
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        self.weights.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        self.weights.append(
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        )
 
 
 @pytest.fixture
@@ -47,7 +49,9 @@ def train(checkpoint_dir, tmp_path):
         data = [{"input_ids": ids, "labels": ids} for ids in tokens]
         options = Options(method=method, **steady)
         log.unlink(missing_ok=True)
-        trainer = OtaroTrainer(model, arguments, train_dataset=data, callbacks=[snapshots], otaro=options, otaro_log=log)
+        trainer = OtaroTrainer(
+            model, arguments, train_dataset=data, callbacks=[snapshots], otaro=options, otaro_log=log
+        )
         if judge == "average":
             losses = iter((2.0, 1.0) * 2)  # the last weights are judged first
             trainer.judge = lambda: next(losses)
@@ -59,7 +63,7 @@ def train(checkpoint_dir, tmp_path):
     return run
 
 
-# In a trainer -----------------------------------------------------------------------------------------------------------
+# In a trainer -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("share", "last"), [(0.3, 3), (0.5, 5), (1.0, 10), (0.01, 1)])
@@ -99,7 +103,9 @@ def test_an_average_that_is_no_better_or_no_number_is_dropped(train):
         losses = iter((1.0, of_average))
         trainer, _, after, log = train(judge=lambda model, losses=losses: next(losses), average=0.5, steps=2)
         assert log[-1]["kept"] == "last"
-        assert all(torch.equal(parameter, after[-1][name]) for name, parameter in trainer.model.named_parameters())
+        assert all(
+            torch.equal(parameter, after[-1][name]) for name, parameter in trainer.model.named_parameters()
+        )
 
 
 def test_where_nothing_is_held_out_the_last_weights_stay_and_that_is_said(train):
@@ -107,13 +113,19 @@ def test_where_nothing_is_held_out_the_last_weights_stay_and_that_is_said(train)
         trainer, _, after, log = train(judge=None, average=0.5)
     assert trainer.average is None
     assert len(log) == 10
-    assert all(torch.equal(parameter, after[-1][name]) for name, parameter in trainer.model.named_parameters())
+    assert all(
+        torch.equal(parameter, after[-1][name]) for name, parameter in trainer.model.named_parameters()
+    )
 
 
 def test_averaging_does_not_change_the_way(train):
     _, _, plain, log = train()
     _, _, averaged, averaged_log = train(average=0.5)
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(plain, averaged, strict=True) for name in one)
+    assert all(
+        torch.equal(one[name], other[name])
+        for one, other in zip(plain, averaged, strict=True)
+        for name in one
+    )
     assert [line["loss"] for line in log] == [line["loss"] for line in averaged_log[:-1]]
 
 
@@ -145,11 +157,16 @@ def test_pulled_adapters_take_the_merged_weight_back_by_its_share_and_no_more(tr
 
     def adapted():
         torch.manual_seed(7)
-        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32), config)
+        return peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32), config
+        )
 
     def updates(weights):
         names = [name.partition(".lora_A")[0] for name in weights if "lora_A" in name]
-        return [weights[f"{name}.lora_B.default.weight"] @ weights[f"{name}.lora_A.default.weight"] for name in names]
+        return [
+            weights[f"{name}.lora_B.default.weight"] @ weights[f"{name}.lora_A.default.weight"]
+            for name in names
+        ]
 
     few = {"method": "fixed:E5M4", "steps": 1}
     _, _, plain, _ = train(model=adapted(), **few)
@@ -157,7 +174,11 @@ def test_pulled_adapters_take_the_merged_weight_back_by_its_share_and_no_more(tr
     for whole, held in zip(updates(plain[0]), updates(pulled[0]), strict=True):
         assert whole.any()
         torch.testing.assert_close(held, 0.75 * whole, atol=1e-9, rtol=1e-5)
-    tuned = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, start[name])}
+    tuned = {
+        name
+        for name, parameter in trainer.model.named_parameters()
+        if not torch.equal(parameter, start[name])
+    }
     assert tuned
     assert all("lora_" in name for name in tuned)
 
@@ -170,7 +191,7 @@ def test_a_second_run_of_the_same_trainer_has_its_own_average(train):
     torch.testing.assert_close(trainer.model.model.norm.weight.detach().double(), mean, atol=1e-7, rtol=1e-6)
 
 
-# Alone ------------------------------------------------------------------------------------------------------------------
+# Alone ------------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_bfloat16_weights_is_kept_in_float32():

@@ -1,4 +1,6 @@
-"""OtaroTrainer among the rest of Trainer: accumulation of micro-batches, optimizers, schedules, logs, distillation, peers."""
+"""OtaroTrainer among the rest of Trainer: accumulation of micro-batches, optimizers, schedules, logs,
+distillation, peers.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,27 @@ from otaro.tune.trainer import (
 )
 
 ULTRA_LOW = ("E5M4", "E5M3")
-FIELDS = ("step", "precision", "loss", "cross_entropy", "scores", "gradient_norm", "lr", "tokens_per_second", "memory")
+FIELDS = (
+    "step",
+    "precision",
+    "loss",
+    "cross_entropy",
+    "scores",
+    "gradient_norm",
+    "lr",
+    "tokens_per_second",
+    "memory",
+)
 FIELDS += ("applied", "accumulated")
 
 
 @pytest.fixture
 def fresh(checkpoint_dir):
-    """fresh() is a model to train; fresh(torch.float64) where runs of several steps that add up in another order are compared.
+    """fresh() is a model to train; fresh(torch.float64) where runs of several steps that add up in another
+    order are compared.
 
-    A weight near the border of a cell may land on either side of it by rounding alone. In float64 none comes that near.
+    A weight near the border of a cell may land on either side of it by rounding alone. In float64 none comes
+    that near.
     """
     return lambda dtype=torch.float32: AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=dtype)
 
@@ -47,11 +61,19 @@ def fresh(checkpoint_dir):
 def examples(count=64, length=10):
     """With a different number of labels in each, so that means of means would be noticed."""
     tokens = torch.randint(3, 120, (count, length), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": ids, "labels": ids.where(torch.arange(length) >= n % 4, -100)} for n, ids in enumerate(tokens)]
+    return [
+        {"input_ids": ids, "labels": ids.where(torch.arange(length) >= n % 4, -100)}
+        for n, ids in enumerate(tokens)
+    ]
 
 
 def arguments(directory, **changes):
-    run = {"use_cpu": True, "max_steps": 12, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    run = {
+        "use_cpu": True,
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "train_sampling_strategy": "sequential",
+    }
     update = {"optim": "sgd", "learning_rate": 2.0**-7, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     report = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
     return TrainingArguments(directory, **{**run, **update, **report, **changes})
@@ -71,7 +93,9 @@ def train(fresh, tmp_path):
         directory.mkdir()
         own = {"otaro": chosen, "otaro_log": directory / "log.jsonl", "eval_dataset": eval_dataset}
         settings = arguments(directory, **changes)
-        trainer = kind(model or fresh(), settings, train_dataset=data or examples(), callbacks=list(callbacks), **own)
+        trainer = kind(
+            model or fresh(), settings, train_dataset=data or examples(), callbacks=list(callbacks), **own
+        )
         trainer.train()
         return trainer, [json.loads(line) for line in own["otaro_log"].read_text().splitlines()]
 
@@ -97,7 +121,9 @@ def equal(one, other):
 
 
 def assert_close(one, other, tolerance=1e-5):
-    """Sums of a thousand terms in float32 are that exact; of models in float64 only norms and losses are in float32."""
+    """Sums of a thousand terms in float32 are that exact; of models in float64 only norms and losses are in
+    float32.
+    """
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
 
@@ -126,7 +152,9 @@ def test_micro_batches_add_up_to_the_larger_batch_at_one_precision(train, fresh)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_a_withheld_step_leaves_the_weights_alone_and_an_applied_one_does_not(train, fresh, optimizer):
     watch = Snapshots()
-    trainer, log = train(options(), optim=optimizer, weight_decay=0.1, max_grad_norm=1.0, callbacks=[watch], max_steps=20)
+    trainer, log = train(
+        options(), optim=optimizer, weight_decay=0.1, max_grad_norm=1.0, callbacks=[watch], max_steps=20
+    )
     steps = [line for line in log if "loss" in line]
     assert not all(line["applied"] for line in steps)
     for line, before, after in zip(steps, [weights_of(fresh()), *watch.weights], watch.weights, strict=False):
@@ -169,7 +197,9 @@ def test_the_accumulator_may_live_on_the_host(train, optimizer):
 @pytest.mark.parametrize("method", ["otaro", "bps", "uniform", "fixed:E5M4", "fp"])
 def test_every_method_learns(train, method):
     few = examples(4)
-    trainer, log = train(options(method=method), data=few, optim="adamw_torch", learning_rate=3e-3, max_steps=30)
+    trainer, log = train(
+        options(method=method), data=few, optim="adamw_torch", learning_rate=3e-3, max_steps=30
+    )
     path = {line["precision"] for line in log if "loss" in line}
     expected = {"fixed:E5M4": {"E5M4"}, "fp": {"fp"}}.get(method)
     assert path == expected if expected else len(path) >= 4
@@ -179,14 +209,21 @@ def test_every_method_learns(train, method):
 
 
 def test_full_precision_is_plain_trainer_bit_for_bit(train, fresh, tmp_path):
-    settings = {"optim": "adamw_torch", "max_grad_norm": 1.0, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+    settings = {
+        "optim": "adamw_torch",
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "cosine",
+        "gradient_accumulation_steps": 2,
+    }
     plain = Trainer(fresh(), arguments(tmp_path, **settings), train_dataset=examples())
     plain.train()
     ours, log = train(options(method="fp"), **settings)
     assert equal(weights_of(plain.model), weights_of(ours.model))
     history = [line for line in plain.state.log_history if "loss" in line]
     assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in history], rel=1e-6)
-    assert [line["gradient_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in history], rel=1e-6)
+    assert [line["gradient_norm"] for line in log] == pytest.approx(
+        [line["grad_norm"] for line in history], rel=1e-6
+    )
     assert [line["lr"] for line in log] == [line["learning_rate"] for line in history]
 
 
@@ -199,7 +236,8 @@ def test_the_schedule_advances_on_withheld_steps_and_the_leftover_gets_the_last_
     assert log[6]["leftover"] == 2
     assert not any(trainer.lr_scheduler.get_last_lr())
 
-    # The last two gradients were taken at the same weights; they lead from there to the end at the rate of step 6.
+    # The last two gradients were taken at the same weights; they lead from there to the end at the rate of
+    # step 6.
     assert equal(watch.weights[3], watch.weights[5])
     start = fresh()
     start.load_state_dict(watch.weights[5])
@@ -209,7 +247,9 @@ def test_the_schedule_advances_on_withheld_steps_and_the_leftover_gets_the_last_
 
 
 def by_hand(model, batch, share, precision="E5M4"):
-    """The loss and its gradients, from a student that holds decoded weights and a teacher that holds the full ones."""
+    """The loss and its gradients, from a student that holds decoded weights and a teacher that holds the full
+    ones.
+    """
     ids, labels = (torch.stack([example[key] for example in batch]) for key in ("input_ids", "labels"))
     with torch.no_grad():
         teacher = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
@@ -229,12 +269,17 @@ def test_distillation_mixes_cross_entropy_and_divergence_from_the_full_weights(t
     loss, gradients = by_hand(fresh(), examples()[:4], share)
     plain, _ = by_hand(fresh(), examples()[:4], 0.0)
     for per_device, micro_batches in ((4, 1), (1, 4)):
-        settings = {"max_steps": 1, "per_device_train_batch_size": per_device, "gradient_accumulation_steps": micro_batches}
+        settings = {
+            "max_steps": 1,
+            "per_device_train_batch_size": per_device,
+            "gradient_accumulation_steps": micro_batches,
+        }
         trainer, log = train(options(method="fixed:E5M4", distill=share), **settings)
         assert log[0]["loss"] == pytest.approx(loss, rel=1e-5)
         assert log[0]["cross_entropy"] == pytest.approx(plain, rel=1e-5)
         expected = {name: weight - 2.0**-7 * gradients[name] for name, weight in weights_of(fresh()).items()}
-        assert_close(weights_of(trainer.model), expected)  # had the teacher passed any gradient on, these would differ
+        # had the teacher passed any gradient on, these would differ
+        assert_close(weights_of(trainer.model), expected)
 
 
 @pytest.mark.parametrize("in_slices", [False, True], ids=["whole logits", "in slices"])
@@ -260,8 +305,14 @@ def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_o
                 return torch.tensor(returned[-1])
 
         model = fresh(torch.float64)
-        model.model.register_forward_hook(lambda module, *_, passes=passes: passes.append(1) if module.training else None)
-        settings = {"max_steps": 1, "per_device_train_batch_size": per_device, "gradient_accumulation_steps": micro_batches}
+        model.model.register_forward_hook(
+            lambda module, *_, passes=passes: passes.append(1) if module.training else None
+        )
+        settings = {
+            "max_steps": 1,
+            "per_device_train_batch_size": per_device,
+            "gradient_accumulation_steps": micro_batches,
+        }
         chosen = options(method="fixed:E5M4", full=1 / 3, distill=distill)
         trainer, log = train(chosen, model=model, kind=Spy, **settings)
         assert len(passes) == 2 * micro_batches
@@ -272,12 +323,16 @@ def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_o
         for name, weight in weights_of(fresh(torch.float64)).items():
             expected = of_full[name] / 3 + of_low[name] * 2 / 3
             largest = float(expected.abs().max())
-            torch.testing.assert_close((weight - after[name]) / 2.0**-7, expected, atol=16 * 2.0**-24 * largest, rtol=0.0)
+            torch.testing.assert_close(
+                (weight - after[name]) / 2.0**-7, expected, atol=16 * 2.0**-24 * largest, rtol=0.0
+            )
         assert trainer._teacher is None
 
 
 def test_without_a_share_and_at_full_precision_nothing_is_distilled(train, monkeypatch):
-    monkeypatch.setattr("otaro.tune.trainer._divergence", lambda *_: pytest.fail("computed although not asked for"))
+    monkeypatch.setattr(
+        "otaro.tune.trainer._divergence", lambda *_: pytest.fail("computed although not asked for")
+    )
     train(options(distill=0.0), max_steps=8)
     teacher, plain = (train(options(method="fp", distill=share), max_steps=8)[0] for share in (0.5, 0.0))
     assert equal(weights_of(teacher.model), weights_of(plain.model))
@@ -288,7 +343,9 @@ def test_a_micro_batch_without_any_label_adds_nothing(train):
     for unlabelled in data[::2]:
         unlabelled["labels"] = torch.full_like(unlabelled["labels"], -100)
     settings = {"max_steps": 4, "gradient_accumulation_steps": 2}
-    trainer, log = train(options(method="fixed:E5M4", distill=0.5), data=data, per_device_train_batch_size=1, **settings)
+    trainer, log = train(
+        options(method="fixed:E5M4", distill=0.5), data=data, per_device_train_batch_size=1, **settings
+    )
     assert not any(math.isnan(line["loss"]) for line in log)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
@@ -338,7 +395,9 @@ class Stream(torch.utils.data.IterableDataset):
     ],
     ids=["steps", "more steps", "epochs", "more epochs", "stream"],
 )
-def test_how_often_data_are_seen_says_how_much_is_learnt_in_full_precision(train, fresh, data, changes, share):
+def test_how_often_data_are_seen_says_how_much_is_learnt_in_full_precision(
+    train, fresh, data, changes, share
+):
     chosen = Options(method="fixed:E5M3", full=None)
     trainer, _ = train(chosen, model=fresh(torch.float64), data=data, **changes)
     assert trainer.full_share == share
@@ -363,7 +422,9 @@ def test_losses_by_precision_are_means_over_all_labels(fresh):
     model.train()
     found = losses_by_precision(model, precisely, [None, *PRECISIONS], batches)
     assert model.training
-    assert found == pytest.approx([by_hand(fresh(), data, 0.0, at)[0] for at in (None, *PRECISIONS)], rel=1e-5)
+    assert found == pytest.approx(
+        [by_hand(fresh(), data, 0.0, at)[0] for at in (None, *PRECISIONS)], rel=1e-5
+    )
 
 
 def test_losses_by_precision_do_not_count_what_is_padded(fresh):
@@ -372,27 +433,46 @@ def test_losses_by_precision_do_not_count_what_is_padded(fresh):
     counts = [sum(label != -100 for label in example["labels"][1:]) for example in (first, second)]
     model, precisely, join = fresh(), Precisely(), collate(0)
     prepare(model, precisely)
-    alone = [losses_by_precision(model, precisely, [None], [join([example])])[0] for example in (first, second)]
+    alone = [
+        losses_by_precision(model, precisely, [None], [join([example])])[0] for example in (first, second)
+    ]
     (found,) = losses_by_precision(model, precisely, [None], [join([first, second])])
-    assert found == pytest.approx(sum(mean * count for mean, count in zip(alone, counts, strict=True)) / sum(counts), rel=1e-5)
+    assert found == pytest.approx(
+        sum(mean * count for mean, count in zip(alone, counts, strict=True)) / sum(counts), rel=1e-5
+    )
 
 
 @pytest.fixture
 def sft(tmp_path):
-    """sft(model, options, argument=...) trains by TRL's SFTTrainer with the mixin; returns the trainer and its log."""
+    """sft(model, options, argument=...) trains by TRL's SFTTrainer with the mixin; returns the trainer and
+    its log.
+    """
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
     def run(model, chosen, data=None, **changes):
-        settings = {"use_cpu": True, "max_steps": 8, "per_device_train_batch_size": 2, "max_length": 32, "save_strategy": "no"}
-        update = {"optim": "sgd", "learning_rate": 2.0**-7, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        settings = {
+            "use_cpu": True,
+            "max_steps": 8,
+            "per_device_train_batch_size": 2,
+            "max_length": 32,
+            "save_strategy": "no",
+        }
+        update = {
+            "optim": "sgd",
+            "learning_rate": 2.0**-7,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+        }
         arguments = trl.SFTConfig(tmp_path, bf16=False, report_to=[], **{**settings, **update, **changes})
         log = tmp_path / "log.jsonl"
         reader = {"processing_class": AutoTokenizer.from_pretrained(MODEL_DIR)}
         data = datasets.Dataset.from_dict(data or {"text": ["One day a small fox went out."] * 16})
         kind = type("OtaroSFTTrainer", (OtaroMixin, trl.SFTTrainer), {})
         held = data.select(range(4))
-        trainer = kind(model, arguments, train_dataset=data, eval_dataset=held, **reader, otaro=chosen, otaro_log=log)
+        trainer = kind(
+            model, arguments, train_dataset=data, eval_dataset=held, **reader, otaro=chosen, otaro_log=log
+        )
         trainer.train()
         return trainer, [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -415,7 +495,9 @@ def test_the_default_in_trl_is_the_recipe_best(sft):
 
 @pytest.mark.parametrize(("share", "full"), [(0.0, 0.0), (0.5, 0.0), (0.5, 1 / 3)])
 def test_trl_trains_through_the_same_quantized_head_and_teacher(train, fresh, sft, share, full):
-    """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no gradients."""
+    """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no
+    gradients.
+    """
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
     chosen = Options(method="fixed:E5M3", distill=share, full=full)
@@ -436,7 +518,9 @@ def test_lora_trains_through_the_weights_as_they_will_be_packed(train, fresh, ke
     """The adapters through the merged weight, and a module that is tuned in whole beside them as it is."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     saved = {"modules_to_save": [kept]} if kept else {}
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **saved)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **saved
+    )
     model = peft.get_peft_model(fresh(), config)
     before, (trainer, _) = weights_of(model), train(options(), model=model, max_steps=20)
     after = weights_of(trainer.model)
@@ -487,7 +571,11 @@ def test_neither_leftovers_nor_averages_touch_the_best_weights_that_were_loaded_
     assert log[-1]["leftover"] > 0
     assert log[-1]["applied"] is False
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
-    assert all(torch.equal(parameter, best[name]) for name, parameter in weights_of(trainer.model).items() if name in best)
+    assert all(
+        torch.equal(parameter, best[name])
+        for name, parameter in weights_of(trainer.model).items()
+        if name in best
+    )
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_its_checkpoints_alone(train, fresh, tmp_path):
@@ -497,18 +585,27 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_its_checkpoints_alone
             return loss * math.nan if self.state.global_step == 7 else loss
 
     with pytest.raises(TrainingError) as stopped:
-        train(replace(BEST, average=0.7), eval_dataset=examples(4), kind=Broken, save_strategy="steps", save_steps=3)
+        train(
+            replace(BEST, average=0.7),
+            eval_dataset=examples(4),
+            kind=Broken,
+            save_strategy="steps",
+            save_steps=3,
+        )
     last = last_complete_checkpoint(tmp_path / "0")
     assert last.name == "checkpoint-6"
     assert re.search(
-        rf"the loss became nan at step 8, trained at E5M\d; the last good checkpoint is {last}", str(stopped.value)
+        rf"the loss became nan at step 8, trained at E5M\d; the last good checkpoint is {last}",
+        str(stopped.value),
     )
     assert all(weight.isfinite().all() for weight in load_file(last / "otaro_average.safetensors").values())
 
 
 @pytest.mark.parametrize("method", ["uniform", "otaro"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_is_neither_applied_nor_kept_though_the_loss_is_finite(train, tmp_path, method, bad):
+def test_a_gradient_that_is_no_number_is_neither_applied_nor_kept_though_the_loss_is_finite(
+    train, tmp_path, method, bad
+):
     """Of a delayed update, too: the accumulator must not carry it into a later one, or into a checkpoint."""
     trainers, steps = [], Snapshots()
 
@@ -516,7 +613,9 @@ def test_a_gradient_that_is_no_number_is_neither_applied_nor_kept_though_the_los
         def training_step(self, model, *args, **kwargs):
             trainers[:] = [self]
             if self.state.global_step == 7:
-                model.lm_head.weight.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor(3), bad))
+                model.lm_head.weight.register_hook(
+                    lambda gradient: gradient.index_fill(1, torch.tensor(3), bad)
+                )
             return super().training_step(model, *args, **kwargs)
 
     chosen = options(method=method, precisions=(Precision("E5M3"),), delay=3)
@@ -551,8 +650,14 @@ def test_a_checkpoint_of_numbers_that_are_none_is_not_written(train, tmp_path, p
                 dict(kept[place]())["model.norm.weight"].data[7] = math.inf
             super()._save_checkpoint(*args)
 
-    chosen, judged = options(precisions=(Precision("E5M3"),), delay=100, average=0.9), {"eval_dataset": examples(4)}
-    words = rf"model\.norm\.weight was no longer finite after step 6; the last good checkpoint is {tmp_path}/0/checkpoint-3"
+    chosen, judged = (
+        options(precisions=(Precision("E5M3"),), delay=100, average=0.9),
+        {"eval_dataset": examples(4)},
+    )
+    words = (
+        r"model\.norm\.weight was no longer finite after step 6; the last good checkpoint is "
+        rf"{tmp_path}/0/checkpoint-3"
+    )
     with pytest.raises(TrainingError, match=words):
         train(chosen, kind=Spoiled, save_strategy="steps", save_steps=3, **judged)
     assert [path.name for path in (tmp_path / "0").glob("checkpoint-*")] == ["checkpoint-3"]
@@ -563,14 +668,20 @@ def test_weights_that_are_no_numbers_at_the_end_are_refused(train):
         def on_train_end(self, args, state, control, model, **kwargs):
             model.model.norm.weight.data[7] = math.nan
 
-    with pytest.raises(TrainingError, match=r"the weight model\.norm\.weight was no longer finite after step 12"):
+    with pytest.raises(
+        TrainingError,
+        match=r"the weight model\.norm\.weight was no longer finite after "
+        r"step 12",
+    ):
         train(options(method="fp"), callbacks=[Spoil()])
 
 
 def test_the_last_good_checkpoint_is_one_whose_weights_are_all_finite(tmp_path):
     for step, value in ((10, 1.0), (20, 2.0), (30, math.nan)):
         (folder := tmp_path / f"checkpoint-{step}").mkdir()
-        save_file({"weight": torch.tensor([[0.0, value]]), "empty": torch.empty(0, 4)}, folder / "model.safetensors")
+        save_file(
+            {"weight": torch.tensor([[0.0, value]]), "empty": torch.empty(0, 4)}, folder / "model.safetensors"
+        )
         (folder / "otaro_complete").touch()
     assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-30"
     assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
@@ -580,9 +691,13 @@ def test_the_last_good_checkpoint_is_one_whose_weights_are_all_finite(tmp_path):
 @pytest.mark.parametrize("leftover", ["apply", "drop"])
 def test_what_still_waits_at_the_end_is_applied_or_dropped(train, leftover):
     steps = Snapshots()
-    trainer, log = train(options(precisions=(Precision("E5M3"),), delay=5, leftover=leftover), callbacks=[steps])
+    trainer, log = train(
+        options(precisions=(Precision("E5M3"),), delay=5, leftover=leftover), callbacks=[steps]
+    )
     assert log[-1] == {"step": 12, "leftover": 2, "applied": leftover == "apply"}
-    same = [torch.equal(weight, steps.weights[-1][name]) for name, weight in weights_of(trainer.model).items()]
+    same = [
+        torch.equal(weight, steps.weights[-1][name]) for name, weight in weights_of(trainer.model).items()
+    ]
     assert all(same) if leftover == "drop" else not any(same)
 
 
@@ -609,14 +724,19 @@ print(seen)
 """
 
 
-def test_weights_that_are_shared_out_are_quantized_as_they_are_and_multiplied_in_bfloat16(in_child, checkpoint_dir, tmp_path):
+def test_weights_that_are_shared_out_are_quantized_as_they_are_and_multiplied_in_bfloat16(
+    in_child, checkpoint_dir, tmp_path
+):
     """FSDP would hand them out in bfloat16, whose eight bits are no longer those that are packed."""
-    child = in_child(SHARDED_IN_BFLOAT16.format(directory=str(tmp_path / "run"), checkpoint=str(checkpoint_dir)))
+    child = in_child(
+        SHARDED_IN_BFLOAT16.format(directory=str(tmp_path / "run"), checkpoint=str(checkpoint_dir))
+    )
     assert child.returncode == 0, child.stderr
     assert child.stdout.splitlines()[-1] == "{('torch.float32', 'torch.bfloat16')}"
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "qwen3_moe"])  # a tied head, biases, experts
+# a tied head, biases, experts
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "mixtral", "qwen3_moe"])
 def test_every_weight_of_a_model_is_reached_by_the_loss_unless_one_is_not_used(random_model, architecture):
     """Experts are told apart from an unused weight: those in one stack have a gradient whichever is taken."""
     model = random_model(architecture).float()

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed here; `make vllm-test` makes an environment that has it")
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed here; `make vllm-test` makes an environment that has it"
+)
 
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -41,7 +43,9 @@ def config_of(directory="owner/name", **hf_config):
 def linear(sizes=(128, 64, 64), rank=0, processes=1, inputs=128, each=None, prefix="layer"):
     """What `_take` and `create_weights` read of a layer of vLLM's that is merged of several."""
     mine = [size // processes for size in sizes]
-    layer = SimpleNamespace(prefix=prefix, output_sizes=list(sizes), input_size=inputs, tp_rank=rank, tp_size=processes)
+    layer = SimpleNamespace(
+        prefix=prefix, output_sizes=list(sizes), input_size=inputs, tp_rank=rank, tp_size=processes
+    )
     quantization.SefpMethod().create_weights(layer, each or inputs, mine, inputs, sum(sizes), torch.float32)
     return layer
 
@@ -84,10 +88,14 @@ def test_a_precision_that_does_not_exist_is_refused():
 
 
 def test_models_that_are_not_nested_get_vllms_own_loader(monkeypatch):
-    ours = get_model_loader(SimpleNamespace(load_format="auto", model_loader_extra_config={}, safetensors_load_strategy=None))
+    ours = get_model_loader(
+        SimpleNamespace(load_format="auto", model_loader_extra_config={}, safetensors_load_strategy=None)
+    )
     assert isinstance(ours, loader.SefpLoader)
     asked = []
-    monkeypatch.setattr(loader.DefaultModelLoader, "load_weights", lambda self, model, config: asked.append(model))
+    monkeypatch.setattr(
+        loader.DefaultModelLoader, "load_weights", lambda self, model, config: asked.append(model)
+    )
     ours.load_weights("a model", SimpleNamespace(quantization=None))
     assert asked == ["a model"]
 
@@ -146,7 +154,9 @@ def test_a_tensor_that_is_not_packed_is_refused():
 
 def test_a_packed_tensor_has_no_bytes_to_copy_by_mistake(nested):
     with pytest.raises(NotImplementedError):
-        torch.empty(128, 128).copy_(quantization.stand_in(nested, "model.layers.0.self_attn.q_proj.weight", torch.float32))
+        torch.empty(128, 128).copy_(
+            quantization.stand_in(nested, "model.layers.0.self_attn.q_proj.weight", torch.float32)
+        )
 
 
 def vocabulary(start, stop, added=0):
@@ -157,7 +167,9 @@ def vocabulary(start, stop, added=0):
     return layer
 
 
-@pytest.mark.parametrize(("layer", "words"), [(vocabulary(0, 8, 2), "added rows"), (vocabulary(8, 8), "fewer rows than 4")])
+@pytest.mark.parametrize(
+    ("layer", "words"), [(vocabulary(0, 8, 2), "added rows"), (vocabulary(8, 8), "fewer rows than 4")]
+)
 def test_vocabularies_that_cannot_be_dealt_out_are_refused(layer, words):
     with pytest.raises(OtaroError, match=words):
         quantization._rows(layer, 8, 8)

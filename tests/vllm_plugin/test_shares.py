@@ -53,7 +53,9 @@ def test_rows_and_inputs_are_dealt_out_in_order_and_heads_fewer_than_processes_t
 def test_products_of_parts_of_the_rows_are_parts_of_the_product(nested, precision, tokens):
     bits, (rows, length) = precision.mantissa_bits, nested.schema.packed[QKV[0]]
     x = torch.randn(tokens, length)
-    parts = [PackedShare(nested, QKV[0], dealt(rows, rows // 2, rank, 2), slice(0, length)) for rank in range(2)]
+    parts = [
+        PackedShare(nested, QKV[0], dealt(rows, rows // 2, rank, 2), slice(0, length)) for rank in range(2)
+    ]
     products = [layer_of(nested, [part], precision).linear(x, None) for part in parts]
     expected = whole(nested, QKV[0], bits).linear(x, bits, None)
     if tokens <= 8:  # on integers
@@ -88,7 +90,8 @@ def test_fused_matrices_have_scales_of_their_own_and_come_in_any_order(nested):
     layer = layer_of(nested, [everything(nested, name) for name in QKV])
     bias = torch.randn(sum(layer.sizes))
     alone = [
-        whole(nested, name, 8).linear(x.view(6, -1), 8, part) for name, part in zip(QKV, bias.split(layer.sizes), strict=True)
+        whole(nested, name, 8).linear(x.view(6, -1), 8, part)
+        for name, part in zip(QKV, bias.split(layer.sizes), strict=True)
     ]
     assert torch.equal(layer.linear(x, bias), torch.cat(alone, 1).view(2, 3, -1))
 
@@ -107,7 +110,11 @@ def test_padding_of_a_vocabulary_is_zero_and_rows_are_looked_up(nested):
 
 def test_groups_are_not_cut(nested):
     rows, length = nested.schema.packed[DOWN]
-    with pytest.raises(OtaroError, match=r"down_proj.weight: 384 inputs dealt out by 96 would cut its groups of 64"):
+    with pytest.raises(
+        OtaroError,
+        match=r"down_proj.weight: 384 inputs dealt out by 96 would cut its "
+        r"groups of 64",
+    ):
         PackedShare(nested, DOWN, slice(0, rows), dealt(length, length // 4, 0, 4))
 
 

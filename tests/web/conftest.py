@@ -29,7 +29,9 @@ SPY = """
 @pytest.fixture(scope="session")
 def tools():
     if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("zig is not installed, which compiles the decoder for browsers: `make web-test` installs it")
+        pytest.skip(
+            "zig is not installed, which compiles the decoder for browsers: `make web-test` installs it"
+        )
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed, which brings the tokenizer for browsers")
     if PROGRAM is None:

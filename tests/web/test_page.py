@@ -68,7 +68,9 @@ class Native:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
 
     def logits(self, ids, cache, bits):
-        return self.decoder.forward(ids, cache, bits=bytes([bits] * len(self.decoder.description.precisions())))
+        return self.decoder.forward(
+            ids, cache, bits=bytes([bits] * len(self.decoder.description.precisions()))
+        )
 
     def greedy(self, prompt, schedule):
         """As many tokens as the schedule has precisions: each is of logits at its own."""
@@ -100,14 +102,22 @@ def probe(browser, served, **data):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ["plain", "truncate", "wide"])
-def test_logits_have_the_bits_of_the_native_decoder_at_every_precision(browser, serve, site, nested, tmp_path, name, threads):
+def test_logits_have_the_bits_of_the_native_decoder_at_every_precision(
+    browser, serve, site, nested, tmp_path, name, threads
+):
     write_decoder_file(nested / name)
     folder = tmp_path / "site"
     shutil.copytree(site, folder)
     shutil.copytree(nested / name, folder / "other")
     rng = np.random.default_rng(3)
-    prompt = [int(one) for one in rng.integers(0, 1536, 75)]  # more than one step, and than one segment of the cache
-    found = probe(browser, serve(folder), what="logits", **{"from": "other", "prompt": prompt, "next": 7, "threads": threads})
+    # more than one step, and than one segment of the cache
+    prompt = [int(one) for one in rng.integers(0, 1536, 75)]
+    found = probe(
+        browser,
+        serve(folder),
+        what="logits",
+        **{"from": "other", "prompt": prompt, "next": 7, "threads": threads},
+    )
     one = Native(nested / name)
     expected = {}
     for bits in range(3, 9):
@@ -131,15 +141,21 @@ def test_text_becomes_the_tokens_that_python_makes_of_it(browser, serve, site):
     )
     conversation = [{"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Ho"}]
     tokenizer = AutoTokenizer.from_pretrained(site / "model")
-    found = probe(browser, serve(site), what="tokens", texts=texts, conversation=conversation, chat_template=template)
+    found = probe(
+        browser, serve(site), what="tokens", texts=texts, conversation=conversation, chat_template=template
+    )
     ids = [tokenizer(text)["input_ids"] for text in texts]
     assert found["ids"] == ids
     assert found["back"] == [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
     tokenizer.chat_template = template
-    assert found["chat"] == tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert found["chat"] == tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
 
 
-def test_greedy_tokens_are_the_native_ones_at_each_precision_and_the_slider_goes_back_down(browser, serve, site, native):
+def test_greedy_tokens_are_the_native_ones_at_each_precision_and_the_slider_goes_back_down(
+    browser, serve, site, native
+):
     enter(browser, serve(site), finest(8))
     assert browser.evaluate("document.getElementById('precision').value") == "8"
     for bits in range(8, 2, -1):
@@ -178,7 +194,9 @@ def test_a_chat_goes_on_in_the_words_of_its_template(browser, serve, site, nativ
 # Planes
 
 
-def test_it_answers_from_the_base_shard_alone_and_takes_up_planes_in_the_middle_of_an_answer(browser, serve, slow_site, native):
+def test_it_answers_from_the_base_shard_alone_and_takes_up_planes_in_the_middle_of_an_answer(
+    browser, serve, slow_site, native
+):
     served = serve(slow_site)
     served.hold(*PLANES)
     enter(browser, served)
@@ -197,7 +215,9 @@ def test_it_answers_from_the_base_shard_alone_and_takes_up_planes_in_the_middle_
     assert schedule == sorted(schedule)
     assert (schedule[0], schedule[-1]) == (3, 8)
     assert [token for token, _ in found] == native.greedy(PROMPT, schedule)
-    marks = browser.evaluate("[...document.querySelectorAll('.said .precision')].map((one) => one.textContent)")
+    marks = browser.evaluate(
+        "[...document.querySelectorAll('.said .precision')].map((one) => one.textContent)"
+    )
     assert marks == [f"E5M{bits}" for bits in sorted(set(schedule))[1:]]
     assert browser.text("#arrived").startswith("E5M8 is here, 9 bits a weight")
 
@@ -342,7 +362,9 @@ def test_escape_stops_and_the_conversation_goes_on(browser, serve, slow_site):
     browser.press("Escape")
     browser.wait(IDLE, LONG)
     assert browser.text(".figures").endswith("stopped")
-    assert browser.evaluate("told.at(-1).reason === 'stopped' || told.some((one) => one.reason === 'stopped')")
+    assert browser.evaluate(
+        "told.at(-1).reason === 'stopped' || told.some((one) => one.reason === 'stopped')"
+    )
     ask(browser, "if", most=5)
     browser.wait(f"{IDLE} && document.querySelectorAll('.answer').length === 2", LONG)
     assert len(tokens(browser)) == 5
@@ -381,7 +403,9 @@ def test_it_fits_a_phone_and_a_dark_room(browser, serve, site):
     browser.wait(f"{IDLE} && document.querySelectorAll('.answer').length === 1", LONG)
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-    box = browser.evaluate("(({ top, bottom }) => [top, bottom])(document.getElementById('prompt').getBoundingClientRect())")
+    box = browser.evaluate(
+        "(({ top, bottom }) => [top, bottom])(document.getElementById('prompt').getBoundingClientRect())"
+    )
     assert 0 <= box[0] < box[1] <= 640
 
 
@@ -413,7 +437,9 @@ def resident(browser):
     for one in processes(browser.pid):
         if "--type=renderer" in Path(f"/proc/{one}/cmdline").read_text():
             lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-            sizes.append(sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")))
+            sizes.append(
+                sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+            )
     return max(sizes)
 
 
@@ -425,16 +451,20 @@ def processes(parent):
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from /proc, which only Linux has")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from /proc, which only Linux has"
+)
 def test_memory_stays_within_1_3_times_the_bytes_fetched(browser, serve, site, larger):
     enter(browser, serve(site), finest(8))
-    bare = resident(browser) - sum(path.stat().st_size for path in (site / "model").iterdir())  # what any page takes
+    # what any page takes
+    bare = resident(browser) - sum(path.stat().st_size for path in (site / "model").iterdir())
     enter(browser, serve(larger), finest(8))
     ask(browser, most=8)
     browser.wait(f"{IDLE} && told.some((one) => one.kind === 'done')", LONG)
     fetched = sum(path.stat().st_size for path in (larger / "model").iterdir())
     assert browser.evaluate("told.findLast((one) => one.kind === 'plane').memory") < 1.3 * fetched
     end = time.monotonic() + 60
-    while not (fetched / 2 < (taken := resident(browser) - bare) < 1.3 * fetched):  # pieces that came wait to be collected
+    # pieces that came wait to be collected
+    while not (fetched / 2 < (taken := resident(browser) - bare) < 1.3 * fetched):
         assert time.monotonic() < end, f"{taken} bytes for {fetched}"
         time.sleep(0.5)

@@ -76,7 +76,9 @@ def test_shards_may_lie_elsewhere(nested, tmp_path, without_tools):
     site.write_site(nested, tmp_path / "out", files="https://example.org/tiny")
     assert json.loads((tmp_path / "out" / "page.json").read_text())["from"] == "https://example.org/tiny/"
     assert not list((tmp_path / "out").rglob("*.safetensors"))
-    assert "not a place that a page can fetch from" in refused(nested, tmp_path / "other", "--files", "ftp://example.org/x")
+    assert "not a place that a page can fetch from" in refused(
+        nested, tmp_path / "other", "--files", "ftp://example.org/x"
+    )
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(nested, tmp_path, without_tools):
@@ -99,7 +101,9 @@ def test_a_model_that_no_decoder_serves_is_refused(nested, tmp_path, without_too
     shutil.copytree(nested, bare)
     (bare / "decoder.json").unlink(missing_ok=True)
     monkeypatch.setattr("otaro.runtime.architectures.why_not", lambda model: "its layers are strange")
-    assert refused(bare, tmp_path / "out").endswith("runs in Python only, and not in a page: its layers are strange")
+    assert refused(bare, tmp_path / "out").endswith(
+        "runs in Python only, and not in a page: its layers are strange"
+    )
 
 
 def test_missing_tools_are_told_with_what_brings_them(nested, tmp_path, cache, monkeypatch):

@@ -1,22 +1,25 @@
-"""The built-in default model: a language model small enough to ship inside the package, and the text behind it.
+"""The built-in default model: a language model small enough to ship inside the package, and the text behind
+it.
 
-The model is a LLaMA (the same architecture as the large ones, some 1.4 million parameters, its own tokenizer of
-1536 tokens) in the ordinary Hugging Face layout under `MODEL_DIR`. It was trained from scratch on text which every
-Python installation carries, so nobody has to download or license a corpus: this module reads that text from the
-running Python, and no text is stored in the package.
+The model is a LLaMA (the same architecture as the large ones, some 1.4 million parameters, its own tokenizer
+of 1536 tokens) in the ordinary Hugging Face layout under `MODEL_DIR`. It was trained from scratch on text
+which every Python installation carries, so nobody has to download or license a corpus: this module reads that
+text from the running Python, and no text is stored in the package.
 
 Three kinds of text exist. *Topics* are the language reference in prose, as ``help("assert")`` prints it
-(`pydoc_data.topics`). *Docstrings* and *source* come from the standard library's own ``.py`` files, which are parsed
-and never imported; they add bulk, since the topics alone would be learnt by heart.
+(`pydoc_data.topics`). *Docstrings* and *source* come from the standard library's own ``.py`` files, which are
+parsed and never imported; they add bulk, since the topics alone would be learnt by heart.
 
-The split is by topic. A hash of the topic's name, which does not depend on machine, run or Python version, puts about
-10% of the topics (by size) into the held-out text and some 4% into the validation text, which training uses to pick
-its best moment. Topics quote each other, though: a section on its own is often part of a larger topic too. So every
-paragraph that has a run of `RUN_OF_WORDS` words in common with the held-out or validation text is dropped from all
-training text, docstrings and source included. What is held out has then never been trained on, for the Python that
-trained the model (3.11); another version of Python words some topics differently, which moves perplexities a little.
+The split is by topic. A hash of the topic's name, which does not depend on machine, run or Python version,
+puts about 10% of the topics (by size) into the held-out text and some 4% into the validation text, which
+training uses to pick its best moment. Topics quote each other, though: a section on its own is often part of
+a larger topic too. So every paragraph that has a run of `RUN_OF_WORDS` words in common with the held-out or
+validation text is dropped from all training text, docstrings and source included. What is held out has then
+never been trained on, for the Python that trained the model (3.11); another version of Python words some
+topics differently, which moves perplexities a little.
 
-To train the model again, see ``runs/train_builtin.py``: it prepares this text, trains, and writes `MODEL_DIR`'s files.
+To train the model again, see ``runs/train_builtin.py``: it prepares this text, trains, and writes
+`MODEL_DIR`'s files.
 """
 
 import functools
@@ -42,11 +45,13 @@ MODEL_DIR = Path(__file__).parent / "model"
 RUN_OF_WORDS = 8  # long enough that two texts share it by quoting, hardly ever by chance
 SHORTEST_QUOTE = 4  # a shorter paragraph ("For example:") belongs to everybody
 
-# The salt is one of a few for which both shares come out near their aim and no single topic makes up most of either.
+# The salt is one of a few for which both shares come out near their aim and no single topic makes up most of
+# either.
 SPLIT_SALT = "otaro-2008"
 HELDOUT_BELOW, VALIDATION_BELOW = 26, 39  # of 256
 
-# Tests and vendored code are no documentation, encodings are tables of numbers, and pydoc_data is the topics again.
+# Tests and vendored code are no documentation, encodings are tables of numbers, and pydoc_data is the topics
+# again.
 SKIPPED_DIRECTORIES = {
     *("test", "tests", "idlelib", "ensurepip", "encodings", "pydoc_data"),
     *("site-packages", "dist-packages", "lib-dynload", "__pycache__"),
@@ -72,8 +77,9 @@ def topics_training_text() -> str:
 def topic_documents(part: str) -> list[str]:
     """The topics of one `part` ("training", "validation" or "heldout"), sorted by name.
 
-    Held-out topics are whole. The others lose what they share with the parts before them in the order held-out,
-    validation, training; a training topic also loses what an earlier training topic said in the same words.
+    Held-out topics are whole. The others lose what they share with the parts before them in the order
+    held-out, validation, training; a training topic also loses what an earlier training topic said in the
+    same words.
     """
     documents = [text for name, text in sorted(_topics().items()) if _part_of(name) == part]
     if part == "heldout":
@@ -116,8 +122,10 @@ def _topics() -> dict[str, str]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise TextUnavailableError(
-            "this Python has no pydoc_data.topics (the text behind help('assert')), which the built-in model is "
-            "measured on; some stripped-down installations leave it out: use a full Python, or give your own text"
+            "this Python has no pydoc_data.topics (the text behind help('assert')), which the built-in "
+            "model is "
+            "measured on; some stripped-down installations leave it out: use a full Python, or give your "
+            "own text"
         ) from error
     return topics
 
@@ -127,7 +135,9 @@ def _sources() -> tuple[str, ...]:
     import sysconfig
 
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts = [path.read_text("utf-8", "replace") for path in sorted(root.rglob("*.py")) if _is_wanted(path, root)]
+    texts = [
+        path.read_text("utf-8", "replace") for path in sorted(root.rglob("*.py")) if _is_wanted(path, root)
+    ]
     if not texts:
         raise TextUnavailableError("this Python carries no .py files of its standard library to train on")
     return tuple(texts)
@@ -135,7 +145,9 @@ def _sources() -> tuple[str, ...]:
 
 def _is_wanted(path: Path, root: Path) -> bool:
     parts = path.relative_to(root).parts
-    return SKIPPED_DIRECTORIES.isdisjoint(parts) and not any(part.startswith(SKIPPED_PREFIXES) for part in parts)
+    return SKIPPED_DIRECTORIES.isdisjoint(parts) and not any(
+        part.startswith(SKIPPED_PREFIXES) for part in parts
+    )
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -143,7 +155,9 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _runs_of(paragraph: str) -> Iterator[str]:
-    """Every run of words, so that line breaks and punctuation do not hide a quotation; short paragraphs whole."""
+    """Every run of words, so that line breaks and punctuation do not hide a quotation; short paragraphs
+    whole.
+    """
     words = re.findall(r"\w+", paragraph.lower())
     if SHORTEST_QUOTE <= len(words) < RUN_OF_WORDS:
         yield " ".join(words)
@@ -152,7 +166,9 @@ def _runs_of(paragraph: str) -> Iterator[str]:
 
 
 def _runs(documents: Collection[str]) -> frozenset[str]:
-    return frozenset(run for text in documents for paragraph in _paragraphs(text) for run in _runs_of(paragraph))
+    return frozenset(
+        run for text in documents for paragraph in _paragraphs(text) for run in _runs_of(paragraph)
+    )
 
 
 @functools.cache
@@ -164,7 +180,9 @@ def _without_quotes(documents: Collection[str], quoted: frozenset[str]) -> list[
     """The documents without the paragraphs that quote; documents of which too little remains are left out."""
     return _worthwhile(
         [
-            "\n\n".join(paragraph for paragraph in _paragraphs(text) if quoted.isdisjoint(_runs_of(paragraph)))
+            "\n\n".join(
+                paragraph for paragraph in _paragraphs(text) if quoted.isdisjoint(_runs_of(paragraph))
+            )
             for text in documents
         ]
     )

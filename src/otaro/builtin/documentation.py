@@ -1,9 +1,9 @@
 """Something to tune for: the reference documentation of torch, as the installed package carries it.
 
-It is English that the built-in model has never seen, about a subject it knows nothing of, and it is there wherever otaro
-is. Entries are split by a hash of their name into a text to tune on (`--data builtin`) and one to measure on (`--text
-builtin`); a paragraph that several entries share counts for the first of them alone. Another version of torch words some
-entries differently, which moves perplexities a little.
+It is English that the built-in model has never seen, about a subject it knows nothing of, and it is there
+wherever otaro is. Entries are split by a hash of their name into a text to tune on (`--data builtin`) and one
+to measure on (`--text builtin`); a paragraph that several entries share counts for the first of them alone.
+Another version of torch words some entries differently, which moves perplexities a little.
 """
 
 import functools
@@ -21,14 +21,18 @@ SHORTEST_PARAGRAPH, SHORTEST_ENTRY = 60, 300  # characters; less is a heading, o
 
 def documentation_text(part: Literal["tuning", "heldout"]) -> str:
     """One of the two texts, entries in the order of their names."""
-    return "\n\n".join(entry for name, entry in _entries().items() if (_hash(name) == 0) == (part == "heldout"))
+    return "\n\n".join(
+        entry for name, entry in _entries().items() if (_hash(name) == 0) == (part == "heldout")
+    )
 
 
 @functools.cache
 def _entries() -> dict[str, str]:
     entries, seen = {}, set()
     for name, text in _docstrings():
-        paragraphs = [p for p in inspect.cleandoc(text).split("\n\n") if len(p) >= SHORTEST_PARAGRAPH and p not in seen]
+        paragraphs = [
+            p for p in inspect.cleandoc(text).split("\n\n") if len(p) >= SHORTEST_PARAGRAPH and p not in seen
+        ]
         seen.update(paragraphs)
         entry = "\n\n".join(paragraphs)
         if len(entry) >= SHORTEST_ENTRY:
@@ -44,7 +48,8 @@ def _docstrings() -> Iterator[tuple[str, str]]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # deprecated names warn when they are looked at
                 text = getattr(found, "__doc__", None)
-            documented = inspect.isroutine(found) or inspect.isclass(found)  # not modules, which may be Python's or numpy's
+            # not modules, which may be Python's or numpy's
+            documented = inspect.isroutine(found) or inspect.isclass(found)
             if documented and not name.startswith("_") and isinstance(text, str):
                 yield f"torch{package}.{name}", text
 

@@ -1,22 +1,26 @@
 """One matrix: codes that make up for each other's error, at all precisions at once.
 
-Plain packing rounds each weight to the nearest code. But what counts is the product with the inputs X, and inputs are
-correlated: an error at one weight of a row can be made up for by the weights after it. With the Gram matrix H = X^T X the
-error of a row is e H e^T, where e = w - value, and GPTQ (Frantar et al., 2022) goes through the columns once: round a
-column, then move all columns that are still free to where they best make up for the error made. With U the upper Cholesky
-factor of H^-1, its rows divided by their diagonal, that move is -e_j U[j, j+1:], and what is left of the error in the end
-is exactly the sum of e_j^2 / d_j with d_j = U_jj^2 before the division.
+Plain packing rounds each weight to the nearest code. But what counts is the product with the inputs X, and
+inputs are correlated: an error at one weight of a row can be made up for by the weights after it. With the
+Gram matrix H = X^T X the error of a row is e H e^T, where e = w - value, and GPTQ (Frantar et al., 2022) goes
+through the columns once: round a column, then move all columns that are still free to where they best make up
+for the error made. With U the upper Cholesky factor of H^-1, its rows divided by their diagonal, that move is
+-e_j U[j, j+1:], and what is left of the error in the end is exactly the sum of e_j^2 / d_j with d_j = U_jj^2
+before the division.
 
-Here a code has a value at every precision, and each precision its own error. So there are six such passes in step, one per
-precision, each with its own moved weights t_m; only the code of a weight is common to all. It is the one that minimises
+Here a code has a value at every precision, and each precision its own error. So there are six such passes in
+step, one per precision, each with its own moved weights t_m; only the code of a weight is common to all. It
+is the one that minimises
 
     sum over m of LAMBDA_m (t_m - value_m(code))^2
 
-among six candidates: for each precision m the nearest code at m, whose prefix fixes the coarser ones, and which is refined
-towards the targets of the finer ones. A coarse precision pulls a weight out of its own cell where that helps it most; the
-finer ones, which then miss that weight by more than a cell of theirs, make up for it inside the cells of the others.
+among six candidates: for each precision m the nearest code at m, whose prefix fixes the coarser ones, and
+which is refined towards the targets of the finer ones. A coarse precision pulls a weight out of its own cell
+where that helps it most; the finer ones, which then miss that weight by more than a cell of theirs, make up
+for it inside the cells of the others.
 
-Rows are independent of each other, and columns go by falling H_jj: those that matter most have most others behind them.
+Rows are independent of each other, and columns go by falling H_jj: those that matter most have most others
+behind them.
 """
 
 from __future__ import annotations
@@ -41,12 +45,15 @@ _BYTES_ON_CPU, _BYTES_ELSEWHERE = 32 << 20, 4 << 30  # of moved weights at a tim
 
 
 class Errors:
-    """A Gram matrix, damped and factored: what an error in each column costs, and how later columns make up for it."""
+    """A Gram matrix, damped and factored: what an error in each column costs, and how later columns make up
+    for it.
+    """
 
     def __init__(self, gram: torch.Tensor) -> None:
         damped = gram.double()
         mean = damped.diagonal().mean()
-        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)  # without any input all columns count alike
+        # without any input all columns count alike
+        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
         self.order = damped.diagonal().argsort(descending=True, stable=True)
         lower = torch.linalg.cholesky(damped[self.order][:, self.order])
         upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
@@ -54,7 +61,9 @@ class Errors:
 
 
 def compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, errors: Errors) -> torch.Tensor:
-    """The E5M8 codes, int16, of a float32 matrix [rows, columns] on the grids that `scales` [rows, groups] give."""
+    """The E5M8 codes, int16, of a float32 matrix [rows, columns] on the grids that `scales` [rows, groups]
+    give.
+    """
     (rows, columns), on_cpu = weight.shape, weight.device.type == "cpu"
     count = max(64, (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE) // (4 * len(LEVELS) * columns))
     if on_cpu:
@@ -96,9 +105,16 @@ class _Block:
         self._choice = _Choice(device)
 
     def __call__(
-        self, targets: torch.Tensor, steps: torch.Tensor, moves: torch.Tensor, codes: torch.Tensor, missed: torch.Tensor
+        self,
+        targets: torch.Tensor,
+        steps: torch.Tensor,
+        moves: torch.Tensor,
+        codes: torch.Tensor,
+        missed: torch.Tensor,
     ) -> None:
-        """Writes `codes` [columns, rows] and, for what comes after them, `missed` [columns, precisions, rows]."""
+        """Writes `codes` [columns, rows] and, for what comes after them, `missed` [columns, precisions,
+        rows].
+        """
         inverses = torch.where(steps == 0, 0.0, 1 / steps)
         for at, target in enumerate(targets):
             if at:
@@ -108,10 +124,21 @@ class _Block:
             torch.sub(target, self._choice.values(chosen).mul_(steps[at]), out=missed[at])
 
     def captured(self, levels: int, rows: int) -> Callable[..., None]:
-        """The same for whole blocks as one CUDA graph: a column is some ninety launches, and each waits for Python."""
-        shapes = (_BLOCK, levels, rows), (_BLOCK, rows), (_BLOCK, _BLOCK), (_BLOCK, rows), (_BLOCK, levels, rows)
+        """The same for whole blocks as one CUDA graph: a column is some ninety launches, and each waits for
+        Python.
+        """
+        shapes = (
+            (_BLOCK, levels, rows),
+            (_BLOCK, rows),
+            (_BLOCK, _BLOCK),
+            (_BLOCK, rows),
+            (_BLOCK, levels, rows),
+        )
         types = torch.float32, torch.float32, torch.float32, torch.int16, torch.float32
-        own = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in zip(shapes, types, strict=True)]
+        own = [
+            torch.zeros(shape, dtype=dtype, device=self._device)
+            for shape, dtype in zip(shapes, types, strict=True)
+        ]
         stream = torch.cuda.Stream(self._device)  # libraries make their workspaces outside of captures
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -149,9 +176,17 @@ class _Choice:
             prefixes = (nearest[level:] * (self._shifts[level] / self._shifts[level:])).floor_()
             if refined is not None:
                 child = refined[:level] * 2
-                prefixes = torch.cat([torch.minimum(torch.maximum(nearest[level], child), child + 1), prefixes])
+                prefixes = torch.cat(
+                    [torch.minimum(torch.maximum(nearest[level], child), child + 1), prefixes]
+                )
             width = 2.0 ** (FINEST - m)
-            error = (prefixes * width).add_(width / 2 - MIDPOINT_SHIFT).sub_(targets[level]).square_().mul_(LAMBDAS[level])
+            error = (
+                (prefixes * width)
+                .add_(width / 2 - MIDPOINT_SHIFT)
+                .sub_(targets[level])
+                .square_()
+                .mul_(LAMBDAS[level])
+            )
             cost = error if cost is None else cost.add_(error)
             refined = prefixes
         assert cost is not None

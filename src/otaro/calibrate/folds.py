@@ -1,13 +1,14 @@
 """Input-channel scales, moved into what makes the inputs.
 
-A matrix whose column j is multiplied by t_j, read with inputs divided by t_j, gives the same products. Columns with large
-inputs become large weights, on which the shared step of a group weighs less (AWQ, Lin et al., 2023). It costs nothing where
-the division can be done beforehand: in the weights of the norm before (query, key, value; gate, up), in the rows of the
-values (output projection) and in those of `up` (`down`). Nothing is rounded by it: the new weights of a norm are rounded to
-its type first, and t is the ratio of old and new; matrices are float32 until they are encoded.
+A matrix whose column j is multiplied by t_j, read with inputs divided by t_j, gives the same products.
+Columns with large inputs become large weights, on which the shared step of a group weighs less (AWQ, Lin et
+al., 2023). It costs nothing where the division can be done beforehand: in the weights of the norm before
+(query, key, value; gate, up), in the rows of the values (output projection) and in those of `up` (`down`).
+Nothing is rounded by it: the new weights of a norm are rounded to its type first, and t is the ratio of old
+and new; matrices are float32 until they are encoded.
 
-t_j = (inputs_j^a / weights_j^b), with the root mean square of the inputs and the largest weight of the column, for the pair
-of `EXPONENTS` with the least error at E5M3 when rounded plainly.
+t_j = (inputs_j^a / weights_j^b), with the root mean square of the inputs and the largest weight of the
+column, for the pair of `EXPONENTS` with the least error at E5M3 when rounded plainly.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Fold:
 
 
 def folds(config: Any, names: Mapping[str, Any]) -> list[Fold]:
-    """Those of one layer, with names inside of it; `names` are its parameters. None for an unknown architecture."""
+    """Those of one layer, with names inside of it; `names` are its parameters. None for an unknown
+    architecture.
+    """
     entry = ARCHITECTURES.get(config.model_type)
     if entry is None:
         return []
@@ -56,14 +59,22 @@ def folds(config: Any, names: Mapping[str, Any]) -> list[Fold]:
     )  # fmt: skip
     for (norm, _), readers in ((entry.attention_norms, attention), (entry.mlp_norms, mlp)):
         if norm is not None and all(f"{name}.weight" in names for name in readers):
-            found.append(Fold(tuple(f"{name}.weight" for name in readers), f"{norm}.weight", entry.norm_offset))
+            found.append(
+                Fold(tuple(f"{name}.weight" for name in readers), f"{norm}.weight", entry.norm_offset)
+            )
     values, up = attention[-1], mlp[-1]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if f"{values}.bias" not in names:
         width = names["self_attn.o_proj.weight"].shape[1] // heads
         first = (heads + kv_heads) * width if entry.fused else 0
         found.append(
-            Fold(("self_attn.o_proj.weight",), rows_of=f"{values}.weight", first=first, repeats=heads // kv_heads, width=width)
+            Fold(
+                ("self_attn.o_proj.weight",),
+                rows_of=f"{values}.weight",
+                first=first,
+                repeats=heads // kv_heads,
+                width=width,
+            )
         )
     if f"{up}.weight" in names and f"{up}.bias" not in names:
         first = names[f"{up}.weight"].shape[0] // 2 if entry.fused else 0

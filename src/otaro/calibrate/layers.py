@@ -1,11 +1,11 @@
 """A model run layer by layer from disk.
 
-Only one layer's weights are in memory at a time. What is outside of the layers (embedding, positions, norms) runs once with
-stand-ins in the layers' places: they note with which masks and angles each layer is called, and that the hidden states
-come first. Then a layer is read, run over all windows, and dropped.
+Only one layer's weights are in memory at a time. What is outside of the layers (embedding, positions, norms)
+runs once with stand-ins in the layers' places: they note with which masks and angles each layer is called,
+and that the hidden states come first. Then a layer is read, run over all windows, and dropped.
 
-A matrix is known by the place of its weight in memory, so that linears, the convolutions of GPT-2 and the experts of a
-stack are all seen in the same way: by the product that reads them.
+A matrix is known by the place of its weight in memory, so that linears, the convolutions of GPT-2 and the
+experts of a stack are all seen in the same way: by the product that reads them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from otaro.file.checkpoint import Checkpoint
 from otaro.packable import Kind, packable
 
 FIRST_TOKEN = 64.0
-"""What the first token of a window counts: all others attend to it, most of them more than to anything else. It is one of
-hundreds, so that without this a matrix would make its errors where the first token is, and pass for good.
+"""What the first token of a window counts: all others attend to it, most of them more than to anything else.
+It is one of hundreds, so that without this a matrix would make its errors where the first token is, and pass
+for good.
 """
 
 
@@ -63,7 +64,8 @@ class Skeleton:
         self._checkpoint, self._device = checkpoint, device
         config = copy.deepcopy(checkpoint.config)
         config.dtype = torch.float32
-        with init_empty_weights(include_buffers=False):  # buffers, angles for example, are computed and not stored
+        # buffers, angles for example, are computed and not stored
+        with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
         self.model.eval()
         self.rule = {one.name: one for one in packable(self.model)}
@@ -80,12 +82,16 @@ class Skeleton:
 
     @property
     def head(self) -> str | None:
-        """The name of the head's weight as it is stored, if it is packed: that of the embedding where they are tied."""
+        """The name of the head's weight as it is stored, if it is packed: that of the embedding where they
+        are tied.
+        """
         name = next((name for name, one in self.rule.items() if one.module is self._head), None)
         return None if name is None else self._checkpoint.tied.get(name, name)
 
     def start(self, ids: torch.Tensor, batch: int) -> torch.Tensor:
-        """Read what is outside of the layers; returns the hidden states before the first, [windows, tokens, width]."""
+        """Read what is outside of the layers; returns the hidden states before the first, [windows, tokens,
+        width].
+        """
         table = self.model.get_input_embeddings()
         used, ids = ids.unique(return_inverse=True)
         whole = self._name_of(table.weight)
@@ -111,13 +117,15 @@ class Skeleton:
             self.model(input_ids=ids.to(self._device), use_cache=False)
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
             raise OtaroError(
-                f"{self._checkpoint.config.model_type} models cannot be calibrated: they do not run layer by layer "
+                f"{self._checkpoint.config.model_type} models cannot be calibrated: they do not run layer "
+                "by layer "
                 f"({brief(error)}); pack without --calibrate"
             ) from error
         first = self._stands[0].seen
         if first is None or any(len(ids) not in stand.calls for stand in self._stands):
             raise OtaroError(
-                f"{self._checkpoint.config.model_type} models cannot be calibrated: not all of their layers are run one after "
+                f"{self._checkpoint.config.model_type} models cannot be calibrated: not all of their layers "
+                "are run one after "
                 "the other; pack without --calibrate"
             )
         return first.cpu()
@@ -141,13 +149,17 @@ class Skeleton:
     def before_head(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads, by the hidden states after the last layer."""
         self._stands[-1].instead = states.to(self._device)
-        self.model(input_ids=torch.zeros(states.shape[:2], dtype=torch.long, device=self._device), use_cache=False)
+        self.model(
+            input_ids=torch.zeros(states.shape[:2], dtype=torch.long, device=self._device), use_cache=False
+        )
         return self._catch.seen
 
     def matrices(self, number: int) -> dict[str, Kind]:
         """Packed tensors of a layer, by their names inside of it."""
         prefix = f"{self.prefix}.{number}."
-        return {name.removeprefix(prefix): one.kind for name, one in self.rule.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): one.kind for name, one in self.rule.items() if name.startswith(prefix)
+        }
 
     def _find_layers(self) -> tuple[str, list[nn.Module]]:
         wanted = self.model.config.get_text_config().num_hidden_layers
@@ -155,7 +167,8 @@ class Skeleton:
             if isinstance(module, nn.ModuleList) and len(module) == wanted:
                 return name, list(module)
         raise OtaroError(
-            f"{self._checkpoint.config.model_type} models cannot be calibrated: no list of layers is found in them; "
+            f"{self._checkpoint.config.model_type} models cannot be calibrated: no list of layers is found "
+            "in them; "
             "pack without --calibrate"
         )
 
@@ -188,7 +201,8 @@ class _Stand(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_layer"], name)  # models ask layers which kind of attention they have
+            # models ask layers which kind of attention they have
+            return getattr(self.__dict__["_layer"], name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.seen = hidden_states
@@ -219,9 +233,12 @@ class Watch(TorchFunctionMode):
             for number, one in enumerate(stack):
                 self._known[one.data_ptr()] = Matrix(name, number if kind is Kind.EXPERTS else None)
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is nn.functional.linear or func is torch.addmm:
-            x, weight = args[:2] if func is nn.functional.linear else args[1:3]  # GPT-2: addmm(bias, x, weight)
+            # GPT-2: addmm(bias, x, weight)
+            x, weight = args[:2] if func is nn.functional.linear else args[1:3]
             if (matrix := self._known.get(weight.data_ptr())) is not None:
                 self._add(matrix, x)
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,9 @@
 """`otaro pack MODEL OUT --calibrate TEXT`: a model packed with codes that were chosen on real activations.
 
-Layer by layer: read its weights, run all windows through it, add up the Gram matrix of every matrix's inputs, fold channel
-scales, choose codes, write them to the work folder. The activations are those of the full-precision model: it is the one
-model that is the same for all six precisions. Then the usual writer writes the nested directory, with these codes.
+Layer by layer: read its weights, run all windows through it, add up the Gram matrix of every matrix's inputs,
+fold channel scales, choose codes, write them to the work folder. The activations are those of the
+full-precision model: it is the one model that is the same for all six precisions. Then the usual writer
+writes the nested directory, with these codes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from otaro.sefp.codec import Reconstruction, SefpTensor, encode, group_needs, sm
 SAMPLES = 128
 """Windows of text, by default."""
 TIED = 0.1
-"""What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the head's H."""
+"""What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the
+head's H.
+"""
 
 _WINDOWS_ON_CPU, _WINDOWS_ELSEWHERE = 4, 16  # that run together
 _HEAD_ROWS_ON_CPU, _HEAD_ROWS_ELSEWHERE = 4096, 32768
@@ -73,18 +76,20 @@ def pack_calibrated(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> Calibrated:
-    """`otaro.pack` with codes that make up for each other's error on the text `content`; the file's format is the same.
+    """`otaro.pack` with codes that make up for each other's error on the text `content`; the file's format is
+    the same.
 
-    At most `samples` windows of 512 tokens are used, spread evenly over the text; where `content` is a tensor, it is
-    the windows themselves, token ids [windows, tokens]. Finished layers are kept in a hidden folder beside `out` until
-    the model is complete: the same call goes on after the last of them.
+    At most `samples` windows of 512 tokens are used, spread evenly over the text; where `content` is a
+    tensor, it is the windows themselves, token ids [windows, tokens]. Finished layers are kept in a hidden
+    folder beside `out` until the model is complete: the same call goes on after the last of them.
     """
     check_device(device)
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     if coding.reconstruction != "midpoint":
         raise OtaroError(
-            "--calibrate chooses codes that stand for midpoints; leave out --reconstruction truncate, or --calibrate"
+            "--calibrate chooses codes that stand for midpoints; leave out --reconstruction truncate, or "
+            "--calibrate"
         )
     if samples < 1:
         raise OtaroError(f"at least one window of text is needed to calibrate on, got {samples}")
@@ -127,9 +132,12 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     if checkpoint.gguf is None:
         return text.load_tokenizer(checkpoint.directory)
     with TemporaryDirectory() as folder:
-        if why := write_tokenizer(checkpoint.gguf.fields, Path(folder), checkpoint.config.max_position_embeddings):
+        if why := write_tokenizer(
+            checkpoint.gguf.fields, Path(folder), checkpoint.config.max_position_embeddings
+        ):
             raise OtaroError(
-                f"{checkpoint.directory} holds no tokenizer to read the text with: {why}; pack without --calibrate"
+                f"{checkpoint.directory} holds no tokenizer to read the text with: {why}; pack without "
+                "--calibrate"
             )
         return text.load_tokenizer(Path(folder))
 
@@ -143,11 +151,15 @@ def _windows(checkpoint: Checkpoint, content: str, samples: int) -> torch.Tensor
 def _check(ids: torch.Tensor, checkpoint: Checkpoint) -> None:
     least = min(shape[-1] for shape in checkpoint.packed.values())
     if ids.numel() < least:
-        raise OtaroError(f"{ids.numel()} tokens are too few to calibrate on: the model's matrices have {least} inputs and more")
+        raise OtaroError(
+            f"{ids.numel()} tokens are too few to calibrate on: the model's matrices have "
+            f"{least} inputs and more"
+        )
     rows = max(checkpoint.packed[name][0] for name in checkpoint.packed)  # no less than the vocabulary
     if int(ids.max()) >= rows:
         raise OtaroError(
-            f"the tokenizer of {checkpoint.directory} makes tokens that the model lacks; it belongs to another model"
+            f"the tokenizer of {checkpoint.directory} makes tokens that the model lacks; it belongs to "
+            "another model"
         )
 
 
@@ -163,7 +175,13 @@ class _Calibration:
     """One run: its model, its windows, and how far it is."""
 
     def __init__(
-        self, checkpoint: Checkpoint, coding: Coding, device: torch.device, ids: torch.Tensor, work: Work, progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        coding: Coding,
+        device: torch.device,
+        ids: torch.Tensor,
+        work: Work,
+        progress: Progress,
     ) -> None:
         self._checkpoint, self._group_size, self._device = checkpoint, coding.group_size, device
         self._ids, self._work, self._progress = ids, work, progress
@@ -202,7 +220,10 @@ class _Calibration:
                     after[some] = skeleton.run(layer, number, before[some])
             zeros = {name: weights[name].numel() - int(weights[name].count_nonzero()) for name in kinds}
             changed = self._fold(prefix, weights, watch.inputs)
-            as_packed = {name: weights[name].T if kind is Kind.CONV1D else weights[name] for name, kind in kinds.items()}
+            as_packed = {
+                name: weights[name].T if kind is Kind.CONV1D else weights[name]
+                for name, kind in kinds.items()
+            }
             tensors, plain = self._encode(prefix, as_packed, watch.inputs)
         self._work.finish(
             {prefix + name: Tensor(tensor, zeros[name]) for name, tensor in tensors.items()},
@@ -211,13 +232,20 @@ class _Calibration:
             after,
         )
 
-    def _fold(self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]) -> dict[str, torch.Tensor]:
+    def _fold(
+        self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]
+    ) -> dict[str, torch.Tensor]:
         """Fold channel scales where all readers have the same inputs; returns the norms that are others now."""
         changed = {}
         for fold in folds.folds(self._checkpoint.config, weights):
             read = [inputs.get(Matrix(name)) for name in fold.readers]
             own = read[0]
-            if own is None or any(one is not own for one in read) or len(own.readers) != len(read) or _too_few(own):
+            if (
+                own is None
+                or any(one is not own for one in read)
+                or len(own.readers) != len(read)
+                or _too_few(own)
+            ):
                 continue
             dtype = torch.float32 if fold.norm is None else self._checkpoint.stored_dtype(prefix + fold.norm)
             own.gram = folds.apply(fold, weights, own.gram, dtype, self._group_size)
@@ -229,7 +257,9 @@ class _Calibration:
         self, prefix: str, weights: Mapping[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]
     ) -> tuple[dict[str, SefpTensor], list[str]]:
         """Codes of all matrices of a layer; those without inputs enough are rounded plainly, and named."""
-        plainly = {name: encode(weight, self._group_size, name=prefix + name) for name, weight in weights.items()}
+        plainly = {
+            name: encode(weight, self._group_size, name=prefix + name) for name, weight in weights.items()
+        }
         enough = {id(own): own for own in inputs.values() if not _too_few(own)}
         for own in enough.values():
             errors = codes.Errors(own.gram)
@@ -245,11 +275,15 @@ class _Calibration:
             few = [one for one in matrices if one not in inputs or _too_few(inputs[one])]
             if few:
                 which = f" ({len(few)} of {len(matrices)} experts)" if stack else ""
-                plain.append(f"{prefix}{name}{which}: it reads fewer tokens than it has inputs ({weight.shape[-1]})")
+                plain.append(
+                    f"{prefix}{name}{which}: it reads fewer tokens than it has inputs ({weight.shape[-1]})"
+                )
         return {name: _on_cpu(tensor) for name, tensor in plainly.items()}, plain
 
     def _head(self, states: torch.Tensor) -> None:
-        """The head, whose inputs are those of the last norm; as an embedding the rows of a tied one all count alike."""
+        """The head, whose inputs are those of the last norm; as an embedding the rows of a tied one all count
+        alike.
+        """
         skeleton, checkpoint = self._skeleton, self._checkpoint
         embedding = next((name for name, one in skeleton.rule.items() if one.kind is Kind.EMBEDDING), None)
         name, plain = skeleton.head, []
@@ -277,7 +311,10 @@ class _Calibration:
             parts.append(_on_cpu(tensor))
             self._done += weight.numel()
             self._progress("head", self._done, self._total)
-        bytes_, finest = torch.cat([part.scale_bytes for part in parts]), torch.cat([part.finest_codes for part in parts])
+        bytes_, finest = (
+            torch.cat([part.scale_bytes for part in parts]),
+            torch.cat([part.finest_codes for part in parts]),
+        )
         whole = SefpTensor(bytes_, exponent, finest, self._group_size, "midpoint")
         self._work.finish({name: Tensor(whole, zeros)}, {}, plain)
 

@@ -22,12 +22,17 @@ def load_tokenizer(directory: Path) -> Any:
     advice = "copy the files of the original model's tokenizer there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # a missing file, a damaged one, a class that is not known: each has exceptions of its own
+    except Exception as error:
+        # a missing file, a damaged one, a class that is not known: each has exceptions of its own
         raise OtaroError(
-            f"{directory} has no tokenizer that opens, and --calibrate needs one to read the text: {brief(error)}; {advice}"
+            f"{directory} has no tokenizer that opens, and --calibrate needs one to read the text: "
+            f"{brief(error)}; {advice}"
         ) from error
-    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # made up by transformers, without files
-        raise OtaroError(f"{directory} has no tokenizer, and --calibrate needs one to read the text; {advice}")
+    # made up by transformers, without files
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise OtaroError(
+            f"{directory} has no tokenizer, and --calibrate needs one to read the text; {advice}"
+        )
     return tokenizer
 
 
@@ -41,21 +46,32 @@ def windows(content: str, tokenizer: Any, samples: int, length: int) -> torch.Te
     if begin is not None:
         ids, length = ids[1:], length - 1
     if len(ids) < length:
-        raise OtaroError(f"the text to calibrate on has {len(ids)} tokens, less than one window of {length}; give a longer one")
+        raise OtaroError(
+            f"the text to calibrate on has {len(ids)} tokens, less than one window of "
+            f"{length}; give a longer one"
+        )
     count = min(samples, len(ids) // length)
-    starts = torch.linspace(0, len(ids) - length, count).long() if count > 1 else torch.zeros(1, dtype=torch.long)
+    starts = (
+        torch.linspace(0, len(ids) - length, count).long() if count > 1 else torch.zeros(1, dtype=torch.long)
+    )
     found = ids[starts.unsqueeze(1) + torch.arange(length)]
     return found if begin is None else torch.cat([torch.full((count, 1), begin), found], 1)
 
 
-def windows_of_examples(examples: Iterable[Sequence[int]], samples: int, length: int = LENGTH) -> torch.Tensor:
-    """Likewise of tokens that are cut into examples: each window begins with one, and goes on with those after it."""
+def windows_of_examples(
+    examples: Iterable[Sequence[int]], samples: int, length: int = LENGTH
+) -> torch.Tensor:
+    """Likewise of tokens that are cut into examples: each window begins with one, and goes on with those
+    after it.
+    """
     each = [torch.tensor(example) for example in examples]
     lengths = torch.tensor([len(example) for example in each], dtype=torch.long)
     ids, starts = torch.cat([torch.zeros(0, dtype=torch.long), *each]).long(), lengths.cumsum(0) - lengths
     starts = starts[starts <= len(ids) - length]
     if not len(starts):
-        raise OtaroError(f"the examples to calibrate on have {len(ids)} tokens, less than one window of {length}")
+        raise OtaroError(
+            f"the examples to calibrate on have {len(ids)} tokens, less than one window of {length}"
+        )
     count = min(samples, len(starts), len(ids) // length)
     some = starts[torch.linspace(0, len(starts) - 1, count).long()]
     return ids[some.unsqueeze(1) + torch.arange(length)]

@@ -1,12 +1,14 @@
-"""The folder beside the target where finished layers wait, so that a calibration that was stopped goes on where it was.
+"""The folder beside the target where finished layers wait, so that a calibration that was stopped goes on
+where it was.
 
     state.json             a digest of model, text and settings: another one, and the folder is begun anew
     states-0, states-1     hidden states before the layer at hand, and after it; they take turns
     part-00000 ...         the packed tensors of a layer, and norms that were changed; the last one is the head
 
-A part is put in place when the states after it are on disk, so the number of parts says where to go on. It has a digest of
-these states: where they are others now, everything begins anew. The room for the states is taken before anything is computed,
-as memory that is mapped to a file and finds the disk full ends the process.
+A part is put in place when the states after it are on disk, so the number of parts says where to go on. It
+has a digest of these states: where they are others now, everything begins anew. The room for the states is
+taken before anything is computed, as memory that is mapped to a file and finds the disk full ends the
+process.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Work:
                 self.done += 1
         if self.done and not self._states_fit():
             warnings.warn(
-                f"the hidden states in {self.folder} are not those of its last finished layer; everything was begun anew",
+                f"the hidden states in {self.folder} are not those of its last finished layer; everything "
+                "was begun anew",
                 OtaroWarning,
                 stacklevel=2,
             )
@@ -88,17 +91,27 @@ class Work:
         plain: Sequence[str],
         after: torch.Tensor | None = None,
     ) -> None:
-        """Write the next part; `plain` names what in it could not be calibrated, `after` are the states that the next reads."""
+        """Write the next part; `plain` names what in it could not be calibrated, `after` are the states that
+        the next reads.
+        """
         data, about = {f"{name}|{_STORED}": tensor.contiguous() for name, tensor in changed.items()}, {}
         for name, tensor in tensors.items():
             rows = PackedRows.of(tensor.codes, tensor.zeros)
             about[name] = [rows.scale_exponent, rows.weights, rows.zeros]
-            pieces = {"scales": rows.scale_bytes, "base": rows.base, **dict(zip(map(str, PLANES), rows.planes, strict=True))}
+            pieces = {
+                "scales": rows.scale_bytes,
+                "base": rows.base,
+                **dict(zip(map(str, PLANES), rows.planes, strict=True)),
+            }
             data |= {f"{name}|{key}": piece.contiguous() for key, piece in pieces.items()}
         path, partial = self._part(self.done), self.folder / "part.partial"
         states = "" if after is None else hashlib.sha256(after.reshape(-1).numpy().data).hexdigest()
         with explained(self.folder):
-            _save(data, partial, {"about": json.dumps(about), "plain": json.dumps(list(plain)), "states": states})
+            _save(
+                data,
+                partial,
+                {"about": json.dumps(about), "plain": json.dumps(list(plain)), "states": states},
+            )
             for file in (partial,) if after is None else (self._states(self.done + 1), partial):
                 flush(file)
             os.rename(partial, path)
@@ -118,7 +131,9 @@ class Work:
         for number in range(self.done):
             part = self._open(number)
             if name in (about := json.loads(part.metadata()["about"])):
-                scales, base, *planes = (part.get_tensor(f"{name}|{key}") for key in ("scales", "base", *map(str, PLANES)))
+                scales, base, *planes = (
+                    part.get_tensor(f"{name}|{key}") for key in ("scales", "base", *map(str, PLANES))
+                )
                 exponent, weights, zeros = about[name]
                 return iter([PackedRows(scales, exponent, base, planes, weights, zeros)])
         return None
@@ -162,7 +177,9 @@ class Work:
         try:
             return safe_open(self._part(number), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise OtaroError(f"{self._part(number)} is damaged ({error}); remove {self.folder} and begin anew") from error
+            raise OtaroError(
+                f"{self._part(number)} is damaged ({error}); remove {self.folder} and begin anew"
+            ) from error
 
 
 def _reserve(path: Path, size: int) -> None:
@@ -174,7 +191,8 @@ def _reserve(path: Path, size: int) -> None:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise TargetError(
-                f"the disk is full: hidden states take {2 * size:,} bytes in {path.parent}; free some space, choose another "
+                f"the disk is full: hidden states take {2 * size:,} bytes in {path.parent}; free some "
+                "space, choose another "
                 "place, or give fewer --samples"
             ) from error
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that sets nothing aside

@@ -1,4 +1,6 @@
-"""`otaro analyze gradients|weights`: the paper's observations on any model and text, as tables, figures and JSON."""
+"""`otaro analyze gradients|weights`: the paper's observations on any model and text, as tables, figures and
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,39 @@ if TYPE_CHECKING:
 
 app = App(help="Repeat the paper's observations: gradients and weights of a model.", no_args_is_help=True)
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")]
-OutOption = Annotated[Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Where figures and JSON go; MODEL/analysis if MODEL is a directory.")
+]
 
-NO_BOS_HELP = "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
+NO_BOS_HELP = (
+    "Do not begin every sequence of text with the beginning-of-text token, where the tokenizer writes one."
+)
 
 
 @app.command()
 @page(
-    {"Batches": "batches batch_size sequence_length no_bos", "Numbers": "modules reconstruction group_size device"},
+    {
+        "Batches": "batches batch_size sequence_length no_bos",
+        "Numbers": "modules reconstruction group_size device",
+    },
     examples="otaro analyze gradients MODEL --text builtin --batches 4",
 )
 def gradients(
     model: ModelArgument,
-    text: Annotated[str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")],
+    text: Annotated[
+        str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")
+    ],
     out: OutOption = None,
     batches: Annotated[int, typer.Option(help="Batches to compare over.", min=1)] = 16,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     no_bos: Annotated[bool, typer.Option("--no-bos", help=NO_BOS_HELP)] = False,
-    modules: Annotated[str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantized.")] = "*",
+    modules: Annotated[
+        str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantized.")
+    ] = "*",
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,
     device: DeviceOption = "cpu",
@@ -51,9 +66,11 @@ def gradients(
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Compare the gradients at all precisions, in every layer and projection, as the paper's figures 4 and 5 do.
+    """Compare the gradients at all precisions, in every layer and projection, as the paper's figures 4 and 5
+    do.
 
-    A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules looks at.
+    A batch takes seven backward passes. Memory is 10 bytes per weight and 60 more per weight that --modules
+    looks at.
     """
     from otaro.evaluate.charts import altair, gradient_files
     from otaro.evaluate.gradients import analyze_gradients
@@ -65,7 +82,9 @@ def gradients(
     with console.err.status("loading model and text ..."):
         checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
         coding = choose_coding(checkpoint.directory, group_size, reconstruction)
-        loaded, data, begun = _load(checkpoint, text, batches, batch_size, sequence_length, not no_bos, device)
+        loaded, data, begun = _load(
+            checkpoint, text, batches, batch_size, sequence_length, not no_bos, device
+        )
     with console.progress_bar("gradients (backward passes)") as progress:
         result = analyze_gradients(
             loaded,
@@ -107,7 +126,8 @@ def weights(
 
     out = _out(model, out)
     checkpoint = _checkpoint(model, Hub(revision, token, cache_dir))
-    kind = choose_coding(checkpoint.directory, GROUP_SIZE, reconstruction).reconstruction  # it looks at sizes of its own
+    # it looks at sizes of its own
+    kind = choose_coding(checkpoint.directory, GROUP_SIZE, reconstruction).reconstruction
     with console.progress_bar("weights (million)", 1_000_000) as progress:
         result = analyze_weights(checkpoint, reconstruction=kind, progress=progress)
     options = {"out": out, "reconstruction": kind, "revision": revision, "cache-dir": cache_dir}
@@ -125,15 +145,24 @@ def _checkpoint(model: str, hub: Hub) -> Checkpoint:
     directory = resolve_model(model, hub=hub)
     if (directory / shard_name(BASE)).is_file():
         raise CheckpointError(
-            f"{model} is a nested model, whose weights are codes already; analyse the checkpoint that it was packed from"
+            f"{model} is a nested model, whose weights are codes already; analyse the checkpoint that it "
+            "was packed from"
         )
     return Checkpoint(directory)
 
 
 def _load(
-    checkpoint: Checkpoint, text: str, batches: int, batch_size: int, sequence_length: int, bos: bool, device: str
+    checkpoint: Checkpoint,
+    text: str,
+    batches: int,
+    batch_size: int,
+    sequence_length: int,
+    bos: bool,
+    device: str,
 ) -> tuple[Any, list[Any], bool]:
-    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text token."""
+    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text
+    token.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,12 +180,16 @@ def _load(
     console.remark(*data.remarks)
     if len(data) < batches * batch_size:
         raise OtaroError(
-            f"--text {text} makes {len(data)} sequences, and --batches {batches} of --batch-size {batch_size} need "
-            f"{batches * batch_size}; give more text, or lower one of these or --sequence-length {sequence_length}"
+            f"--text {text} makes {len(data)} sequences, and --batches {batches} of --batch-size "
+            f"{batch_size} need "
+            f"{batches * batch_size}; give more text, or lower one of these or --sequence-length "
+            f"{sequence_length}"
         )
     join = collate(padding_id(tokenizer))
     joined = [join([data[number * batch_size + i] for i in range(batch_size)]) for number in range(batches)]
-    loaded = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32, trust_remote_code=False)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        checkpoint.directory, dtype=torch.float32, trust_remote_code=False
+    )
     return loaded.to(device), joined, data.bos
 
 
@@ -183,7 +216,9 @@ def _provenance(subcommand: str, subject: str, options: Mapping[str, Any]) -> di
     }
 
 
-def _finish(out: Path, name: str, result: dict[str, Any], figures: Mapping[str, str], json: bool, show: Any) -> None:
+def _finish(
+    out: Path, name: str, result: dict[str, Any], figures: Mapping[str, str], json: bool, show: Any
+) -> None:
     """Write the files, then report."""
     from otaro.file.atomic import write_text
 
@@ -192,10 +227,14 @@ def _finish(out: Path, name: str, result: dict[str, Any], figures: Mapping[str, 
     write_text(out / f"{name}.json", json_module.dumps(result, allow_nan=False) + "\n")
     files = [str(out / file) for file in (f"{name}.json", *figures)]
     if json:
-        console.print_json({**{key: value for key, value in result.items() if key != "modules"}, "files": files})
+        console.print_json(
+            {**{key: value for key, value in result.items() if key != "modules"}, "files": files}
+        )
     else:
         show(result)
-        console.out.print(f"in {console.escape(str(out))}: {', '.join(Path(file).name for file in files)}", highlight=False)
+        console.out.print(
+            f"in {console.escape(str(out))}: {', '.join(Path(file).name for file in files)}", highlight=False
+        )
 
 
 def _show_gradients(result: dict[str, Any]) -> None:
@@ -206,7 +245,9 @@ def _show_gradients(result: dict[str, Any]) -> None:
     )  # fmt: skip
     for index, name in enumerate(result["precisions"]):
         fit, noise, errors = result["fit"][name], result["noise"][name], result["norm_error"][name]
-        cosines = [module["to_fp"][index] for module in result["modules"] if module["to_fp"][index] is not None]
+        cosines = [
+            module["to_fp"][index] for module in result["modules"] if module["to_fp"][index] is not None
+        ]
         table.add_row(
             name,
             f"{result['to_fp'][index]:.3f}",
@@ -219,7 +260,8 @@ def _show_gradients(result: dict[str, Any]) -> None:
         )
     console.out.print(table)
     console.out.print(
-        f"lowest: cosine of the worst module. bias of Y: {batches**-0.5:.2f} for noise around zero, 1 if Y is always the same. "
+        f"lowest: cosine of the worst module. bias of Y: {batches**-0.5:.2f} for noise around zero, 1 if Y "
+        "is always the same. "
         "summed: how |ΣY|/|Σ∇| goes with the number N of batches; the paper expects N^-0.50.",
         highlight=False,
     )

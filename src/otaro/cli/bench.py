@@ -1,4 +1,6 @@
-"""`otaro bench DIR`: how fast each precision runs, what bounds it, and how llama.cpp does on the same weights."""
+"""`otaro bench DIR`: how fast each precision runs, what bounds it, and how llama.cpp does on the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,21 @@ def bench(
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens in the cache when decoding starts; by default 256, with --parallel 64.", min=0),
+        typer.Option(
+            help="Tokens in the cache when decoding starts; by default 256, with --parallel 64.", min=0
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds that count, after one that warms up; by default 5, with --parallel 3.", min=1),
+        typer.Option(
+            help="Rounds that count, after one that warms up; by default 5, with --parallel 3.", min=1
+        ),
     ] = None,
     parallel: Annotated[
         str | None,
-        typer.Option(help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,..."),
+        typer.Option(
+            help="Time so many sequences at once instead, by the engine: 1,2,4,8,16", metavar="N,..."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
@@ -77,9 +85,14 @@ def bench(
     ] = None,
     transformers: Annotated[
         bool,
-        typer.Option("--transformers", help="Also time transformers on the decoded weights: in float32, on a GPU in float16."),
+        typer.Option(
+            "--transformers",
+            help="Also time transformers on the decoded weights: in float32, on a GPU in float16.",
+        ),
     ] = False,
-    against: Annotated[str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="llama.cpp: also time it on GGUF files of the same weights.")
+    ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -87,7 +100,8 @@ def bench(
 ) -> None:
     """Time prefill and decode at each precision, in turns; says how much of the memory's bandwidth that is.
 
-    Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians over the rounds.
+    Every contender reads the same tokens on the same number of threads, or the same GPU. Figures are medians
+    over the rounds.
     """
     import otaro
     from otaro.builtin import heldout_text
@@ -104,17 +118,29 @@ def bench(
     if text is not None and draft is None:
         raise otaro.OtaroError("--text is for --draft, which is not given")
     if draft is not None and (parallel or transformers or against):
-        raise otaro.OtaroError("--draft is timed beside the model alone: leave out --parallel, --transformers and --against")
+        raise otaro.OtaroError(
+            "--draft is timed beside the model alone: leave out --parallel, --transformers and --against"
+        )
     chosen = [name.strip() for name in precision.split(",")] if precision else None
     if draft is not None and chosen is not None and len(chosen) > 1:
         raise otaro.OtaroError("--draft serves one --precision at a time")
     console.quiet_transformers()
-    ours = {"prompt_tokens": prompt_tokens, "tokens": tokens, "context": context, "rounds": rounds, "threads": threads}
+    ours = {
+        "prompt_tokens": prompt_tokens,
+        "tokens": tokens,
+        "context": context,
+        "rounds": rounds,
+        "threads": threads,
+    }
     given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
     given["kv"] = otaro.Precision(kv) if kv else None
     result: Bench | Parallel | Drafts
     with console.progress_bar("timing") as progress:
-        options: dict[str, Any] = {"device": device, "hub": Hub(revision, token, cache_dir), "progress": progress}
+        options: dict[str, Any] = {
+            "device": device,
+            "hub": Hub(revision, token, cache_dir),
+            "progress": progress,
+        }
         if draft is not None:
             given.pop("prompt_tokens")
             passages = heldout_text() if text is None else open_text(text).content
@@ -122,11 +148,18 @@ def bench(
             result = drafting.bench(directory, drafts, drafting.Settings(**given), passages, alone, **options)
         elif parallel is not None:
             settings = speed.Settings(**{"tokens": 32, "context": 64, "rounds": 3, **given})
-            result = together.bench(directory, _counts(parallel), settings, chosen, with_llama=against == LLAMA, **options)
+            result = together.bench(
+                directory, _counts(parallel), settings, chosen, with_llama=against == LLAMA, **options
+            )
         else:
             settings = speed.Settings(**given)
             result = speed.bench(
-                directory, settings, chosen, with_transformers=transformers, with_llama=against == LLAMA, **options
+                directory,
+                settings,
+                chosen,
+                with_transformers=transformers,
+                with_llama=against == LLAMA,
+                **options,
             )
     if json:
         console.print_json({**result.to_dict(), "versions": console.versions()})
@@ -150,11 +183,18 @@ def show_parallel(result: Parallel) -> None:
     settings = result.settings
     _say(
         *_place(result),
-        f"decode of {settings.tokens} after {settings.context}, keys and values in {settings.kv or 'float16'}; "
+        f"decode of {settings.tokens} after {settings.context}, keys and values in "
+        f"{settings.kv or 'float16'}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns",
     )
     table = console.table(
-        "Several sequences at once", "precision", "sequences", "tokens/s\nin total", "of each", "times\none", simple=True
+        "Several sequences at once",
+        "precision",
+        "sequences",
+        "tokens/s\nin total",
+        "of each",
+        "times\none",
+        simple=True,
     )
     for row, after in zip(result.rows, [*result.rows[1:], None], strict=True):
         last = after is None or after.what != row.what
@@ -168,14 +208,20 @@ def show_drafts(result: Drafts) -> None:
     settings = result.settings
     _say(
         *_place(result),
-        f"{result.precision}, {settings.tokens} tokens after each of {settings.texts} passages of {settings.context}, keys and "
+        f"{result.precision}, {settings.tokens} tokens after each of {settings.texts} passages of "
+        f"{settings.context}, keys and "
         f"values in {settings.kv or 'float16'}; the shortest of {_many(settings.rounds, 'round')}, in turns",
     )
     headings = ["tokens/s", "without", "times", "tokens\na pass", "accepted at position\n1, 2, ..."]
     table = console.table("With a draft, and without", "draft", "text", *headings, words=2, simple=True)
     for row in result.rows:
         accepted = " ".join(f"{one:.0%}" for one in row.acceptance)
-        figures = (_rate(row.rate), _rate(row.plain), f"[bold]{row.gain:.2f}x[/]", f"{row.tokens_per_pass:.2f}")
+        figures = (
+            _rate(row.rate),
+            _rate(row.plain),
+            f"[bold]{row.gain:.2f}x[/]",
+            f"{row.tokens_per_pass:.2f}",
+        )
         table.add_row(row.draft, row.texts, *figures, accepted)
     console.out.print(table)
     _say(*(row.verdict for row in result.rows))
@@ -188,7 +234,10 @@ def show(result: Bench) -> None:
     _say(f"[dim]a plain {_plain(result)} of memory runs at {result.read_bandwidth / 1e9:.1f} GB/s[/]")
     console.out.print(_memory(result))
     if result.graph_bytes is not None:
-        _say(f"[dim]graphs captured for all precisions together take another {console.size(result.graph_bytes)}[/]")
+        _say(
+            "[dim]graphs captured for all precisions together take another "
+            f"{console.size(result.graph_bytes)}[/]"
+        )
     if result.others:
         console.out.print(_others(result))
         if any(LLAMA in other.name for other in result.others):
@@ -211,20 +260,33 @@ def _head(result: Bench) -> Iterator[str]:
     yield f"{console.escape(result.path)}, keys and values in {result.kv_type}"
     if (asked := result.cut_from) is not None:
         yield (
-            f"[yellow]cut to end within minutes[/]: asked for were {_many(asked.prompt_tokens, 'token')} of prefill, decode of "
-            f"{asked.tokens} after {asked.context}, {_many(asked.rounds, 'round')}; fewer precisions (-p) leave time for more"
+            f"[yellow]cut to end within minutes[/]: asked for were {_many(asked.prompt_tokens, 'token')} of "
+            "prefill, decode of "
+            f"{asked.tokens} after {asked.context}, {_many(asked.rounds, 'round')}; fewer precisions (-p) "
+            "leave time for more"
         )
     yield (
-        f"prefill of {_many(settings.prompt_tokens, 'token')}; decode of {settings.tokens} after {settings.context}; "
+        f"prefill of {_many(settings.prompt_tokens, 'token')}; decode of {settings.tokens} after "
+        f"{settings.context}; "
         f"median of {_many(settings.rounds, 'round')}, contenders in turns"
     )
 
 
 def _speeds(result: Bench) -> Table:
-    headings = ["prefill\ntokens/s", "decode\ntokens/s", "read per\ntoken", "GB/s", f"of plain\n{_plain(result)}"]
+    headings = [
+        "prefill\ntokens/s",
+        "decode\ntokens/s",
+        "read per\ntoken",
+        "GB/s",
+        f"of plain\n{_plain(result)}",
+    ]
     table = console.table("Speed", "precision", *headings, simple=True)
     for row in result.precisions:
-        read = (console.size(row.weight_bytes + row.kv_bytes), f"{row.bandwidth / 1e9:.1f}", f"{row.bandwidth_share:.0%}")
+        read = (
+            console.size(row.weight_bytes + row.kv_bytes),
+            f"{row.bandwidth / 1e9:.1f}",
+            f"{row.bandwidth_share:.0%}",
+        )
         table.add_row(row.precision, _rate(row.prefill), _rate(row.decode), *read)
     return table
 
@@ -258,7 +320,9 @@ def _others(result: Bench) -> Table:
     ours = {row.precision: row for row in result.precisions}
     theirs = {other.name: other for other in result.others}
     headings = ["prefill\ntokens/s", "theirs", "ratio", "decode\ntokens/s", "theirs", "ratio"]
-    table = console.table("Against others, on the same weights", "precision", "against", *headings, words=2, simple=True)
+    table = console.table(
+        "Against others, on the same weights", "precision", "against", *headings, words=2, simple=True
+    )
     for ratio in result.ratios:
         mine, other = ours[ratio.precision], theirs[ratio.against]
         prefill = (_rate(mine.prefill), _rate(other.prefill), f"[bold]{ratio.prefill:.2f}x[/]")

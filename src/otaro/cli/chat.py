@@ -72,13 +72,21 @@ def chat(
     from otaro.runtime.session import ChatSession
     from otaro.sefp.precision import Precision
 
-    chosen = {**phases(prefill, decode, schedule, None), **sampling(temperature, top_p, top_k, repetition_penalty, seed)}
+    chosen = {
+        **phases(prefill, decode, schedule, None),
+        **sampling(temperature, top_p, top_k, repetition_penalty, seed),
+    }
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
     session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
     at = console.describe_precision(model)
-    console.err.print(f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False)
+    console.err.print(
+        f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False
+    )
     if not session.uses_template:
-        console.err.print("This model has no chat template: it continues your text instead of answering it.", highlight=False)
+        console.err.print(
+            "This model has no chat template: it continues your text instead of answering it.",
+            highlight=False,
+        )
     options = {
         "max_new_tokens": max_new_tokens,
         "draft": draft,
@@ -117,7 +125,9 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
             _refused(error)
         else:
             at = console.describe_precision(session.model)
-            console.err.print(f"now at {at}, {session.cached_tokens} tokens kept in the cache", highlight=False)
+            console.err.print(
+                f"now at {at}, {session.cached_tokens} tokens kept in the cache", highlight=False
+            )
     elif command == "/draft" and len(arguments) == 1:
         try:
             options["draft"] = Draft.of(None if arguments[0] == "off" else arguments[0])

@@ -1,6 +1,7 @@
 """What the commands share: where output goes, progress bars, and how sizes are written.
 
-Results go to standard output; progress and remarks go to standard error, so that `otaro inspect DIR --json | jq` just works.
+Results go to standard output; progress and remarks go to standard error, so that `otaro inspect DIR --json |
+jq` just works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape as escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from otaro.errors import OtaroError, OtaroWarning
@@ -42,7 +50,8 @@ class _Console(Console):
         else:
             asked = os.environ.get("COLUMNS", "")
             wide = int(asked) if asked.isdigit() else WIDE
-            drawn = io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)  # which says what lines can be drawn with
+            # which says what lines can be drawn with
+            drawn = io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
             Console(file=drawn, width=wide, emoji=False).print(*objects, **options)
             drawn.seek(0)
             lines = "\n".join(line.rstrip() for line in drawn.read().splitlines())
@@ -68,17 +77,26 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 PrecisionOption = Annotated[
     str | None,
     precision_option(
-        "E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4", "--precision", "-p"
+        "E5M8 to E5M3, by default the finest present; a fit: fit:90MB; or by module: E5M3,lm_head=E5M4",
+        "--precision",
+        "-p",
     ),
 ]
 # How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
-RevisionOption = Annotated[str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")]
-TokenOption = Annotated[str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.")]
-CacheDirOption = Annotated[Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
+]
+TokenOption = Annotated[
+    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.")
+]
+CacheDirOption = Annotated[
+    Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.")
+]
 ReconstructionOption = Annotated[
     Literal["midpoint", "truncate"] | None,
     typer.Option(
-        help="What a code stands for: the middle of its interval (midpoint), or its end toward zero (truncate, the paper's). "
+        help="What a code stands for: the middle of its interval (midpoint), or its end toward zero "
+        "(truncate, the paper's). "
         "By default as the model was tuned, else midpoint.",
     ),
 ]
@@ -121,7 +139,9 @@ LINE_EVERY = 60.0
 def progress_bar(
     title: str, unit_scale: int = 1, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (what is at hand, done, total) that draws a bar on standard error, or prints a line a minute there."""
+    """Yield a function (what is at hand, done, total) that draws a bar on standard error, or prints a line a
+    minute there.
+    """
     if not err.is_terminal:
         yield _line_a_minute(title, unit_scale, clock)
         return
@@ -140,7 +160,9 @@ def progress_bar(
         )
 
 
-def _line_a_minute(title: str, unit_scale: int, clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+def _line_a_minute(
+    title: str, unit_scale: int, clock: Callable[[], float]
+) -> Callable[[str, int, int], None]:
     started = last = clock()
 
     def update(what: str, done: int, total: int) -> None:

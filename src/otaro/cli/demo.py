@@ -1,7 +1,9 @@
-"""`otaro demo`: the whole story end to end, on the built-in model without any download, or on a model of one's own.
+"""`otaro demo`: the whole story end to end, on the built-in model without any download, or on a model of
+one's own.
 
-The same model is tuned twice on the same data, as usual and for all precisions, packed, and measured from its nested file
-on text that neither run has seen. Then the file shows what it can (demo_story.py). Every figure is measured here and now.
+The same model is tuned twice on the same data, as usual and for all precisions, packed, and measured from its
+nested file on text that neither run has seen. Then the file shows what it can (demo_story.py). Every figure
+is measured here and now.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PROMPT = "Returns a new tensor"
 LEVEL = 0.002  # a difference in perplexity from which on a model is called ahead
 SEEN = 0.0005  # one that the table shows
 CHOSEN = (
-    "Tuned as usual is rounded weight by weight. Tuned once for all ends with codes chosen on the data, as held-out data "
+    "Tuned as usual is rounded weight by weight. Tuned once for all ends with codes chosen on the data, as "
+    "held-out data "
     "preferred them; `otaro pack --calibrate` does that for any model, and is part of the gain."
 )
 LR_HELP = "Learning rate of both runs: 4e-4 for the built-in model, else 5e-5."
@@ -51,12 +54,16 @@ Measured = dict[str, float]
     """,
 )
 def demo(
-    model: Annotated[str, typer.Option(help="A Hugging Face model: a directory, a Hub id, or `builtin`.")] = "builtin",
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face model: a directory, a Hub id, or `builtin`.")
+    ] = "builtin",
     data: Annotated[str, typer.Option(help="What to tune on, as `otaro tune --data` takes it.")] = "builtin",
-    text: Annotated[str, typer.Option(help="What to measure on, as `otaro eval --text` takes it.")] = "builtin",
-    out: Annotated[Path, typer.Option(help="The folder for runs and report; what an earlier demo left is replaced.")] = Path(
-        "demo"
-    ),
+    text: Annotated[
+        str, typer.Option(help="What to measure on, as `otaro eval --text` takes it.")
+    ] = "builtin",
+    out: Annotated[
+        Path, typer.Option(help="The folder for runs and report; what an earlier demo left is replaced.")
+    ] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Steps of each of the two tuning runs.", min=1)] = 150,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 4,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=2)] = 128,
@@ -69,8 +76,9 @@ def demo(
 ) -> None:
     """Tune a model as usual and once for all precisions, and show what one file then does.
 
-    What each precision costs, a text while the precision changes, the size of every prefix, a switch's time, an upgrade by
-    one shard, speed, and a report. The built-in model needs no download, and two minutes of two cores.
+    What each precision costs, a text while the precision changes, the size of every prefix, a switch's time,
+    an upgrade by one shard, speed, and a report. The built-in model needs no download, and two minutes of two
+    cores.
     """
     import torch
 
@@ -114,7 +122,12 @@ def demo(
     write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), report)
     summary = summarize(NestedDirectory(nested))
     if json:
-        shown: dict[str, Any] = {"out": str(out), "report": str(report), "perplexity": measured, "changing": parts}
+        shown: dict[str, Any] = {
+            "out": str(out),
+            "report": str(report),
+            "perplexity": measured,
+            "changing": parts,
+        }
         shown["bytes"] = {row.precision: row.bytes for row in summary.precisions}
         shown["decode"] = {row.precision: row.decode for row in bench.precisions}
         shown["switch"] = {row.precision: row.switch for row in bench.precisions}
@@ -141,10 +154,13 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
         for flag, given in inputs.items():
             if Path(given).resolve().is_relative_to(folder.resolve()):
                 raise OtaroError(
-                    f"{flag} {given} lies in {folder}, which this demo would replace; choose another folder with --out"
+                    f"{flag} {given} lies in {folder}, which this demo would replace; choose another folder "
+                    "with --out"
                 )
         if (folder.is_symlink() or folder.exists()) and not (folder / MARK).is_file():
-            raise OtaroError(f"{folder} is there and was not made by a demo; choose another folder with --out")
+            raise OtaroError(
+                f"{folder} is there and was not made by a demo; choose another folder with --out"
+            )
     for folder in folders:
         with explained(folder):
             if folder.exists():
@@ -153,7 +169,9 @@ def _make_room(folders: list[Path], inputs: dict[str, str]) -> None:
             (folder / MARK).touch()
 
 
-def _tune(model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub) -> dict[str, Any]:
+def _tune(
+    model: str, data: str, folder: Path, options: Options, training: Training, hub: Hub
+) -> dict[str, Any]:
     from otaro.cli.tune_run import TuningRun
     from otaro.tune.config import Around
 
@@ -182,7 +200,13 @@ def _show(summary: Summary, measured: dict[str, Measured]) -> None:
     title = "Perplexity on unseen text, lower is better"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("")
-    headings = ("bits a\nweight", "before\ntuning", "tuned\nas usual", "[bold]tuned once\nfor all[/]", "for all\nagainst usual")
+    headings = (
+        "bits a\nweight",
+        "before\ntuning",
+        "tuned\nas usual",
+        "[bold]tuned once\nfor all[/]",
+        "for all\nagainst usual",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     usual, ours = measured[USUAL], measured[OURS]
@@ -204,7 +228,8 @@ def verdict(names: Sequence[str], usual: Measured, ours: Measured) -> str:
     told = ", ".join(f"{name} ({-against[name]:.1%})" for name in ahead) or "none"
     usually, for_all = (values[names[-1]] / values[names[0]] - 1 for values in (usual, ours))
     return (
-        f"What to see: one model tuned for all is {behind}; it is ahead at {told}. From {names[0]} down to {names[-1]} "
+        f"What to see: one model tuned for all is {behind}; it is ahead at {told}. From {names[0]} down to "
+        f"{names[-1]} "
         f"perplexity changes by {_percent(for_all)}, tuned as usual by {_percent(usually)}."
     )
 
@@ -218,7 +243,14 @@ def _next(report: Path, nested: Path) -> None:
     tool = sys.argv[0] if Path(sys.argv[0]).name == "otaro" and not shutil.which("otaro") else "otaro"
     offered = {
         "talk to it, and type /precision E5M3": ["chat", str(nested)],
-        "a precision for every module, within a budget": ["fit", str(nested), "--text", "builtin", "--bits", "5.2"],
+        "a precision for every module, within a budget": [
+            "fit",
+            str(nested),
+            "--text",
+            "builtin",
+            "--bits",
+            "5.2",
+        ],
         "a real model, from the Hub": ["pack", "HuggingFaceTB/SmolLM2-135M", "smol"],
     }
     told = "\n".join(f"  [dim]# {why}[/]\n  {shlex.join([tool, *words])}" for why, words in offered.items())

@@ -1,4 +1,6 @@
-"""What `otaro demo` shows of the nested file after tuning: a text whose precision changes, an upgrade by one shard, speed."""
+"""What `otaro demo` shows of the nested file after tuning: a text whose precision changes, an upgrade by one
+shard, speed.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,14 @@ def changing(nested: Path, prompt: str, device: str) -> list[tuple[str, str]]:
     model, tokenizer = otaro.load(nested, device=device), load_tokenizer(nested)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
     schedule = {number * EVERY: name for number, name in enumerate(PATH)}
-    settings = {"max_new_tokens": EVERY * len(PATH), "do_sample": False, "pad_token_id": padding_token(tokenizer)}
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), schedule=schedule, **settings)[0, ids.shape[1] :].tolist()
+    settings = {
+        "max_new_tokens": EVERY * len(PATH),
+        "do_sample": False,
+        "pad_token_id": padding_token(tokenizer),
+    }
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), schedule=schedule, **settings)[
+        0, ids.shape[1] :
+    ].tolist()
     written, parts = "", []
     for number, name in enumerate(PATH):
         if made[number * EVERY :]:
@@ -70,7 +78,11 @@ def upgrade(nested: Path, target: Path, prompt: str, device: str) -> Upgrade:
     base, added = shard_name(BASE), shard_name(BASE + 1)
     before, after = f"E5M{BASE}", f"E5M{BASE + 1}"
     for file in nested.iterdir():
-        if file.is_file() and (file.suffix != ".safetensors" or file.name == base) and file.name != "quality.json":
+        if (
+            file.is_file()
+            and (file.suffix != ".safetensors" or file.name == base)
+            and file.name != "quality.json"
+        ):
             shutil.copy(file, target)
     otaro.load(target, before, device=device)
     refused = ""
@@ -82,7 +94,9 @@ def upgrade(nested: Path, target: Path, prompt: str, device: str) -> Upgrade:
     ids = torch.tensor([load_tokenizer(nested)(prompt)["input_ids"]], device=device)
     with torch.no_grad():
         ours, whole = (otaro.load(place, after, device=device)(ids).logits for place in (target, nested))
-    return Upgrade(target, added, before, after, refused, (target / added).stat().st_size, bool(torch.equal(ours, whole)))
+    return Upgrade(
+        target, added, before, after, refused, (target / added).stat().st_size, bool(torch.equal(ours, whole))
+    )
 
 
 def timed(nested: Path, keep: Path, device: str) -> Bench:
@@ -97,7 +111,9 @@ def timed(nested: Path, keep: Path, device: str) -> Bench:
     return result
 
 
-def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgraded: Upgrade, bench: Bench) -> None:
+def show(
+    summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgraded: Upgrade, bench: Bench
+) -> None:
     """All of it, in words."""
     _say(f"\n[bold]One text, while the precision changes every {EVERY} tokens[/]")
     _say("  below the prompt, what each precision wrote; the cache stays, no weight moves")
@@ -114,7 +130,12 @@ def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgrad
         switch = "-" if speed.switch is None else f"{speed.switch * 1e6:.0f} us"
         shards = f"m3 to {row.shards[-1].split('-')[1].split('.')[0]}" if len(row.shards) > 1 else "m3"
         table.add_row(
-            row.precision, shards, console.size(row.bytes), f"{speed.decode:,.0f}", console.size(speed.weight_bytes), switch
+            row.precision,
+            shards,
+            console.size(row.bytes),
+            f"{speed.decode:,.0f}",
+            console.size(speed.weight_bytes),
+            switch,
         )
     console.out.print(table)
     place = "" if bench.device == "cuda" else f", {bench.threads} threads"
@@ -124,9 +145,16 @@ def show(summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgrad
         _say("  [dim]speed hardly follows the bits here; with SmolLM2-135M on a CPU it does[/]")
 
     _say("\n[bold]An upgrade is one more shard[/]")
-    _say(f"  {console.escape(str(upgraded.directory))} has {upgraded.before} alone; asked for {upgraded.after} it answers:")
+    _say(
+        f"  {console.escape(str(upgraded.directory))} has {upgraded.before} alone; asked for "
+        f"{upgraded.after} it answers:"
+    )
     _say(f"  [dim]{console.escape(upgraded.refused)}[/]")
-    same = "with the bits of the whole file" if upgraded.same else "[bold red]with other bits than the whole file[/]"
+    same = (
+        "with the bits of the whole file"
+        if upgraded.same
+        else "[bold red]with other bits than the whole file[/]"
+    )
     _say(f"  with {upgraded.shard} copied there, {console.size(upgraded.bytes)},")
     _say(f"  it runs at {upgraded.after}, {same}")
 

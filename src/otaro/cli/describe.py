@@ -16,9 +16,11 @@ def describe(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     json: console.JsonOption = False,
 ) -> None:
-    """Write decoder.json into a nested directory: what otaro-run, otaro.h and browsers need to know of its model.
+    """Write decoder.json into a nested directory: what otaro-run, otaro.h and browsers need to know of its
+    model.
 
-    `otaro pack` and `otaro tune` do so by themselves; this is for directories that were packed before there was such a file.
+    `otaro pack` and `otaro tune` do so by themselves; this is for directories that were packed before there
+    was such a file.
     """
     from otaro.file.replace import DECODER_FILE
     from otaro.runtime.decoder_file import write_decoder_file

@@ -36,9 +36,11 @@ VARIABLES = ("OTARO_KERNELS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOM
 
 @page(examples="otaro doctor --json | jq .kernels")
 def doctor(json: console.JsonOption = False) -> None:
-    """Say what was found on this machine, and what is broken: versions, kernels and why these, threads, GPU, extras.
+    """Say what was found on this machine, and what is broken: versions, kernels and why these, threads, GPU,
+    extras.
 
-    Kernels in use are also asked for a product, which must have the bits of the reference. Exits with 1 if something is broken.
+    Kernels in use are also asked for a product, which must have the bits of the reference. Exits with 1 if
+    something is broken.
     """
     found = examine()
     if json:
@@ -57,7 +59,10 @@ def examine() -> dict[str, Any]:
     from otaro.kernels import cpu
 
     problems: list[str] = []
-    kernels = {device: _kernels(device, problems) for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
+    kernels = {
+        device: _kernels(device, problems)
+        for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+    }
     extras = {name: _lacking(name) for name in EXTRAS}
     problems += [f"{what}; install otaro again" for what in _lacking("") or []]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -65,7 +70,12 @@ def examine() -> dict[str, Any]:
     return {
         "versions": versions | {name: metadata.version(name) for name in PACKAGES},
         "system": platform.platform(),
-        "cpu": {"name": cpu_name(), "cores": usable, "threads": torch.get_num_threads(), "instructions": cpu.available()},
+        "cpu": {
+            "name": cpu_name(),
+            "cores": usable,
+            "threads": torch.get_num_threads(),
+            "instructions": cpu.available(),
+        },
         "extension": {"built": not cpu.MISSING, "reason": cpu.MISSING},
         "kernels": kernels,
         "gpu": _gpu(),
@@ -77,7 +87,9 @@ def examine() -> dict[str, Any]:
 
 
 def _outdated() -> list[str]:
-    """What to do where this code is another version than the one that was installed: its extras are those of then."""
+    """What to do where this code is another version than the one that was installed: its extras are those of
+    then.
+    """
     import otaro
 
     installed = metadata.distribution(DISTRIBUTION)
@@ -85,8 +97,14 @@ def _outdated() -> list[str]:
         return []
     origin = json_module.loads(installed.read_text("direct_url.json") or "{}")
     editable = origin.get("dir_info", {}).get("editable", False)
-    how = shlex.join(["-e", url2pathname(urlparse(origin["url"]).path)]) if editable else f"--upgrade {DISTRIBUTION}"
-    return [f"installed as {installed.version}, code is {otaro.__version__}: install again with pip install {how}"]
+    how = (
+        shlex.join(["-e", url2pathname(urlparse(origin["url"]).path)])
+        if editable
+        else f"--upgrade {DISTRIBUTION}"
+    )
+    return [
+        f"installed as {installed.version}, code is {otaro.__version__}: install again with pip install {how}"
+    ]
 
 
 def _kernels(device: str, problems: list[str]) -> dict[str, str] | None:
@@ -97,7 +115,8 @@ def _kernels(device: str, problems: list[str]) -> dict[str, str] | None:
         name, reason = ops.backend(device)
         if not _right(device):
             problems.append(
-                f"kernels {name} computed other bits than the reference; {ops.OVERRIDE}=reference does without them"
+                f"kernels {name} computed other bits than the reference; {ops.OVERRIDE}=reference does "
+                "without them"
             )
     except KernelError as error:
         problems.append(str(error))
@@ -117,9 +136,13 @@ def _right(device: str) -> bool:
         return (torch.arange(8 * columns) * 37 % 251).to(torch.uint8).reshape(8, columns)
 
     x = torch.linspace(-1, 1, 64).reshape(1, 64)
-    weight = Packed(some(2 * BASE_BYTES), some(1) % 100, [some(2 * PLANE_BYTES) for _ in PLANES], 64, 64, False, 0)
+    weight = Packed(
+        some(2 * BASE_BYTES), some(1) % 100, [some(2 * PLANE_BYTES) for _ in PLANES], 64, 64, False, 0
+    )
     moved = weight._replace(
-        base=weight.base.to(device), scales=weight.scales.to(device), planes=[plane.to(device) for plane in weight.planes]
+        base=weight.base.to(device),
+        scales=weight.scales.to(device),
+        planes=[plane.to(device) for plane in weight.planes],
     )
     return torch.equal(ops.linear(x.to(device), *moved).cpu(), reference.linear(x, weight))
 
@@ -136,7 +159,9 @@ def _gpu() -> dict[str, Any]:
 
 
 def _lacking(extra: str) -> list[str] | None:
-    """What an extra asks for and is not here, or too old or new; "" is what all need. None: it is not known here."""
+    """What an extra asks for and is not here, or too old or new; "" is what all need. None: it is not known
+    here.
+    """
     from packaging.requirements import Requirement
 
     asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
@@ -165,13 +190,26 @@ def _show(found: dict[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column()
     versions, cpu, gpu = found["versions"], found["cpu"], found["gpu"]
-    rows = [("versions", ", ".join(f"{name} {version}" for name, version in versions.items())), ("system", found["system"])]
+    rows = [
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("system", found["system"]),
+    ]
     rows.append(("CPU", f"{cpu['name']}; {cpu['threads']} threads on {cpu['cores']} cores"))
     for device, kernels in found["kernels"].items():
-        rows.append((f"kernels, {device}", f"{kernels['name']}: {kernels['reason']}" if kernels else "none can be used"))
+        rows.append(
+            (
+                f"kernels, {device}",
+                f"{kernels['name']}: {kernels['reason']}" if kernels else "none can be used",
+            )
+        )
     able = ", ".join(cpu["instructions"])
     rows.append(
-        ("extension", f"built; this CPU can run {able}" if found["extension"]["built"] else found["extension"]["reason"])
+        (
+            "extension",
+            f"built; this CPU can run {able}"
+            if found["extension"]["built"]
+            else found["extension"]["reason"],
+        )
     )
     rows.append(("GPU", ", ".join(gpu["names"]) or f"none: {gpu['reason']}"))
     rows += [(name, f"{value} (environment)") for name, value in found["environment"].items()]
@@ -179,7 +217,11 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(name, console.escape(value))
     for name, one in found["extras"].items():
         lacking = ["this installation is older than it"] if one["missing"] is None else one["missing"]
-        told = f"[dim]{'; '.join(lacking)}:[/] {console.escape(install(name))}" if lacking else "[green]installed[/]"
+        told = (
+            f"[dim]{'; '.join(lacking)}:[/] {console.escape(install(name))}"
+            if lacking
+            else "[green]installed[/]"
+        )
         table.add_row(f"\\[{name}]", f"{one['for']}: {told}")
     console.out.print(table, highlight=False)
     for warning in found["warnings"]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from otaro.evaluate.run import Evaluation
     from otaro.evaluate.text import Text
 
-MODEL_HELP = "A nested model or an ordinary checkpoint, which is quantized on the fly: a directory, a Hub id, or `builtin`."
+MODEL_HELP = (
+    "A nested model or an ordinary checkpoint, which is quantized on the fly: a directory, a Hub "
+    "id, or `builtin`."
+)
 TEXT_HELP = (
     "Measure perplexity on a text file (or the `text` of .jsonl, .json and .parquet rows), on a Hub data set "
     "(owner/name or owner/name/config:split), or on `builtin`."
@@ -48,17 +51,24 @@ def evaluate(
     precision: Annotated[
         str,
         console.precision_option(
-            "all, or some of fp,E5M8,...,E5M3 and fits (fit:90MB); fp is a checkpoint unquantized.", "--precision", "-p"
+            "all, or some of fp,E5M8,...,E5M3 and fits (fit:90MB); fp is a checkpoint unquantized.",
+            "--precision",
+            "-p",
         ),
     ] = "all",
     text: Annotated[str | None, typer.Option(help=TEXT_HELP)] = None,
     window: Annotated[
-        int | None, typer.Option(help="Tokens in a window; by default the model's positions, 2048 at most.", min=2)
+        int | None,
+        typer.Option(help="Tokens in a window; by default the model's positions, 2048 at most.", min=2),
     ] = None,
-    stride: Annotated[int | None, typer.Option(help="Tokens between windows; by default the window.", min=1)] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows; by default the window.", min=1)
+    ] = None,
     divergence: Annotated[
         bool,
-        typer.Option("--divergence", help="Compare predictions on the text with fp, or a nested model's finest."),
+        typer.Option(
+            "--divergence", help="Compare predictions on the text with fp, or a nested model's finest."
+        ),
     ] = False,
     no_bos: Annotated[
         bool, typer.Option("--no-bos", help="Begin windows without the tokenizer's beginning-of-text token.")
@@ -68,12 +78,20 @@ def evaluate(
     group_size: console.GroupSizeOption = None,
     reconstruction: console.ReconstructionOption = None,
     tasks: Annotated[str | None, typer.Option(help=TASKS_HELP)] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many samples of each task.", min=1)] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first so many samples of each task.", min=1)
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a task that run together.", min=1)] = 8,
     device: DeviceOption = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what quality.json already holds.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep quality.json in this folder instead of the model's own.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew what quality.json already holds.")
+    ] = False,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -81,9 +99,9 @@ def evaluate(
 ) -> None:
     """Measure what each precision costs: perplexity, zero-shot accuracy, divergence from full precision.
 
-    A checkpoint is quantized as `otaro tune` tuned it, or as --group-size and --reconstruction say. Every finished
-    measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted evaluation goes on where
-    it stopped. `otaro inspect` shows the record.
+    A checkpoint is quantized as `otaro tune` tuned it, or as --group-size and --reconstruction say. Every
+    finished measurement is kept in quality.json in the model's folder, and is not made twice: an interrupted
+    evaluation goes on where it stopped. `otaro inspect` shows the record.
     """
     import otaro
     from otaro.evaluate.quality import Record
@@ -104,7 +122,9 @@ def evaluate(
         if value is None and (odd := [name for name, given in options.items() if given is not None]):
             raise otaro.OtaroError(f"{odd[0]} says how to measure with {needed}, which is not given")
     if not text and not tasks:
-        raise otaro.OtaroError("there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both")
+        raise otaro.OtaroError(
+            "there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both"
+        )
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
         subject = Subject(
@@ -140,13 +160,19 @@ def evaluate(
         raise otaro.OtaroError(f"{error}, with --out DIR") from error
     except KeyboardInterrupt:
         kept = f"what was finished is kept in {record.path}; the same command goes on from there"
-        console.err.print(f"interrupted; {kept if record.path else 'nothing is kept without --out DIR'}", highlight=False)
+        console.err.print(
+            f"interrupted; {kept if record.path else 'nothing is kept without --out DIR'}", highlight=False
+        )
         raise typer.Exit(130) from None
     if json:
         console.print_json(_report(evaluation, record.path, entries))
     else:
         show_quality(entries)
-        kept = f"kept in {record.path}" if record.path else "not kept; --out DIR would put them into DIR/quality.json"
+        kept = (
+            f"kept in {record.path}"
+            if record.path
+            else "not kept; --out DIR would put them into DIR/quality.json"
+        )
         console.out.print(f"[dim]results {console.escape(kept)}[/]", highlight=False)
 
 
@@ -172,6 +198,9 @@ def _report(evaluation: Evaluation, path: Path | None, entries: list[dict[str, A
         "window": evaluation.window or None,
         "stride": evaluation.stride or None,
         "entries": entries,
-        "averages": {one["precision"]: {name: one[name] for name in ("task", "value", "stderr")} for one in averages(entries)},
+        "averages": {
+            one["precision"]: {name: one[name] for name in ("task", "value", "stderr")}
+            for one in averages(entries)
+        },
         "quality": path and str(path),
     }

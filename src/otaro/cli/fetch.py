@@ -29,14 +29,19 @@ def fetch(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A nested model: a Hub id, http(s)://HOST/PATH or file:///DIR of its directory, or a directory.",
+            help="A nested model: a Hub id, http(s)://HOST/PATH or file:///DIR of its directory, or a "
+            "directory.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to put it into, or one that has a part of it.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The directory to put it into, or one that has a part of it."),
+    ],
     precision: Annotated[
         str | None,
         console.precision_option(
-            "Fetch what this precision needs, E5M8 to E5M3; by default all that there is. Call again for a finer one.",
+            "Fetch what this precision needs, E5M8 to E5M3; by default all that there is. Call again for a "
+            "finer one.",
             "--precision",
             "-p",
         ),
@@ -66,10 +71,18 @@ def fetch(
     total = sum(size for plane, size in nested.sizes.items() if plane <= nested.finest.mantissa_bits)
     if json:
         more = {str(of_mantissa_bits(plane)): size for plane, size in fetched.more.items()}
-        result = {"out": str(out), "model": nested.model, "finest": str(nested.finest), "bytes": total, "seconds": seconds}
+        result = {
+            "out": str(out),
+            "model": nested.model,
+            "finest": str(nested.finest),
+            "bytes": total,
+            "seconds": seconds,
+        }
         console.print_json({**result, "fetched": fetched.names, "fetched_bytes": fetched.bytes, "more": more})
         return
-    came = f"{console.size(fetched.bytes)} came in {seconds:.1f} s" if fetched.names else "nothing was missing"
+    came = (
+        f"{console.size(fetched.bytes)} came in {seconds:.1f} s" if fetched.names else "nothing was missing"
+    )
     line = f"{out} is complete up to {nested.finest}, {console.size(total)}; {came}"
     for text in [line, _next(model, out, fetched)] if fetched.more else [line]:
         console.out.print(console.escape(text), highlight=False)

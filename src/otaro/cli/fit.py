@@ -30,7 +30,9 @@ def fit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     text: Annotated[str, typer.Option(help=TEXT_HELP)],
     budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.")] = None,
-    bits: Annotated[float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.")
+    ] = None,
     tokens_per_second: Annotated[
         float | None, typer.Option(help="Of one answer, by a short measurement of this machine.")
     ] = None,
@@ -42,8 +44,9 @@ def fit(
 ) -> None:
     """Find the precision of every module that loses least within a budget; it is kept beside the model.
 
-    `--precision fit:90MB` then runs it, wherever a precision is named. What each module loses at each precision is
-    measured once, on a text; other budgets then take the check alone. `otaro inspect` lists the fits.
+    `--precision fit:90MB` then runs it, wherever a precision is named. What each module loses at each
+    precision is measured once, on a text; other budgets then take the check alone. `otaro inspect` lists the
+    fits.
     """
     from otaro.evaluate.fit import Fitting, budget_of
 
@@ -51,7 +54,9 @@ def fit(
     console.quiet_transformers()
     with console.err.status("looking at model and text ..."):
         fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)
-    command = shlex.join(["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)])
+    command = shlex.join(
+        ["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)]
+    )
     try:
         with console.progress_bar("timing") as progress:
             limit = fitting.limit(wanted, progress)
@@ -61,7 +66,10 @@ def fit(
             shown = command if command.isprintable() else ascii(command)
             outcome = fitting.fit(wanted, limit, sensitivity, shown, progress)
     except KeyboardInterrupt:
-        console.remark(f"interrupted; what was measured is kept in {fitting.kept.path}, the same command goes on from there")
+        console.remark(
+            f"interrupted; what was measured is kept in {fitting.kept.path}, the same command "
+            "goes on from there"
+        )
         raise typer.Exit(130) from None
     if json:
         console.print_json({**outcome.to_dict(), "measured_before": fitting.kept.taken_over})
@@ -77,10 +85,13 @@ def show(outcome: Outcome, fitting: Fitting) -> None:
     counts = Counter(map(str, fit.precisions.values()))
     mixture = ", ".join(f"{counts[one]} at {one}" for one in sorted(counts, reverse=True))
     taken = f"{console.size(fit.bytes)}, {fit.about['bits_per_weight']:.3f} bits per weight"
-    console.out.print(f"[bold]{fit}[/] takes {taken}: of {len(fit.precisions)} tensors {mixture}", highlight=False)
+    console.out.print(
+        f"[bold]{fit}[/] takes {taken}: of {len(fit.precisions)} tensors {mixture}", highlight=False
+    )
     _say(
         f"divergence from {fitting.finest} on {outcome.checked_tokens} tokens that were not measured on: "
-        f"{outcome.mixed_measured:.4f} nats, expected {outcome.mixed_predicted:.4f}; {fit.about['uniform']} alone: "
+        f"{outcome.mixed_measured:.4f} nats, expected {outcome.mixed_predicted:.4f}; {fit.about['uniform']} "
+        "alone: "
         f"{fit.about['uniform_measured']:.4f}"
     )
     if not outcome.mixed:

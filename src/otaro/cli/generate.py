@@ -13,27 +13,42 @@ from otaro.cli.help import page
 if TYPE_CHECKING:
     from otaro.file.hub import Hub
 
-DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")]
+DirectoryArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")
+]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
-TemperatureOption = Annotated[float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)]
-TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)]
-TopKOption = Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens; 0: from all.", min=0)]
+TemperatureOption = Annotated[
+    float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)
+]
+TopPOption = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)
+]
+TopKOption = Annotated[
+    int, typer.Option(help="Sample from so many of the likeliest tokens; 0: from all.", min=0)
+]
 RepetitionPenaltyOption = Annotated[
     float, typer.Option(help="Above 1 makes tokens that were there before less likely.", min=0.01, max=100.0)
 ]
-SystemOption = Annotated[str | None, typer.Option(help="A system message, through the model's chat template.")]
-SeedOption = Annotated[int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)]
+SystemOption = Annotated[
+    str | None, typer.Option(help="A system message, through the model's chat template.")
+]
+SeedOption = Annotated[
+    int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)
+]
 PrefillOption = Annotated[str | None, console.precision_option("Read the prompt at this precision.")]
 DecodeOption = Annotated[str | None, console.precision_option("Write new tokens at this precision.")]
 ScheduleOption = Annotated[
     str | None,
     typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,..."),
 ]
-KvOption = Annotated[str | None, console.precision_option("Keep keys and values at this precision; in float16 by default.")]
+KvOption = Annotated[
+    str | None, console.precision_option("Keep keys and values at this precision; in float16 by default.")
+]
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or prompt+E5M3. "
+        help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or "
+        "prompt+E5M3. "
         "Changes the speed, and at a temperature which tokens a seed draws.",
     ),
 ]
@@ -82,7 +97,10 @@ def generate(
     from otaro.file.hub import Hub
     from otaro.runtime.session import chat_tokens, padding_token
 
-    chosen = {**phases(prefill, decode, schedule, kv), **sampling(temperature, top_p, top_k, repetition_penalty, seed)}
+    chosen = {
+        **phases(prefill, decode, schedule, kv),
+        **sampling(temperature, top_p, top_k, repetition_penalty, seed),
+    }
     if prompt == "-":
         prompt = read_text(sys.stdin)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
@@ -93,7 +111,9 @@ def generate(
         ids = torch.tensor([chat_tokens(tokenizer, messages)], device=model.device)
     if not ids.numel():
         raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
-    streamer = None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
+    streamer = (
+        None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
+    )
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -140,12 +160,15 @@ def read_text(file: Any, line: bool = False) -> str:
         text: str = file.readline() if line else file.read()
     except UnicodeDecodeError as error:
         raise OtaroError(
-            f"standard input is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, with iconv -t UTF-8 say"
+            f"standard input is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, with iconv "
+            "-t UTF-8 say"
         ) from None
     return text
 
 
-def sampling(temperature: float, top_p: float, top_k: int, repetition_penalty: float, seed: int) -> dict[str, Any]:
+def sampling(
+    temperature: float, top_p: float, top_k: int, repetition_penalty: float, seed: int
+) -> dict[str, Any]:
     """Arguments for `model.generate`; seeds the sampler."""
     import torch
 
@@ -179,7 +202,9 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
     if schedule:
         steps = [part.split(":", 1) for part in schedule.split(",")]
         if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
-            raise typer.BadParameter(f"{schedule!r} is not of the form 0:E5M8,100:E5M4", param_hint="--schedule")
+            raise typer.BadParameter(
+                f"{schedule!r} is not of the form 0:E5M8,100:E5M4", param_hint="--schedule"
+            )
         if len({int(at) for at, _ in steps}) < len(steps):
             raise typer.BadParameter(f"{schedule!r} names a number of tokens twice", param_hint="--schedule")
         chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
@@ -214,7 +239,11 @@ def remark(how: Any) -> None:
     if how.reused_tokens:
         parts.append(f"{how.reused_tokens} tokens reused")
     if how.draft:
-        said = f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right" if how.drafted else "nothing was drafted"
+        said = (
+            f"{sum(how.accepted)} of {sum(how.drafted)} drafted tokens were right"
+            if how.drafted
+            else "nothing was drafted"
+        )
         parts.append(said)
     if how.cache_bytes is not None:
         parts.append(f"cache {console.size(how.cache_bytes)}")

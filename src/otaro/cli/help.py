@@ -4,7 +4,8 @@ A command says beside its function which options go together, and how it is call
 
     @page({"Sampling": "temperature top_p"}, examples="otaro generate DIR --prompt 'Once upon a time'")
 
-Options that no panel names come first. Those of every command have a panel of their own: how to reach the Hub, and output.
+Options that no panel names come first. Those of every command have a panel of their own: how to reach the
+Hub, and output.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def page(panels: Mapping[str, str] | None = None, *, examples: str) -> Callable[
     """Panels by title, with the names of their options; a line for every example, `# why` behind it."""
 
     def describe(command: Any) -> Any:
-        command.panels, command.examples = panels or {}, [line.strip() for line in examples.strip().splitlines()]
+        command.panels, command.examples = (
+            panels or {},
+            [line.strip() for line in examples.strip().splitlines()],
+        )
         return command
 
     return describe
@@ -77,7 +81,11 @@ def _console() -> Console:
 def _opening(command: Any, ctx: Any) -> Iterator[Any]:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     words = [one.display_name_raw if one.required else f"[{one.display_name_raw}]" for one in arguments]
-    words += [f"{one.opts[-1]} {_value(one, ctx)}" for one in command.params if one.required and one not in arguments]
+    words += [
+        f"{one.opts[-1]} {_value(one, ctx)}"
+        for one in command.params
+        if one.required and one not in arguments
+    ]
     words += ["COMMAND"] if hasattr(command, "commands") else []
     yield Text.assemble(("Usage: ", "bold"), " ".join([ctx.command_path, *words, "[OPTIONS]"]))
     for paragraph in (command.help or "").strip().split("\n\n"):
@@ -88,14 +96,18 @@ def _opening(command: Any, ctx: Any) -> Iterator[Any]:
 def _panels(command: Any, ctx: Any) -> Iterator[Any]:
     """Arguments and unnamed options, then the panels in their order; those of all commands last."""
     asked = getattr(command.callback, "panels", {})
-    home = {name: title for panels in (OF_ALL, asked) for title, names in panels.items() for name in names.split()}
+    home = {
+        name: title for panels in (OF_ALL, asked) for title, names in panels.items() for name in names.split()
+    }
     titles = ["Arguments", "Options", *(title for title in asked if title not in OF_ALL), *OF_ALL]
     members: dict[str, list[Any]] = {title: [] for title in titles}
     for parameter in command.get_params(ctx):
         if not parameter.hidden:
             first = "Arguments" if parameter.param_type_name == "argument" else "Options"
             members[home.get(parameter.name, first)].append(parameter)
-    rows = {title: [(_name(one, ctx), _told(one)) for one in found] for title, found in members.items() if found}
+    rows = {
+        title: [(_name(one, ctx), _told(one)) for one in found] for title, found in members.items() if found
+    }
     yield from _drawn(rows)
 
 

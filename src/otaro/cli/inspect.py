@@ -26,24 +26,34 @@ if TYPE_CHECKING:
 @page(examples="otaro inspect DIR")
 def inspect(
     directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id or http(s)://HOST/PATH of one.")
+        str,
+        typer.Argument(
+            metavar="DIR", help="A nested directory, or the Hub id or http(s)://HOST/PATH of one."
+        ),
     ],
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
     json: console.JsonOption = False,
 ) -> None:
-    """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro eval` measured.
+    """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro
+    eval` measured.
 
     Of a model elsewhere the headers alone are read, which have all but the numbers per kind of module.
     """
     from otaro.file.hub import Hub
 
     hub = Hub(revision, token, cache_dir)
-    summary, calibrated, quality, fits = _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
+    summary, calibrated, quality, fits = (
+        _of_headers(directory, hub) if _elsewhere(directory) else _of_files(directory, hub)
+    )
     if json:
         told = {name: fit.to_dict() for name, fit in fits.items()}
-        more = {"calibrated": calibrated and asdict(calibrated), "quality": quality and quality.to_dict(), "fits": told}
+        more = {
+            "calibrated": calibrated and asdict(calibrated),
+            "quality": quality and quality.to_dict(),
+            "fits": told,
+        }
         console.print_json({**summary.to_dict(), **more})
     else:
         show(summary, calibrated)
@@ -54,7 +64,9 @@ def inspect(
 
 
 def _elsewhere(directory: str) -> bool:
-    """Whether this is a URL or a Hub id; offline, a model of the Hub is what its cache has, and that lies here."""
+    """Whether this is a URL or a Hub id; offline, a model of the Hub is what its cache has, and that lies
+    here.
+    """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     from otaro.file.checkpoint import BUILTIN
@@ -70,7 +82,12 @@ def _of_files(directory: str, hub: Hub) -> _Found:
     nested = NestedDirectory(resolve_nested(directory, hub=hub))
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         summary = summarize(nested, lambda done, total: progress("", done, total))
-    return summary, _calibrated(nested.path), _quality(nested.path, summary), _fits(nested.path, summary.model, nested)
+    return (
+        summary,
+        _calibrated(nested.path),
+        _quality(nested.path, summary),
+        _fits(nested.path, summary.model, nested),
+    )
 
 
 def _of_headers(model: str, hub: Hub) -> _Found:
@@ -132,7 +149,11 @@ def show_fits(fits: dict[str, Fit], finest: str) -> None:
 
     table = Table(title="Fits, the largest first", title_justify="left")
     for heading in ("precision", "size", "bits", "up to", "KL", "instead of", "KL"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("precision", "up to", "instead of") else "right")
+        table.add_column(
+            heading,
+            no_wrap=True,
+            justify="left" if heading in ("precision", "up to", "instead of") else "right",
+        )
     for fit in sorted(fits.values(), key=lambda fit: -fit.bytes):
         about = fit.about
         taken = (console.size(fit.bytes), f"{about['bits_per_weight']:.3f}", str(fit.finest))
@@ -158,7 +179,9 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     if calibrated is not None:
         on = f"{calibrated.tokens:,} tokens of {console.escape(calibrated.text)}"
         console.out.print(f"calibrated on {on}", highlight=False)
-    sizes = console.table("By precision", "precision", "shards model-...", "size", "bits per weight", "of FP16", words=2)
+    sizes = console.table(
+        "By precision", "precision", "shards model-...", "size", "bits per weight", "of FP16", words=2
+    )
     for row in summary.precisions:
         sizes.add_row(
             row.precision,
@@ -180,10 +203,17 @@ def show(summary: Summary, calibrated: CalibratedOn | None = None) -> None:
     if summary.modules:
         console.out.print(modules)
     else:
-        console.remark("note: scales and zeros per kind of module are not in the headers; `otaro fetch` the model to see them")
-    left = console.table("Not packed, the same at every precision", "tensor", "tensors", "weights", "type", "size")
+        console.remark(
+            "note: scales and zeros per kind of module are not in the headers; `otaro fetch` the "
+            "model to see them"
+        )
+    left = console.table(
+        "Not packed, the same at every precision", "tensor", "tensors", "weights", "type", "size"
+    )
     for group in summary.unpacked:
-        left.add_row(group.name, str(group.tensors), f"{group.weights:,}", group.dtype, console.size(group.bytes))
+        left.add_row(
+            group.name, str(group.tensors), f"{group.weights:,}", group.dtype, console.size(group.bytes)
+        )
     if summary.unpacked:
         console.out.print(left)
 

@@ -35,7 +35,8 @@ from otaro.cli.help import App, page
 from otaro.tune import processes
 
 app = App(
-    help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to E5M3 (4 bits).",
+    help="One model file, every precision: pack a model once, run it from E5M8 (9 bits a weight) down to "
+    "E5M3 (4 bits).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,29 +80,34 @@ def _print_version(wanted: bool) -> None:
 def options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Options before the command."""
     context.with_resource(console.warnings_in_a_line())
     if processes.size() > 1 and context.invoked_subcommand != "tune":
         command = f"otaro {context.invoked_subcommand}"
-        raise otaro.OtaroError(f"`{command}` is one process's work; start it without torchrun or accelerate launch")
+        raise otaro.OtaroError(
+            f"`{command}` is one process's work; start it without torchrun or accelerate launch"
+        )
 
 
 def wait_asleep() -> None:
     """Have OpenMP's threads wait for each other asleep; libraries read this when torch is first imported.
 
-    Of themselves they spin. Where another process has a core, the thread that all wait for is not running, and they spin
-    its time away: a `pack` of 2 s was seen to take 52 (it has threads of its own since); more in
-    benchmarks/results/epyc-2cores-busy.txt. Whoever has set one of these variables has chosen.
+    Of themselves they spin. Where another process has a core, the thread that all wait for is not running,
+    and they spin its time away: a `pack` of 2 s was seen to take 52 (it has threads of its own since); more
+    in benchmarks/results/epyc-2cores-busy.txt. Whoever has set one of these variables has chosen.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def main() -> None:
-    """Run the command line; a refusal becomes one clear line and exit status 1, also where several processes meet it."""
+    """Run the command line; a refusal becomes one clear line and exit status 1, also where several processes
+    meet it.
+    """
     processes.mute_others()
     wait_asleep()
     try:

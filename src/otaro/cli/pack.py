@@ -32,7 +32,10 @@ _NAMED = 3  # groups of tensors
 )
 def pack(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`; or a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face model: a directory, a Hub id, or `builtin`; or a GGUF file."
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The nested directory to write.")],
     reconstruction: console.ReconstructionOption = None,
@@ -42,13 +45,17 @@ def pack(
     ] = False,
     keep_float32: Annotated[
         bool,
-        typer.Option("--keep-float32", help="Store large float32 tensors that are not packed as they are, not in 16 bits."),
+        typer.Option(
+            "--keep-float32",
+            help="Store large float32 tensors that are not packed as they are, not in 16 bits.",
+        ),
     ] = False,
     calibrate: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Choose codes that make up for each other's error on this text: a file, a Hub data set, or `builtin`. "
+            help="Choose codes that make up for each other's error on this text: a file, a Hub data set, or "
+            "`builtin`. "
             "Takes minutes to hours, and goes on where it was after a stop.",
         ),
     ] = None,
@@ -56,7 +63,9 @@ def pack(
         int | None,
         typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.")
+    ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -64,9 +73,12 @@ def pack(
 ) -> None:
     """Turn a model into a nested directory that holds every precision.
 
-    Reads safetensors and GGUF only, a few thousand rows at a time. OUT appears when it is complete, or not at all.
+    Reads safetensors and GGUF only, a few thousand rows at a time. OUT appears when it is complete, or not at
+    all.
     """
-    if calibrate is None and (given := "--samples" if samples is not None else "--device" if device is not None else None):
+    if calibrate is None and (
+        given := "--samples" if samples is not None else "--device" if device is not None else None
+    ):
         raise OtaroError(f"{given} is for packing with --calibrate TEXT; give a text, or leave {given} out")
     started = time.perf_counter()
     calibrated: Calibrated | None = None
@@ -95,12 +107,20 @@ def pack(
 
                 text = _text(calibrate)
                 options |= {"samples": SAMPLES if samples is None else samples, "device": device or "cpu"}
-                calibrated = pack_calibrated(model, out, text.content, text_name=text.name, progress=progress, **options)
+                calibrated = pack_calibrated(
+                    model, out, text.content, text_name=text.name, progress=progress, **options
+                )
                 nested = calibrated.nested
     except KeyboardInterrupt:
         begun = calibrate is not None and out.with_name(f".{out.name}.calibrating").exists()
         kept = "; finished layers are kept beside it, and the same command goes on with them" if begun else ""
-        now = f"{out} is as it was" if out.exists() else f"there is no {out}" if kept else "nothing is left behind"
+        now = (
+            f"{out} is as it was"
+            if out.exists()
+            else f"there is no {out}"
+            if kept
+            else "nothing is left behind"
+        )
         console.remark(f"interrupted: {now}{kept}")
         raise typer.Exit(130) from None
     seconds = time.perf_counter() - started
@@ -115,7 +135,11 @@ def pack(
         coding = {"group_size": nested.schema.group_size, "reconstruction": nested.schema.reconstruction}
         result = {"out": str(out), "bytes": total, "seconds": seconds, "model": nested.base.header.model}
         bits = {row.precision: row.bits_per_weight for row in sizes}
-        more = {} if calibrated is None else {"calibrated": {"tokens": calibrated.tokens, "plain": calibrated.plain}}
+        more = (
+            {}
+            if calibrated is None
+            else {"calibrated": {"tokens": calibrated.tokens, "plain": calibrated.plain}}
+        )
         about = {**result, **coding, "bits_per_weight": bits, "unpacked": [asdict(group) for group in left]}
         about["decoder"] = not undescribed
         console.print_json({**about, **more})
@@ -132,7 +156,10 @@ def pack(
             highlight=False,
         )
         if calibrated is not None:
-            console.out.print(f"calibrated on {calibrated.tokens} tokens of {console.escape(str(calibrate))}", highlight=False)
+            console.out.print(
+                f"calibrated on {calibrated.tokens} tokens of {console.escape(str(calibrate))}",
+                highlight=False,
+            )
             for name in calibrated.plain:
                 console.out.print(f"packed plainly: {console.escape(name)}", highlight=False)
         if left:
@@ -168,7 +195,10 @@ def _text(source: str) -> Text:
 
 def _named(left: list[UnpackedSummary]) -> str:
     """The largest of what stays as it is, and how much there is besides."""
-    words = [f"{group.name} ({group.tensors} in {group.dtype}, {console.size(group.bytes)})" for group in left[:_NAMED]]
+    words = [
+        f"{group.name} ({group.tensors} in {group.dtype}, {console.size(group.bytes)})"
+        for group in left[:_NAMED]
+    ]
     if others := left[_NAMED:]:
         tensors, size = sum(group.tensors for group in others), sum(group.bytes for group in others)
         words.append(f"{tensors} others ({console.size(size)})")

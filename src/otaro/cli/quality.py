@@ -1,4 +1,5 @@
-"""Measurements as a table: precisions downwards, what was measured across, or the tasks downwards where they are too many.
+"""Measurements as a table: precisions downwards, what was measured across, or the tasks downwards where they
+are too many.
 
 What was measured with packed keys and values has a table of its own, with what they were kept in downwards.
 """
@@ -75,7 +76,9 @@ def _turned(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
         table.add_column(precision, justify="right")
     for column in columns:
         heading = console.escape(column.heading.replace("\nfirst", ", first").replace("\non ", ", on "))
-        table.add_row(heading, *(column.cells.get(precision, "-").replace(" ±", "\n±") for precision in precisions))
+        table.add_row(
+            heading, *(column.cells.get(precision, "-").replace(" ±", "\n±") for precision in precisions)
+        )
     return table
 
 
@@ -136,11 +139,15 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
         first = next(iter(group.values()))
         reference, on = first["reference"], _apart_of(entries, group)
         yield _Column(f"KL\nvs {reference}{on}", _cells(group, lambda entry: f"{entry['kl']:.4f}"))
-        yield _Column(f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}"))
+        yield _Column(
+            f"same token\nas {reference}{on}", _cells(group, lambda entry: f"{entry['agreement']:.1%}")
+        )
 
 
 def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
-    """What keys and values were kept in downwards; the precisions of the weights across, each with what packing costs."""
+    """What keys and values were kept in downwards; the precisions of the weights across, each with what
+    packing costs.
+    """
     from otaro.evaluate.quality import identity
     from otaro.evaluate.records import PRECISION_NAMES
 
@@ -150,19 +157,32 @@ def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
         of_table = tables.setdefault(identity({**entry, **free}), {})
         of_table.setdefault(entry["precision"], {}).setdefault(entry["kv"], {})[entry["kind"]] = entry
     for by_precision in tables.values():
-        some = [entry for by_kv in by_precision.values() for kinds in by_kv.values() for entry in kinds.values()]
+        some = [
+            entry for by_kv in by_precision.values() for kinds in by_kv.values() for entry in kinds.values()
+        ]
         first, apart = some[0], _apart_of(entries, {"": some[0]}).replace("\n", ", ")
-        title = f"Quality by what keys and values are kept in, {first['text']}, window {first['window']}{apart}"
+        title = (
+            f"Quality by what keys and values are kept in, {first['text']}, window {first['window']}{apart}"
+        )
         headings = ["kv"]
-        rows: dict[str, list[str]] = {kv: [] for kv in ("float16", *PRECISION_NAMES) if any(kv == e["kv"] for e in some)}
+        rows: dict[str, list[str]] = {
+            kv: [] for kv in ("float16", *PRECISION_NAMES) if any(kv == e["kv"] for e in some)
+        }
         for precision, by_kv in by_precision.items():
             plain = by_kv.get("float16", {}).get("perplexity")
             has_kl = any("divergence" in kinds for kinds in by_kv.values())
-            headings += [f"perplexity\nat {precision}", "cost", *(["KL", "same token"] if has_kl else []), "tokens/s"]
+            headings += [
+                f"perplexity\nat {precision}",
+                "cost",
+                *(["KL", "same token"] if has_kl else []),
+                "tokens/s",
+            ]
             for kv, cells in rows.items():
                 ppl, moved = by_kv.get(kv, {}).get("perplexity"), by_kv.get(kv, {}).get("divergence")
                 cells.append(_number(ppl["value"]) if ppl else "-")
-                cells.append(f"{ppl['value'] / plain['value'] - 1:+.1%}" if ppl and plain and kv != "float16" else "")
+                cells.append(
+                    f"{ppl['value'] / plain['value'] - 1:+.1%}" if ppl and plain and kv != "float16" else ""
+                )
                 if has_kl:
                     cells += [f"{moved['kl']:.4f}", f"{moved['agreement']:.1%}"] if moved else ["", ""]
                 cells.append(f"{ppl['tokens_per_second']:,.0f}" if ppl else "-")
@@ -185,13 +205,19 @@ def _task_columns(entries: list[Entry]) -> Iterator[_Column]:
         last = list(group.values())[-1]  # the first may be full precision, which has no coding
         first = f"\nfirst {last['limit']}" if last["limit"] is not None else ""
         heading = f"{last['task']}\n{last['metric']}{first}{_apart(entries, last['device'], coding_of(last))}"
-        yield _Column(heading, _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"])))
+        yield _Column(
+            heading, _cells(group, lambda entry: _score(entry["value"], entry["stderr"], entry["metric"]))
+        )
 
 
 def _legend(entries: list[Entry]) -> Iterator[str]:
     """What a reader of the numbers should know, each thing once."""
-    for text, tokens, window in dict.fromkeys((e["text"], e["tokens"], e["window"]) for e in entries if "text" in e):
-        short = f", fewer than the window of {window}: measured as one short window" if tokens < window else ""
+    for text, tokens, window in dict.fromkeys(
+        (e["text"], e["tokens"], e["window"]) for e in entries if "text" in e
+    ):
+        short = (
+            f", fewer than the window of {window}: measured as one short window" if tokens < window else ""
+        )
         yield f"{text}: {tokens:,} tokens{short}"
     if any(entry["kind"] == "perplexity" for entry in entries):
         yield "perplexity: text, and window/stride in tokens"

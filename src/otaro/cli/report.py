@@ -22,10 +22,13 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Run folders of `otaro tune`; as baselines also directories of models, or of a quality.json alone.",
+            help="Run folders of `otaro tune`; as baselines also directories of models, or of a "
+            "quality.json alone.",
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.")
+    ] = None,
     json: console.JsonOption = False,
 ) -> None:
     """Write a page that shows what runs gave: quality, size and speed at each precision, training.
@@ -41,8 +44,11 @@ def report(
     with console.err.status("writing ..."):
         write_report(read, target)
     if json:
-        console.print_json({"out": str(target), "bytes": target.stat().st_size, "runs": [run.name for run in read]})
+        console.print_json(
+            {"out": str(target), "bytes": target.stat().st_size, "runs": [run.name for run in read]}
+        )
     else:
         console.out.print(
-            f"{target} ({console.size(target.stat().st_size)}) is the report; open it in a browser", highlight=False
+            f"{target} ({console.size(target.stat().st_size)}) is the report; open it in a browser",
+            highlight=False,
         )

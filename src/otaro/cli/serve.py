@@ -29,45 +29,72 @@ from otaro.errors import OtaroError, install
 )
 def serve(
     directory: DirectoryArgument,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="Of the model, for clients; by default the directory's.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the model, for clients; by default the directory's.")
+    ] = None,
     precision: Annotated[
         str | None,
         console.precision_option(
-            "Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto.", "--precision", "-p"
+            "Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto.",
+            "--precision",
+            "-p",
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="What clients have to send. Others can see it in lists of processes.", envvar="OTARO_API_KEY"),
+        typer.Option(
+            help="What clients have to send. Others can see it in lists of processes.", envvar="OTARO_API_KEY"
+        ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with such a key in every line.")] = None,
-    cors: Annotated[list[str] | None, typer.Option(help="A web page's origin that may call, or *; may be repeated.")] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="A web page's origin that may call, or *; may be repeated.")
+    ] = None,
     max_sequences: Annotated[int, typer.Option(help="Answers written at once.", min=1)] = 16,
     cache_bytes: Annotated[
-        int | None, typer.Option(help="Memory of keys and values; by default 2,048 tokens for each of --max-sequences.", min=1)
+        int | None,
+        typer.Option(
+            help="Memory of keys and values; by default 2,048 tokens for each of --max-sequences.", min=1
+        ),
     ] = None,
     kv: KvOption = None,
     draft: Annotated[
-        str | None, typer.Option(help="Of requests that name none: E5M3, prompt or prompt+E5M3; by default none.")
+        str | None,
+        typer.Option(help="Of requests that name none: E5M3, prompt or prompt+E5M3; by default none."),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Answers that may wait for a place; more get 429.", min=0)] = 64,
+    max_queue: Annotated[
+        int, typer.Option(help="Answers that may wait for a place; more get 429.", min=0)
+    ] = 64,
     max_connections: Annotated[int, typer.Option(help="Requests at one time; more get 429.", min=1)] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request; more gets 413.", min=1)] = 1 << 20,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="By default what the cache holds.", min=1)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Of an answer; by default what the cache holds.", min=1)] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="By default what the cache holds.", min=1)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer; by default what the cache holds.", min=1)
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for an answer, waiting included.")] = 600.0,
     read_timeout: Annotated[float, typer.Option(help="Seconds for a request to arrive.")] = 30.0,
-    write_timeout: Annotated[float, typer.Option(help="Seconds that a client may leave its answer unread.")] = 30.0,
+    write_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client may leave its answer unread.")
+    ] = 30.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers get after SIGTERM.")] = 30.0,
-    auto_finest: Annotated[str | None, typer.Option(help="Of precision auto; by default the finest there.")] = None,
+    auto_finest: Annotated[
+        str | None, typer.Option(help="Of precision auto; by default the finest there.")
+    ] = None,
     auto_coarsest: Annotated[str, typer.Option(help="Of precision auto.")] = "E5M3",
     auto_interval: Annotated[float, typer.Option(help="Seconds between two steps of precision auto.")] = 1.0,
     auto_margin: Annotated[
-        float, typer.Option(help="Decisions by a smaller margin are asked again at the finest.", min=0.0, max=1.0)
+        float,
+        typer.Option(help="Decisions by a smaller margin are asked again at the finest.", min=0.0, max=1.0),
     ] = 0.2,
-    release_after: Annotated[float, typer.Option(help="Seconds until unused planes give their memory back.")] = 300.0,
+    release_after: Annotated[
+        float, typer.Option(help="Seconds until unused planes give their memory back.")
+    ] = 300.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
     device: DeviceOption = "cpu",
     revision: console.RevisionOption = None,
@@ -114,7 +141,8 @@ def serve(
     log.start()
     at, key = server.url(listening), " -H 'Authorization: Bearer KEY'" if settings.keys else ""
     console.out.print(
-        f"{called} at {at}/v1, {service.precisions.there[-1]} to {service.precisions.there[0]}; try", markup=False
+        f"{called} at {at}/v1, {service.precisions.there[-1]} to {service.precisions.there[0]}; try",
+        markup=False,
     )
     body = '{"prompt": "The", "precision": "E5M4"}'
     typer.echo(f"curl {at}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")

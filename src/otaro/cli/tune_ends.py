@@ -1,4 +1,6 @@
-"""A tuning run that ends early: by a signal, for lack of memory, by another library's refusal. It says what is kept."""
+"""A tuning run that ends early: by a signal, for lack of memory, by another library's refusal. It says what
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from otaro.cli.tune_run import TuningRun
 
 LESS_MEMORY = (
-    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, --lora 16, "
+    "try a smaller --batch-size with more --grad-accum, --gradient-checkpointing, --optimizer adamw8bit, "
+    "--lora 16, "
     "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
 )
 
@@ -39,7 +42,9 @@ def interruptible(run: TuningRun) -> Iterator[None]:
         raise _Terminated
 
     catching = threading.current_thread() is threading.main_thread()  # no other may
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if catching else {}
+    usual = (
+        {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if catching else {}
+    )
     try:
         if catching:
             signal.signal(signal.SIGTERM, terminate)
@@ -66,7 +71,10 @@ def explained(run: TuningRun) -> Iterator[None]:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
             raise OtaroError(f"out of memory; {LESS_MEMORY}; {run.kept()}") from error
         if processes.size() > 1 and re.search("Connection (closed|reset) by peer|NCCL|gloo", said):
-            why = f"the processes of this run lost each other ({brief(error)}); one was ended perhaps, for lack of memory"
+            why = (
+                f"the processes of this run lost each other ({brief(error)}); one was ended perhaps, for "
+                "lack of memory"
+            )
             raise OtaroError(f"{why}; {run.kept()}") from error
         raise
 

@@ -1,10 +1,11 @@
 """The folder of a tuning run: whether a run may start in it or go on, and what it must then be given again.
 
-config.json states every option as it was resolved, how many processes there were, and SHA-256 digests of the model and the
-examples. A run that goes on must agree with all of it, by content: a file that was moved is the same, one that was edited
-under the same name is not. Only the end may be moved further away.
+config.json states every option as it was resolved, how many processes there were, and SHA-256 digests of the
+model and the examples. A run that goes on must agree with all of it, by content: a file that was moved is the
+same, one that was edited under the same name is not. Only the end may be moved further away.
 
-result.json is there when the run has ended, and says what it ended with; it is removed when one goes on to more steps.
+result.json is there when the run has ended, and says what it ended with; it is removed when one goes on to
+more steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class RunFolder:
 
     def __init__(self, path: Path, allowed: Collection[str] = ()) -> None:
         self.path, self.allowed = path, allowed
-        self.config, self.log, self.perplexity = path / "config.json", path / "log.jsonl", path / "perplexity.json"
+        self.config, self.log, self.perplexity = (
+            path / "config.json",
+            path / "log.jsonl",
+            path / "perplexity.json",
+        )
         self.checkpoints, self.result = path / "checkpoints", path / "result.json"
 
     def stated(self) -> dict[str, Any]:
@@ -51,7 +56,9 @@ class RunFolder:
         return stated
 
     def check_free(self) -> None:
-        """Refuse a folder with something in it, except what a run left that failed before its first checkpoint."""
+        """Refuse a folder with something in it, except what a run left that failed before its first
+        checkpoint.
+        """
         if not self.path.exists() or not (names := self._names()) or self._left_by_a_failure(names):
             return
         if (stated := read_run(self.path)) is not None:
@@ -90,7 +97,11 @@ class RunFolder:
         return result if isinstance(result, dict) else None
 
     def _names(self) -> set[str]:
-        return {path.name for path in self.path.iterdir() if path.name not in self.allowed and not _passing(path.name)}
+        return {
+            path.name
+            for path in self.path.iterdir()
+            if path.name not in self.allowed and not _passing(path.name)
+        }
 
     def _left_by_a_failure(self, names: set[str]) -> bool:
         if not names <= OURS or (self.config.exists() and read_run(self.path) is None):
@@ -120,11 +131,15 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
             else:
                 changed.append(f"{flag(name)} is {shown(value)}, the run has {shown(old)}")
     if changed:
-        raise ConfigError(f"--resume: {'; '.join(changed)}. Leave out what is to stay as it was when {folder} was started")
+        raise ConfigError(
+            f"--resume: {'; '.join(changed)}. Leave out what is to stay as it was when {folder} was started"
+        )
     then, count = before.get("processes", 1), now["processes"]
     if then != count:
         way = command_to_resume(folder, before)
-        raise ConfigError(f"--resume: the run in {folder} has {then} process(es), this is {count}; go on with: {way}")
+        raise ConfigError(
+            f"--resume: the run in {folder} has {then} process(es), this is {count}; go on with: {way}"
+        )
 
 
 def refuse_other_content(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -136,7 +151,9 @@ def refuse_other_content(folder: Path, before: dict[str, Any], now: dict[str, An
     }
     was, is_now = before.get("sha256", {}), now["sha256"]
     if changed := [
-        f"{what} (SHA-256 {is_now[key]}, then {was[key]})" for key, what in whose.items() if _differ(key, was, is_now)
+        f"{what} (SHA-256 {is_now[key]}, then {was[key]})"
+        for key, what in whose.items()
+        if _differ(key, was, is_now)
     ]:
         raise ConfigError(
             f"--resume: {' and '.join(changed)} changed since the run in {folder} was started; "

@@ -43,7 +43,8 @@ class HeldOut:
         from otaro.tune.trainer import losses_by_precision, reshard
 
         ours = self._batches[processes.rank() :: processes.size()]
-        if len(ours) * processes.size() < len(self._batches):  # FSDP wants as many passes of all: one that counts nothing
+        # FSDP wants as many passes of all: one that counts nothing
+        if len(ours) * processes.size() < len(self._batches):
             first = self._batches[0]
             ours.append({**first, "labels": first["labels"].new_full(first["labels"].shape, -100)})
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in ours)
@@ -51,7 +52,9 @@ class HeldOut:
         with console.progress_bar(title) as progress:
             for number, precision in enumerate(precisions):
                 progress(str(precision or "full precision"), number, len(precisions))
-                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, self._dtype)[0]
+                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, self._dtype)[
+                    0
+                ]
                 parts = processes.together((loss * counted, counted))
                 means.append(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
         reshard(trainer.model)

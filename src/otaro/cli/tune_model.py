@@ -1,4 +1,5 @@
-"""The model that a run tunes: all of its weights in float32, or adapters over frozen ones in the type they are stored in.
+"""The model that a run tunes: all of its weights in float32, or adapters over frozen ones in the type they
+are stored in.
 
 And the checkpoint that it ends with.
 """
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from otaro.tune.config import Options, Training
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}  # as Trainer calls them
+# as Trainer calls them
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}
 
 
 def load_model(path: Path, training: Training) -> Any:
@@ -41,7 +43,9 @@ def load_model(path: Path, training: Training) -> Any:
     model, own = _frozen(path, checkpoint)
     linears = [one.path for one in packable(model) if one.kind is Kind.LINEAR]
     if not linears:
-        raise OtaroError(f"--lora adapts plain linear layers, and {type(model).__name__} has none; tune it without")
+        raise OtaroError(
+            f"--lora adapts plain linear layers, and {type(model).__name__} has none; tune it without"
+        )
     rank = training.lora
     torch.manual_seed(training.seed)  # of the adapters
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, lora_dropout=0.0)
@@ -53,8 +57,9 @@ def load_model(path: Path, training: Training) -> Any:
 def _frozen(path: Path, checkpoint: Any) -> tuple[Any, torch.dtype]:
     """A model to freeze, and the type that all of its matrices are stored in.
 
-    Loaded in that type where nothing is rounded thereby: no tensor that is stored in a wider one, and no buffer that the model
-    computes for itself, as Gemma does the scale of its embedding. Else in float32, which takes twice the memory of the host.
+    Loaded in that type where nothing is rounded thereby: no tensor that is stored in a wider one, and no
+    buffer that the model computes for itself, as Gemma does the scale of its embedding. Else in float32,
+    which takes twice the memory of the host.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -74,7 +79,10 @@ def _check_optimizer(training: Training) -> None:
         from importlib.util import find_spec
 
         if find_spec("bitsandbytes") is None:
-            raise OtaroError(f"--optimizer adamw8bit needs the package bitsandbytes; install it with: {install('adam8bit')}")
+            raise OtaroError(
+                "--optimizer adamw8bit needs the package bitsandbytes; install it with: "
+                f"{install('adam8bit')}"
+            )
 
 
 def gathered(model: Any) -> dict[str, Any]:
@@ -88,7 +96,9 @@ def gathered(model: Any) -> dict[str, Any]:
 
 
 def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would round them."""
+    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would
+    round them.
+    """
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
 

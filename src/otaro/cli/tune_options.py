@@ -38,7 +38,9 @@ def from_configuration(examples: str) -> Callable[[Any], Any]:
 def chosen(start: _T, given: Mapping[str, Any]) -> _T:
     """The configuration with what was given in its place."""
     hints = {field.name: hint for field, hint in _fields(type(start))}
-    return replace(start, **{name: _read(hints[name], name, value) for name, value in given.items() if name in hints})
+    return replace(
+        start, **{name: _read(hints[name], name, value) for name, value in given.items() if name in hints}
+    )
 
 
 def paper_as_flags() -> str:
@@ -64,11 +66,14 @@ def _fields(kind: type) -> Iterator[tuple[Field[Any], Any]]:
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     several = get_origin(hint) is tuple  # is given as a list with commas
     of_precisions = several and get_args(hint)[0] is Precision
-    default = next((getattr(one, field.name) for one in recipe("best") if hasattr(one, field.name)), field.default)
+    default = next(
+        (getattr(one, field.name) for one in recipe("best") if hasattr(one, field.name)), field.default
+    )
     option = typer.Option(
         _flag(field),
         help=field.metadata["help"],
-        show_default=(field.name != "method" and _shown(default)) or False,  # the recipe's is not one that can be named
+        # the recipe's is not one that can be named
+        show_default=(field.name != "method" and _shown(default)) or False,
         autocompletion=complete_precisions if of_precisions else None,
         metavar=("PRECISION,..." if of_precisions else "X,...") if several else None,
     )

@@ -1,8 +1,9 @@
 """The end of a tuning run: its checkpoint as a nested directory.
 
-Plainly, each weight is rounded by itself, as it was in every step. Or codes are chosen on the data that were tuned on
-(`otaro.calibrate`), which helps most where little was tuned at low precisions. Held-out data say which is kept. The plain one
-is there before the other is tried, so that whatever stops this leaves a whole run behind.
+Plainly, each weight is rounded by itself, as it was in every step. Or codes are chosen on the data that were
+tuned on (`otaro.calibrate`), which helps most where little was tuned at low precisions. Held-out data say
+which is kept. The plain one is there before the other is tried, so that whatever stops this leaves a whole
+run behind.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def pack_plainly(out: Path, options: Options) -> None:
     from otaro.runtime.pack import pack
 
     with console.progress_bar("packing (million weights)", 1_000_000) as progress:
-        settings: dict[str, Any] = {"group_size": options.group_size, "reconstruction": options.reconstruction}
+        settings: dict[str, Any] = {
+            "group_size": options.group_size,
+            "reconstruction": options.reconstruction,
+        }
         pack(out / "model", out / "nested", overwrite=True, progress=progress, **settings)
 
 
@@ -44,10 +48,12 @@ def calibrate(
     held_out: HeldOut,
     plain: Mapping[str, float],
 ) -> tuple[Judgement, dict[str, float]] | None:
-    """Pack OUT/model on `windows` of its data, in place of OUT/nested if it has less held-out loss than `plain`.
+    """Pack OUT/model on `windows` of its data, in place of OUT/nested if it has less held-out loss than
+    `plain`.
 
-    Returns what was decided, and its losses by precision; None where it could not be done, which is then said. `model` is the
-    tuned one: it is given the weights of each precision in turn, and is of no use afterwards.
+    Returns what was decided, and its losses by precision; None where it could not be done, which is then
+    said. `model` is the tuned one: it is given the weights of each precision in turn, and is of no use
+    afterwards.
     """
     import torch
 
@@ -65,7 +71,11 @@ def calibrate(
         with console.progress_bar("calibrating (million weights)", 1_000_000) as progress:
             model.cpu()  # the room is for the layer at work
             name = Path(data).name if Path(data).exists() else data
-            settings: dict[str, Any] = {"group_size": options.group_size, "text_name": name, "progress": progress}
+            settings: dict[str, Any] = {
+                "group_size": options.group_size,
+                "text_name": name,
+                "progress": progress,
+            }
             settings["device"] = "cuda" if device.type == "cuda" else "cpu"
             pack_calibrated(out / "model", packed, windows, **settings)
         model.to(device)
@@ -76,7 +86,9 @@ def calibrate(
                 Source(packed, precision).load_into(model)
                 losses[str(precision)] = held_out.loss(model)
         judged = [str(precision) for precision in options.tuned_for if precision is not None] or list(losses)
-        found = {name: fmean(by[p] for p in judged) for name, by in (("plain", plain), ("calibrated", losses))}
+        found = {
+            name: fmean(by[p] for p in judged) for name, by in (("plain", plain), ("calibrated", losses))
+        }
         kept = min(found, key=lambda name: found[name])  # plain on a tie
         if kept == "calibrated":
             with suppress(OtaroError):  # no decoder serves it: then there is no decoder.json

@@ -1,7 +1,8 @@
-"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to where it can go on.
+"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to
+where it can go on.
 
-What it tunes and leaves is tune_model.py, what it is measured on tune_heldout.py, how it is packed tune_pack.py, how it ends
-early tune_ends.py, the folder it is kept in tune_folder.py.
+What it tunes and leaves is tune_model.py, what it is measured on tune_heldout.py, how it is packed
+tune_pack.py, how it ends early tune_ends.py, the folder it is kept in tune_folder.py.
 """
 
 from __future__ import annotations
@@ -59,12 +60,20 @@ class TuningRun:
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             training = replace(training, fsdp=True)
         if training.fsdp and processes.size() == 1:
-            raise ConfigError("--fsdp shares weights out over several processes; start them with torchrun --nproc_per_node N")
+            raise ConfigError(
+                "--fsdp shares weights out over several processes; start them with torchrun "
+                "--nproc_per_node N"
+            )
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.around, self.resume, self.hub = around or Around(), resume, hub or HUB
         self.folder = RunFolder(out, allowed)
         self._packed = False
-        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data, "recipe": recipe}
+        stated: dict[str, Any] = {
+            "model": model,
+            "revision": self.hub.revision,
+            "data": data,
+            "recipe": recipe,
+        }
         stated |= {"options": options.to_dict(), "training": asdict(training) | asdict(self.around)}
         stated["processes"] = processes.size()
         stated["launcher"] = processes.launcher()
@@ -74,7 +83,9 @@ class TuningRun:
             refuse_changes(out, self.before, self.stated)
 
     def go(self) -> dict[str, Any]:
-        """Load, measure, train, measure, save, pack; with several processes, the first writes and the others wait."""
+        """Load, measure, train, measure, save, pack; with several processes, the first writes and the others
+        wait.
+        """
         from otaro.file.atomic import alone
 
         processes.join()
@@ -103,7 +114,9 @@ class TuningRun:
             arguments = self._arguments()  # refuses before a folder is made, and so does
             self._tell_memory(model)
         with self._begun():
-            found = processes.from_first(lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None)
+            found = processes.from_first(
+                lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None
+            )
             if self.resume:
                 way = f"goes on from {found}" if found else "no checkpoint yet: starts from the beginning"
                 console.remark(f"--resume: {way}")
@@ -124,7 +137,11 @@ class TuningRun:
             self._packed = True
         packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
         perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
-        done = {"steps": trainer.state.global_step, "full": trainer.full_share, "tokens": measured.get("tokens", 0)}
+        done = {
+            "steps": trainer.state.global_step,
+            "full": trainer.full_share,
+            "tokens": measured.get("tokens", 0),
+        }
         done["longest"] = unseen.longest if unseen is not None else None
         done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
         result = {"out": str(self.out), "seconds": seconds, **done, "packing": packing, **perplexities}
@@ -150,9 +167,13 @@ class TuningRun:
             if held_out is None:
                 raise OtaroError("nothing is held out to judge it by")
             if self.options.reconstruction != "midpoint":
-                raise OtaroError(f"it chooses codes that stand for midpoints, not for {self.options.reconstruction}")
+                raise OtaroError(
+                    f"it chooses codes that stand for midpoints, not for {self.options.reconstruction}"
+                )
             if self.training.fsdp:
-                raise OtaroError("a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text")
+                raise OtaroError(
+                    "a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text"
+                )
             examples = (ids for ids, _ in training.examples)
             return windows_of_examples(examples, SAMPLES, min(LENGTH, positions or LENGTH))
         except OtaroError as why:
@@ -162,14 +183,18 @@ class TuningRun:
     def _calibrate(
         self, tuned: Any, windows: torch.Tensor | None, unseen: HeldOut | None, measured: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """What was decided between two ways to pack; perplexities after the run are then those of the one kept."""
+        """What was decided between two ways to pack; perplexities after the run are then those of the one
+        kept.
+        """
         from otaro.cli.tune_heldout import FEW_TOKENS
         from otaro.cli.tune_pack import calibrate
 
         if windows is None or unseen is None:
             return None
         if unseen.tokens < FEW_TOKENS:
-            console.remark(f"--calibrate: left out, {unseen.tokens} held-out tokens are too few to judge it by")
+            console.remark(
+                f"--calibrate: left out, {unseen.tokens} held-out tokens are too few to judge it by"
+            )
             return None
         plain = {name: log(perplexity) for name, perplexity in measured["after"].items()}
         if (judged := calibrate(self.out, tuned, self.options, windows, self.data, unseen, plain)) is None:
@@ -190,14 +215,21 @@ class TuningRun:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        """The folder, with config.json in it; one that comes to nothing before its first step is removed again."""
+        """The folder, with config.json in it; one that comes to nothing before its first step is removed
+        again.
+        """
         if processes.is_first():
             if not self.resume:
                 self.folder.clear()  # of what a failed run left
-            self.folder.write({**self.stated, "versions": {**console.versions(), "python": platform.python_version()}})
+            self.folder.write(
+                {**self.stated, "versions": {**console.versions(), "python": platform.python_version()}}
+            )
         processes.wait()
         if not self.out.is_dir():
-            raise OtaroError(f"--out {self.out} is not seen by all processes; it must lie where all of their machines write")
+            raise OtaroError(
+                f"--out {self.out} is not seen by all processes; it must lie where all of "
+                "their machines write"
+            )
         try:
             yield
         except BaseException:
@@ -279,7 +311,11 @@ class TuningRun:
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
         positions = _positions(model)
-        return self.training.sequence_length if positions is None else min(self.training.sequence_length, positions)
+        return (
+            self.training.sequence_length
+            if positions is None
+            else min(self.training.sequence_length, positions)
+        )
 
     def _arguments(self) -> Any:
         import torch
@@ -289,11 +325,14 @@ class TuningRun:
 
         t = self.training
         settings: dict[str, Any] = {}
-        if t.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":  # else its launcher has told it all
+        # else its launcher has told it all
+        if t.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
             settings = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
         mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if mixed != "no" and not (mixed == "bf16" and t.bf16):
-            raise OtaroError(f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`")
+            raise OtaroError(
+                f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`"
+            )
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
             raise OtaroError("DeepSpeed is not supported; to share weights out over processes use --fsdp")
         with worded():
@@ -339,7 +378,9 @@ class TuningRun:
             )
         if trainer.accelerator.num_processes != processes.size():
             seen = trainer.accelerator.num_processes
-            raise OtaroError(f"accelerate sees {seen} of {processes.size()} processes; start them with torchrun")
+            raise OtaroError(
+                f"accelerate sees {seen} of {processes.size()} processes; start them with torchrun"
+            )
         by_ddp = processes.size() > 1 and not trainer.is_fsdp_enabled
         if by_ddp and processes.from_first(lambda: reaches_all(trainer.model)):
             # Or DDP would look for weights without a gradient in every step, and warn that there are none.
@@ -425,7 +466,10 @@ class TuningRun:
         if last := last_good_checkpoint(self.folder.checkpoints):
             there = f"{self.out / 'nested'} is there, packed plainly, and " if self._packed else ""
             return f"{there}kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
-        return f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps (--save-every)"
+        return (
+            f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps "
+            "(--save-every)"
+        )
 
 
 def _positions(model: Any) -> int | None:
@@ -435,7 +479,8 @@ def _positions(model: Any) -> int | None:
 
 
 def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
-    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of each step.
+    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of
+    each step.
 
     After the last one the bar is closed: what is judged then has one of its own.
     """
@@ -452,7 +497,9 @@ def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             last = trainer.last_record
             held = "" if last["applied"] else f", held back {last['accumulated']}"
-            self.progress(f"loss {last['loss']:.3f} at {last['precision']}{held}", state.global_step, state.max_steps)
+            self.progress(
+                f"loss {last['loss']:.3f} at {last['precision']}{held}", state.global_step, state.max_steps
+            )
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds = time.perf_counter() - self.started

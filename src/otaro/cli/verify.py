@@ -12,7 +12,9 @@ from otaro.cli.help import page
 
 @page(examples="otaro verify DIR")
 def verify(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")
+    ],
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
     cache_dir: console.CacheDirOption = None,
@@ -32,11 +34,21 @@ def verify(
         nested.verify(progress)
     shards = nested.shards()
     for plane in nested.behind_gap():
-        console.err.print(f"{shard_name(plane)} is sound but not used: a shard before it is missing", highlight=False)
+        console.err.print(
+            f"{shard_name(plane)} is sound but not used: a shard before it is missing", highlight=False
+        )
     tensors = sum(len(shard.header.entries) for shard in shards)
     size = sum(shard.header.path.stat().st_size for shard in shards)
     if json:
-        console.print_json({"ok": True, "shards": len(shards), "tensors": tensors, "bytes": size, "finest": str(nested.finest)})
+        console.print_json(
+            {
+                "ok": True,
+                "shards": len(shards),
+                "tensors": tensors,
+                "bytes": size,
+                "finest": str(nested.finest),
+            }
+        )
     else:
         console.out.print(
             f"{directory} is sound and complete up to {nested.finest}: "

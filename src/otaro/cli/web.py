@@ -18,7 +18,8 @@ def web(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     name: Annotated[
-        str | None, typer.Option(help="What the page calls the model; by default as DIR is called.", show_default=False)
+        str | None,
+        typer.Option(help="What the page calls the model; by default as DIR is called.", show_default=False),
     ] = None,
     files: Annotated[
         str | None,
@@ -32,9 +33,9 @@ def web(
 ) -> None:
     """Write a page that runs a nested model in the browser, for any static host.
 
-    It answers as soon as the base shard is there, at E5M3, and takes up each further plane as it arrives, in the middle of a
-    conversation. The first call compiles the decoder to WebAssembly, which takes a few minutes; zig (the extra `web`) and npm
-    must be there.
+    It answers as soon as the base shard is there, at E5M3, and takes up each further plane as it arrives, in
+    the middle of a conversation. The first call compiles the decoder to WebAssembly, which takes a few
+    minutes; zig (the extra `web`) and npm must be there.
     """
     from otaro.web.site import write_site
 

@@ -1,8 +1,10 @@
-"""Figures as Vega-Lite specifications made with altair: those of the report, and what figures in files share with them.
+"""Figures as Vega-Lite specifications made with altair: those of the report, and what figures in files share
+with them.
 
-Colours are names of CSS variables, such as var(--run-1): the page's style sheet says what they are in the light, in the dark
-and on paper, and a figure follows without being drawn again. A run has the same colour in every figure, and so has a precision.
-Only values in data come from files: field names, expressions and titles of axes are fixed here. `svg` makes a file of a figure.
+Colours are names of CSS variables, such as var(--run-1): the page's style sheet says what they are in the
+light, in the dark and on paper, and a figure follows without being drawn again. A run has the same colour in
+every figure, and so has a precision. Only values in data come from files: field names, expressions and titles
+of axes are fixed here. `svg` makes a file of a figure.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS
 
 BITS = "bits per weight of the whole model"
-"""What bits are counted, everywhere on a page: the bytes at a precision, norms and all, by the number of weights."""
+"""What bits are counted, everywhere on a page: the bytes at a precision, norms and all, by the number of
+weights.
+"""
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
@@ -29,7 +33,12 @@ _MEANS, _STRETCH = 40, 10  # means of losses along the training, each over this 
 
 _TEXT = {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFontSize": 12, "titleFontSize": 12}
 _TEXT |= {"titleFontWeight": 400}
-_LINES = {"domainColor": "var(--line)", "tickColor": "var(--line)", "gridColor": "var(--line)", "gridOpacity": 0.7}
+_LINES = {
+    "domainColor": "var(--line)",
+    "tickColor": "var(--line)",
+    "gridColor": "var(--line)",
+    "gridOpacity": 0.7,
+}
 CONFIG: dict[str, Any] = {
     "background": "transparent",
     "view": {"stroke": None},
@@ -37,8 +46,21 @@ CONFIG: dict[str, Any] = {
     "axisX": {"grid": False},
     "axisQuantitative": {"tickCount": 6},
     "axisY": {"domain": False, "ticks": False, "labelPadding": 8},
-    "legend": {**_TEXT, "labelColor": "var(--ink)", "labelFontSize": 13, "symbolSize": 90, "columnPadding": 14, "offset": 14},
-    "title": {"color": "var(--ink)", "subtitleColor": "var(--muted)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
+    "legend": {
+        **_TEXT,
+        "labelColor": "var(--ink)",
+        "labelFontSize": 13,
+        "symbolSize": 90,
+        "columnPadding": 14,
+        "offset": 14,
+    },
+    "title": {
+        "color": "var(--ink)",
+        "subtitleColor": "var(--muted)",
+        "fontSize": 13,
+        "fontWeight": 600,
+        "anchor": "start",
+    },
     "header": {"labelColor": "var(--ink)", "labelFontSize": 13, "labelFontWeight": 600},
     "text": {"fill": "var(--ink)", "fontSize": 12},
 }
@@ -55,7 +77,9 @@ def altair() -> Any:
         import vl_convert  # noqa: F401
     except ImportError as error:
         package = "altair" if error.name == "altair" else "vl-convert-python"
-        raise OtaroError(f"figures need the package {package}; install it with: {install('report')}") from None
+        raise OtaroError(
+            f"figures need the package {package}; install it with: {install('report')}"
+        ) from None
     return altair
 
 
@@ -85,7 +109,11 @@ def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
 def of_rows(rows: Iterable[Row], title: str = "", width: int | None = None) -> Any:
     """A chart of data from files; with a width, a panel of a figure in a file."""
     chart = alt.Chart(alt.Data(values=list(rows)))
-    return chart if width is None else chart.properties(width=width, height=240, **({"title": title} if title else {}))
+    return (
+        chart
+        if width is None
+        else chart.properties(width=width, height=240, **({"title": title} if title else {}))
+    )
 
 
 def _tips(*fields: str | tuple[str | None, ...]) -> list[Any]:
@@ -119,7 +147,8 @@ def by_precision(
     from_zero: bool = False,
     height: int = 240,
 ) -> Spec:
-    """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and maybe error.
+    """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and
+    maybe error.
 
     The unquantized model stands apart, to the right.
     """
@@ -155,10 +184,15 @@ def by_precision(
 
 
 def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
-    """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run, megabytes, value."""
+    """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run,
+    megabytes, value.
+    """
     data = [row for row in rows if math.isfinite(row["value"])]
-    # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie below it there.
-    highest = {(row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])}
+    # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie
+    # below it there.
+    highest = {
+        (row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])
+    }
     first = next((row["run"] for row in data), None)
     named = [highest[row["precision"], row["megabytes"]] for row in data if row["run"] == first]
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
@@ -166,18 +200,23 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
         y=alt.Y("value:Q", title="perplexity", scale=_value_scale(data, 16)),
         color=_run_colour(runs, {row["run"] for row in data}),
-        tooltip=_tips("run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")),
+        tooltip=_tips(
+            "run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")
+        ),
     )
     names = base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N", color=alt.value("var(--ink)"))
     return _finish(alt.layer(*_lines_and_points(base), names), 260)
 
 
 def training(log: Sequence[Step]) -> Spec:
-    """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and means of stretches."""
+    """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and
+    means of stretches.
+    """
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
     thinned = finite[:: max(1, len(finite) // 1500)]
     points: list[Row] = [
-        {"step": step.step, "precision": shown(step.precision), "loss": step.cross_entropy} for step in thinned
+        {"step": step.step, "precision": shown(step.precision), "loss": step.cross_entropy}
+        for step in thinned
     ]
     stretch = max(_STRETCH, math.ceil(len(log) / _MEANS))
     groups: dict[tuple[str, int], list[float]] = {}
@@ -220,7 +259,8 @@ def path(log: Sequence[Step]) -> Spec:
         y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
         color=_precision_colour(present, legend=False),
         opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
-        tooltip=_tips(("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back")),
+        tooltip=_tips(("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these "
+                                                                                                 "held back")),
     )  # fmt: skip
     return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
 
@@ -257,9 +297,13 @@ def similarity_by_module(gradients: dict[str, Any]) -> Spec:
         for i, j in pairs
         if is_finite(module["matrix"][i][j])
     ]  # fmt: skip
-    layers = sorted({row["layer"] for row in rows}, key=lambda layer: (layer == "–", int(layer) if layer != "–" else 0))
+    layers = sorted(
+        {row["layer"] for row in rows}, key=lambda layer: (layer == "–", int(layer) if layer != "–" else 0)
+    )
     widest = f"{names[0]} and {names[-1]}"
-    choice = alt.binding_select(options=[f"{names[i]} and {names[j]}" for i, j in pairs], name="Gradients at ")
+    choice = alt.binding_select(
+        options=[f"{names[i]} and {names[j]}" for i, j in pairs], name="Gradients at "
+    )
     pair = alt.param(name="pair", value=widest, bind=choice)
     chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect().encode(
         x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
@@ -291,7 +335,9 @@ def _value_scale(data: Sequence[Row], padding: int) -> Any:
     """Logarithmic for a wide range of values."""
     values = [row["value"] for row in data]
     wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
-    return alt.Scale(type="log", nice=False, padding=padding) if wide else alt.Scale(zero=False, padding=padding)
+    return (
+        alt.Scale(type="log", nice=False, padding=padding) if wide else alt.Scale(zero=False, padding=padding)
+    )
 
 
 def _low_end(rows: Sequence[Row]) -> float:
@@ -314,9 +360,13 @@ def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
 def _precision_colour(present: set[str], *, legend: bool = True) -> Any:
     """Every precision has its own, everywhere."""
     values = [shown(name) for name in NAMES if shown(name) in present]
-    told = _legend(values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1) if legend else None
+    told = (
+        _legend(values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1) if legend else None
+    )
     colours = ["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)]
-    return alt.Color("precision:N", scale=alt.Scale(domain=list(map(shown, NAMES)), range=colours), legend=told)
+    return alt.Color(
+        "precision:N", scale=alt.Scale(domain=list(map(shown, NAMES)), range=colours), legend=told
+    )
 
 
 def _similarity_colour(low: float, legend: Any) -> Any:
@@ -342,7 +392,8 @@ GRADIENTS = (
     Figure(
         "by-layer",
         "Similarity by layer and projection",
-        "The same in every layer, between the finest and the coarsest precision; in a report, between any two.",
+        "The same in every layer, between the finest and the coarsest precision; in a report, between any "
+        "two.",
         similarity_by_module,
     ),
 )

@@ -1,4 +1,6 @@
-"""Which measurements of several runs may stand side by side in one figure: those of the same thing, made in the same way."""
+"""Which measurements of several runs may stand side by side in one figure: those of the same thing, made in
+the same way.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ _FIGURES = {"perplexity": ("value", ""), "divergence": ("kl", "agreement"), "tas
 
 
 def measured(runs: Sequence[Run], kind: str) -> Compared:
-    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task, with averages over tasks before these."""
+    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task, with averages over tasks
+    before these.
+    """
     value, beside = _FIGURES[kind]
     found: dict[About, dict[str, Series]] = {}
     for means in (True, False):
@@ -68,7 +72,9 @@ def measured(runs: Sequence[Run], kind: str) -> Compared:
 
 
 def held_out(runs: Sequence[Run]) -> Compared:
-    """Perplexities at the tuning's own glance at held-out data; runs that began with the same model share what it had."""
+    """Perplexities at the tuning's own glance at held-out data; runs that began with the same model share
+    what it had.
+    """
     found: Compared = {}
     for run in runs:
         if run.tuning is not None:
@@ -99,8 +105,8 @@ def _before_first(found: Compared) -> Compared:
 def _otherwise(run: Run, entry: Entry) -> str:
     """How an entry's weights became codes, in words, where that is not how the run's model does it.
 
-    Runs that were tuned and packed in different ways stand side by side, each as it is; a model that was measured in another
-    way than its own is another model, and stands apart.
+    Runs that were tuned and packed in different ways stand side by side, each as it is; a model that was
+    measured in another way than its own is another model, and stands apart.
     """
     coding = coding_of(entry)
     return "" if entry["precision"] == FULL or coding == run.coding else f", quantized in {coding}"

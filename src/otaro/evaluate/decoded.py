@@ -1,16 +1,18 @@
 """A nested model as an ordinary one: its weights at one precision, decoded once, for whoever reads much text.
 
-Packed modules decode what a call needs and forget it. That is right for running a model, and slow for measuring it: every
-window would decode every weight anew. So for measuring each precision is decoded once, into an ordinary transformers model
-in float32 on a CPU, elsewhere in the model's own type, and transformers runs it as it runs any other.
+Packed modules decode what a call needs and forget it. That is right for running a model, and slow for
+measuring it: every window would decode every weight anew. So for measuring each precision is decoded once,
+into an ordinary transformers model in float32 on a CPU, elsewhere in the model's own type, and transformers
+runs it as it runs any other.
 
-The values are those of the packed modules' `weight`, to the last bit. So are the products, up to the rounding of a sum: for
-more than a few tokens (`kernels.ops.FEW_TOKENS`) a packed module decodes its weights and multiplies in floating point too.
-Only up to so many tokens at once, as when generating, are activations rounded to 16-bit integers.
+The values are those of the packed modules' `weight`, to the last bit. So are the products, up to the rounding
+of a sum: for more than a few tokens (`kernels.ops.FEW_TOKENS`) a packed module decodes its weights and
+multiplies in floating point too. Only up to so many tokens at once, as when generating, are activations
+rounded to 16-bit integers.
 
-One set of decoded weights is in memory, whatever the number of precisions: the next is decoded over it, as far as it differs.
-A precision may be one for each tensor (`file.fits`). Norms, biases and all
-else that is not packed are the nested model's own tensors.
+One set of decoded weights is in memory, whatever the number of precisions: the next is decoded over it, as
+far as it differs. A precision may be one for each tensor (`file.fits`). Norms, biases and all else that is
+not packed are the nested model's own tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class DecodedModel:
     def __init__(self, nested: Any, dtype: torch.dtype | None = None, *, keep_planes: bool = False) -> None:
         """`nested` is a model as `otaro.load` returns it; `dtype` is its own unless said otherwise.
 
-        Planes that were decoded leave the memory, unless they are to be kept: for a nested model that runs too.
+        Planes that were decoded leave the memory, unless they are to be kept: for a nested model that runs
+        too.
         """
         self.nested, self._keep_planes = nested, keep_planes
         modules = {module.packed: module for module in attachment(nested).modules.values()}
@@ -63,7 +66,9 @@ class DecodedModel:
 
     def at(self, precision: str | Precision | Mapping[str, Precision]) -> Any:
         """The model at this precision, or with one for each packed tensor, until the next call."""
-        named = precision if isinstance(precision, Mapping) else dict.fromkeys(self.weights, Precision(precision))
+        named = (
+            precision if isinstance(precision, Mapping) else dict.fromkeys(self.weights, Precision(precision))
+        )
         wanted = {packed: named[packed.name].mantissa_bits for packed in self._weights}
         if wanted != self._at:
             attachment(self.nested).nested.require(max(named.values()))
@@ -92,16 +97,22 @@ class DecodedModel:
 
 
 def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
-    """The model without its packed weights, which are on the meta device; all else is what the nested model has."""
+    """The model without its packed weights, which are on the meta device; all else is what the nested model
+    has.
+    """
     config = copy.deepcopy(nested.config)
     del config.quantization_config
     config._experts_implementation = None  # packed experts run one by one; here transformers chooses
-    kind: Any = next(kind for kind in type(nested).__mro__ if not issubclass(kind, Generates))  # without our `generate`
+    # without our `generate`
+    kind: Any = next(kind for kind in type(nested).__mro__ if not issubclass(kind, Generates))
     with torch.device("meta"):
         model = kind(config)
-    own = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()}
+    own = {
+        name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()
+    }
     model.load_state_dict(own, assign=True, strict=False)
-    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles stay precise.
+    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles
+    # stay precise.
     there = dict(nested.named_buffers())
     for name, _ in list(model.named_buffers()):
         if name in there:
@@ -109,7 +120,8 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
             setattr(model.get_submodule(path), last, there[name])
     for name, module in attachment(nested).modules.items():
         if isinstance(module, SefpEmbedding):
-            table = model.get_submodule(name)  # one that scales has the scale as a buffer; its stand-in has not
+            # one that scales has the scale as a buffer; its stand-in has not
+            table = model.get_submodule(name)
             scale = torch.tensor(module.scale, device=module.packed.base.device)
             table._buffers.update(dict.fromkeys(table._buffers, scale))
     model.generation_config = nested.generation_config

@@ -1,11 +1,13 @@
 """Whether a draft pays: `otaro bench DIR --draft E5M3`.
 
-Texts are continued by the likeliest tokens, with the draft and without, in turns. Two kinds: *prose*, passages of
-a text that the model goes on with, and *copy*, the same passages, to be said again: what editing a file or quoting
-from a text asks of a model. Both ways must say the same, or the run is refused. A first round warms up; of the
-others the shortest counts, for each text by itself, as a busy machine can only be slower than it is. Only decoding is timed.
+Texts are continued by the likeliest tokens, with the draft and without, in turns. Two kinds: *prose*,
+passages of a text that the model goes on with, and *copy*, the same passages, to be said again: what editing
+a file or quoting from a text asks of a model. Both ways must say the same, or the run is refused. A first
+round warms up; of the others the shortest counts, for each text by itself, as a busy machine can only be
+slower than it is. Only decoding is timed.
 
-The acceptance at a position is the share of the drafts long enough to have a token there that were right up to it.
+The acceptance at a position is the share of the drafts long enough to have a token there that were right up
+to it.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def bench(
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Drafts:
-    """Measure drafts beside a precision or a fit alone, by default the finest that is there, on passages of a text."""
+    """Measure drafts beside a precision or a fit alone, by default the finest that is there, on passages of a
+    text.
+    """
     wanted = [draft for draft in map(Draft.of, drafts) if draft is not None]
     place, nested, (judge, *_) = open_at(directory, None if precision is None else [precision], device, hub)
     with threads_for_a_while(settings.threads) as threads:
@@ -104,7 +108,9 @@ def bench(
         texts = _texts(tokenizer, text, settings)
         needed = max(len(ids) for some in texts.values() for ids in some) + settings.tokens
         if (limit := positions_of(model)) is not None and needed > limit:
-            raise OtaroError(f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}")
+            raise OtaroError(
+                f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}"
+            )
         found = _take_turns(model, judge, wanted, texts, settings, progress)
     return Drafts(
         **about(nested, place, threads),
@@ -118,13 +124,17 @@ def _texts(tokenizer: Any, text: str, settings: Settings) -> dict[str, list[list
     """Tokens of passages, evenly from all of the text; and the same with a beginning of their repetition."""
     step, size = len(text) // settings.texts, 8 * settings.context
     if step < size:
-        raise OtaroError(f"--text: {settings.texts} passages of {settings.context} tokens take more text than that")
+        raise OtaroError(
+            f"--text: {settings.texts} passages of {settings.context} tokens take more text than that"
+        )
     prose, copy = [], []
     for number in range(settings.texts):
         passage = text[number * step :][:size].split(maxsplit=1)[1]
         ids = tokenizer(passage)["input_ids"][: settings.context]
         if len(ids) < settings.context:
-            raise OtaroError(f"--text: {size} characters have fewer than {settings.context} tokens; give other text")
+            raise OtaroError(
+                f"--text: {size} characters have fewer than {settings.context} tokens; give other text"
+            )
         said = tokenizer.decode(ids, skip_special_tokens=True)
         prose.append(ids)
         copy.append(tokenizer(said + _AGAIN + said[: len(said) // 8])["input_ids"])
@@ -153,12 +163,19 @@ def _take_turns(
             progress(f"{kind}, draft {name}", next(done), total)
 
         for ids in prompts:
-            turns = {name: partial(_continued, model, ids, judge, draft, settings) for name, draft in contenders.items()}
+            turns = {
+                name: partial(_continued, model, ids, judge, draft, settings)
+                for name, draft in contenders.items()
+            }
             timed = in_turns(turns, settings.rounds, say)
             for name, made in timed.items():
                 if any(tokens != timed[PLAIN][0][0] for tokens, _ in made):
-                    raise OtaroError(f"--draft {name}: {judge} alone says something else; this must not be: tell us")
-                best[name].append(min((report for _, report in made), key=lambda report: report.decode_seconds))
+                    raise OtaroError(
+                        f"--draft {name}: {judge} alone says something else; this must not be: tell us"
+                    )
+                best[name].append(
+                    min((report for _, report in made), key=lambda report: report.decode_seconds)
+                )
         found[kind] = best
     progress("", total, total)
     return found

@@ -1,8 +1,9 @@
 """What `otaro bench` times: things that read tokens, one after the other, and remember them.
 
-An engine is fed tokens and computes the logits that follow the last one; how it does so is its own affair. Ours come in two
-kinds: the decode path for the architectures it knows, of a CPU or of a GPU, and transformers' forward on the packed modules
-for all others. `plain_model` makes an ordinary model of the decoded weights, the one to compare with.
+An engine is fed tokens and computes the logits that follow the last one; how it does so is its own affair.
+Ours come in two kinds: the decode path for the architectures it knows, of a CPU or of a GPU, and
+transformers' forward on the packed modules for all others. `plain_model` makes an ordinary model of the
+decoded weights, the one to compare with.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -
 
 
 class DecodePath(Engine):
-    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the precision `kv`.
+    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the
+    precision `kv`.
 
     With `positions`, that of a GPU, whose memory for so many tokens is of one size from the start.
     """
@@ -111,7 +113,16 @@ class _Loop(Loop):
 
     def run(self, ids: list[int]) -> None:
         self._ids, ahead = ids, bool(self.decoder.ahead)
-        self._running = [Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, sampler=Sampler((), False), slot=Slot(0))]
+        self._running = [
+            Row(
+                ids=ids[:1],
+                prompt=0,
+                limit=len(ids) + 1,
+                argmax=ahead,
+                sampler=Sampler((), False),
+                slot=Slot(0),
+            )
+        ]
         while self.step():
             pass
 
@@ -142,7 +153,10 @@ class Forward(Engine):
     def feed(self, ids: list[int]) -> None:
         """Read tokens."""
         self._model(
-            torch.tensor([ids], device=self._model.device), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            torch.tensor([ids], device=self._model.device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
 
     def keep(self, length: int) -> None:

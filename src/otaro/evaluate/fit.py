@@ -1,12 +1,13 @@
 """`otaro fit`: the precision of every tensor that loses least within a budget.
 
-What each tensor loses at each precision is measured on a text (`evaluate.sensitivity`), the choice of least sum within the
-budget is found exactly (`evaluate.knapsack`), and what it really loses is measured on other parts of the text, beside the best
-single precision that fits. Whichever of the two loses less there is the fit, and is kept beside the model (`file.fits`).
+What each tensor loses at each precision is measured on a text (`evaluate.sensitivity`), the choice of least
+sum within the budget is found exactly (`evaluate.knapsack`), and what it really loses is measured on other
+parts of the text, beside the best single precision that fits. Whichever of the two loses less there is the
+fit, and is kept beside the model (`file.fits`).
 
-A budget is bytes, bits per weight, or tokens per second. Speed is bytes: decoding reads every weight once per token. So each
-single precision is timed here and now, and how many bytes a token may read is taken from the line between the two that enclose
-the speed asked for.
+A budget is bytes, bits per weight, or tokens per second. Speed is bytes: decoding reads every weight once per
+token. So each single precision is timed here and now, and how many bytes a token may read is taken from the
+line between the two that enclose the speed asked for.
 """
 
 from __future__ import annotations
@@ -94,12 +95,17 @@ class Limit:
 class Fitting:
     """A nested directory and a text, measured once for any number of budgets."""
 
-    def __init__(self, directory: str | os.PathLike[str], text: Text, *, tokens: int = 512, device: str = "cpu") -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], text: Text, *, tokens: int = 512, device: str = "cpu"
+    ) -> None:
         """`tokens` of the text are measured on, a few times as many are checked on."""
         self.nested = NestedDirectory(directory)
         self.finest, self.text, self.device = self.nested.finest, text, device
         if self.finest.mantissa_bits == COARSEST:
-            raise OtaroError(f"{directory} has no more than {self.finest}: there is nothing to choose; fetch its other shards")
+            raise OtaroError(
+                f"{directory} has no more than {self.finest}: there is nothing to choose; "
+                "fetch its other shards"
+            )
         read_fits(self.nested)  # a file that cannot be added to is better known now
         tokenizer = load_tokenizer(self.nested.path)
         ids, self._bos = text.ids(tokenizer), begins_with_bos(tokenizer)
@@ -112,14 +118,19 @@ class Fitting:
         room = self.window - (self._bos is not None)
         if apart < 2 * room:
             raise TextError(
-                f"--text {text.source} has {len(ids)} tokens; {2 * count * room} are the least, half to measure on and half "
+                f"--text {text.source} has {len(ids)} tokens; {2 * count * room} are the least, half to "
+                "measure on and half "
                 "to check on: give a longer one, or fewer --tokens"
             )
         first = torch.tensor([] if self._bos is None else [self._bos], dtype=ids.dtype)
         self._windows = [torch.cat([first, ids[at : at + room]]) for at in range(0, count * apart, apart)]
         length = min(apart // 2, CHECKED * room)
-        self._check_ids = torch.cat([ids[at + apart // 2 :][:length] for at in range(0, count * apart, apart)])
-        reading = Reading(text.sha256, count * self.window, self.window, str(self.finest), device_name(device))
+        self._check_ids = torch.cat(
+            [ids[at + apart // 2 :][:length] for at in range(0, count * apart, apart)]
+        )
+        reading = Reading(
+            text.sha256, count * self.window, self.window, str(self.finest), device_name(device)
+        )
         self.kept = Kept(self.nested.path, self.nested.model, list(self.nested.schema.packed), reading)
         self._reference: KeptStates | None = None
         self._checked: dict[tuple[int, ...], float] = {}
@@ -128,7 +139,9 @@ class Fitting:
         """What every tensor loses; nothing is measured twice."""
         found = self.kept.sensitivity
         if len(found.divergences) < len(self.nested.schema.packed):
-            found = measure(Probe(self._decoded, self._windows, self.finest), self._decoded, self.kept, progress)
+            found = measure(
+                Probe(self._decoded, self._windows, self.finest), self._decoded, self.kept, progress
+            )
         return found
 
     def limit(self, budget: Budget, progress: Progress) -> Limit:
@@ -141,7 +154,8 @@ class Fitting:
         allowed = budget.bytes if budget.bytes is not None else int(budget.amount * weights / 8)
         if allowed < least:
             raise OtaroError(
-                f"{budget.option}: {of_mantissa_bits(COARSEST)}, the smallest there is, takes {_amount(least, weights)}; "
+                f"{budget.option}: {of_mantissa_bits(COARSEST)}, the smallest there is, takes "
+                f"{_amount(least, weights)}; "
                 f"give --bits {-(-8000 * least // weights) / 1000:.3f} or --budget {least}B at least"
             )
         notes = []
@@ -149,20 +163,30 @@ class Fitting:
             notes = [f"{budget.name} is more than all of it takes: {_amount(most, weights)} at {self.finest}"]
         elif allowed > most:
             notes = [
-                f"{budget.name} is more than {self.finest} takes ({_amount(most, weights)}), and finer shards are not here; "
+                f"{budget.name} is more than {self.finest} takes ({_amount(most, weights)}), and finer "
+                "shards are not here; "
                 f"bring them with: otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
             ]
         return Limit(allowed, sizes, least, notes)
 
-    def fit(self, budget: Budget, limit: Limit, sensitivity: Sensitivity, command: str, progress: Progress) -> Outcome:
+    def fit(
+        self, budget: Budget, limit: Limit, sensitivity: Sensitivity, command: str, progress: Progress
+    ) -> Outcome:
         """The best choice within a budget, checked, and kept beside the model."""
         nested, names = self.nested, list(self.nested.schema.packed)
-        problem = Knapsack([limit.costs[name] for name in names], [sensitivity.losses(name) for name in names])
+        problem = Knapsack(
+            [limit.costs[name] for name in names], [sensitivity.losses(name) for name in names]
+        )
         found = problem.solve(limit.bytes - limit.fixed)
-        mixed = {name: of_mantissa_bits(COARSEST + option) for name, option in zip(names, found.options, strict=True)}
+        mixed = {
+            name: of_mantissa_bits(COARSEST + option)
+            for name, option in zip(names, found.options, strict=True)
+        }
         present = [of_mantissa_bits(bits) for bits in range(COARSEST, self.finest.mantissa_bits + 1)]
         uniform = max(
-            one for one in present if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
+            one
+            for one in present
+            if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
         )
         alike = dict.fromkeys(names, uniform)
         mixed_measured, uniform_measured = self._check([mixed, alike], progress)
@@ -172,7 +196,9 @@ class Fitting:
         about = {
             "bytes": total,
             "bits_per_weight": 8 * total / weights_of(nested),
-            "predicted": sum(sensitivity.losses(name)[chosen[name].mantissa_bits - COARSEST] for name in names),
+            "predicted": sum(
+                sensitivity.losses(name)[chosen[name].mantissa_bits - COARSEST] for name in names
+            ),
             "measured": min(mixed_measured, uniform_measured),
             "uniform": str(uniform),
             "uniform_measured": uniform_measured,
@@ -227,7 +253,9 @@ class Fitting:
             meter = Divergence(self._reference)
             read(ModelReader(decoded.at(choice)), windows, [meter], report)
             if not abs(meter.kl) <= LARGEST_LOSS:
-                raise OtaroError("the model's outputs overflow on the text it is checked on; it cannot be fitted")
+                raise OtaroError(
+                    "the model's outputs overflow on the text it is checked on; it cannot be fitted"
+                )
             self._checked[key] = max(meter.kl, 0.0)
             read_before += len(self._check_ids)
         return [self._checked[key] for key in keys]
@@ -239,7 +267,8 @@ class Fitting:
         wanted, fastest = 1 / float(budget.amount), max(row.decode for row in timed.precisions)
         if rows[0][1] > wanted:
             raise OtaroError(
-                f"{budget.option}: this machine makes {fastest:.1f} tokens per second at {rows[0][2].precision}, its smallest "
+                f"{budget.option}: this machine makes {fastest:.1f} tokens per second at "
+                f"{rows[0][2].precision}, its smallest "
                 "precision, just now; ask for fewer"
             )
         allowed = float(rows[0][0])
@@ -250,7 +279,8 @@ class Fitting:
             allowed = high
         spread = max(max(row.rounds.decode) / min(row.rounds.decode) for row in timed.precisions) - 1
         notes = [
-            f"{budget.name} lets a token read {size(allowed)} of weights, by the speed of single precisions just now; rounds "
+            f"{budget.name} lets a token read {size(allowed)} of weights, by the speed of single precisions "
+            "just now; rounds "
             f"of {_TIMED.tokens} tokens differed by up to {spread:.0%}, and so may the speed: "
             f"`otaro bench {self.nested.path} --precision fit:{budget.name}` tells"
         ]
@@ -277,13 +307,20 @@ def budget_of(budget: str | None, bits: float | None, tokens_per_second: float |
 def _replaced(before: Fit | None, fit: Fit) -> list[str]:
     """A note where the fit of this name was measured otherwise."""
     measured = ("text_sha256", "tokens", "reference")
-    if before is None or all(before.about.get(field, fit.about[field]) == fit.about[field] for field in measured):
+    if before is None or all(
+        before.about.get(field, fit.about[field]) == fit.about[field] for field in measured
+    ):
         return []
     old, new = (
-        ", ".join([one["text"], *([f"{one['tokens']} tokens, from {one['reference']}"] if "tokens" in one else [])])
+        ", ".join(
+            [one["text"], *([f"{one['tokens']} tokens, from {one['reference']}"] if "tokens" in one else [])]
+        )
         for one in (before.about, fit.about)
     )
-    return [f"this takes the place of the {fit} of {before.about['date']}, which was measured on {old}; now on {new}"]
+    return [
+        f"this takes the place of the {fit} of {before.about['date']}, which was measured on {old}; now "
+        f"on {new}"
+    ]
 
 
 def _amount(count: int, weights: int) -> str:

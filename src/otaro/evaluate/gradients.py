@@ -1,9 +1,11 @@
-"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module instead of one layer.
+"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module instead
+of one layer.
 
-The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is (eqs. 1 to 3): that
-of a model that simply holds the decoded weights. So one float model is enough. For each batch it gets its original weights and
-then those of each precision in turn, seven backward passes in all, and yields f, the paper's gradient in full precision, and
-six gradients g. All of them concern the packed weights; norms and biases are not quantized and not looked at.
+The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is
+(eqs. 1 to 3): that of a model that simply holds the decoded weights. So one float model is enough. For each
+batch it gets its original weights and then those of each precision in turn, seven backward passes in all, and
+yields f, the paper's gradient in full precision, and six gradients g. All of them concern the packed weights;
+norms and biases are not quantized and not looked at.
 
   similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), with the gradients of all
               batches laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
@@ -18,11 +20,12 @@ six gradients g. All of them concern the packed weights; norms and biases are no
   noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio over log n by
               least squares: -1/2 is the paper's law.
 
-All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is summed up in
-float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
+All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is
+summed up in float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
 
-In memory: 4 bytes per weight of the model, 4 for the originals, 2 for the codes; and per weight that is looked at 4 for
-the gradient at hand, 28 for the seven of a batch, 28 for their sums. For a large model look at some modules only.
+In memory: 4 bytes per weight of the model, 4 for the originals, 2 for the codes; and per weight that is
+looked at 4 for the gradient at hand, 28 for the seven of a batch, 28 for their sums. For a large model look
+at some modules only.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from otaro.packable import Kind, packable
 from otaro.sefp.codec import Reconstruction, encode
 from otaro.sefp.precision import GROUP_SIZE, PRECISIONS, Precision
 
-ROWS: tuple[Precision | None, ...] = (None, *PRECISIONS)  # of Gram matrices: full precision, then the finest to the coarsest
+# of Gram matrices: full precision, then the finest to the coarsest
+ROWS: tuple[Precision | None, ...] = (None, *PRECISIONS)
 _CHUNK = 1 << 20  # entries whose inner products are taken at a time, as float64 needs twice the room
 
 
@@ -61,14 +65,22 @@ def analyze_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of all precisions over `batches`, which hold input_ids and labels.
 
-    `model` is a causal language model in float32 and `packed` names its parameters to be quantized; it is left as it was.
-    Only modules whose name matches the pattern `modules` are looked at, though all are quantized. `progress` gets backward
-    passes done and in total.
+    `model` is a causal language model in float32 and `packed` names its parameters to be quantized; it is
+    left as it was. Only modules whose name matches the pattern `modules` are looked at, though all are
+    quantized. `progress` gets backward passes done and in total.
     """
-    chosen = {name: model.get_parameter(name) for name in packed if fnmatchcase(name.removesuffix(".weight"), modules)}
+    chosen = {
+        name: model.get_parameter(name)
+        for name in packed
+        if fnmatchcase(name.removesuffix(".weight"), modules)
+    }
     if not chosen:
-        raise OtaroError(f"no packed module matches {modules!r}; names look like {packed[0].removesuffix('.weight')!r}")
-    tally = GradientTally({name: weight.numel() for name, weight in chosen.items()}, next(iter(chosen.values())).device)
+        raise OtaroError(
+            f"no packed module matches {modules!r}; names look like {packed[0].removesuffix('.weight')!r}"
+        )
+    tally = GradientTally(
+        {name: weight.numel() for name, weight in chosen.items()}, next(iter(chosen.values())).device
+    )
     gradients = {name: weight.new_empty(len(ROWS), weight.numel()) for name, weight in chosen.items()}
     losses = torch.zeros(len(ROWS), dtype=torch.float64)
     with _only_trainable(model, chosen), _switched(model, packed, group_size, reconstruction) as switch:
@@ -80,11 +92,14 @@ def analyze_gradients(
                 switch(precision)
                 loss = model(**inputs, use_cache=False).loss
                 if not math.isfinite(value := float(loss.detach())):
-                    raise OtaroError(f"the loss of batch {number + 1} at {at} is {value}; gradients of it mean nothing")
+                    raise OtaroError(
+                        f"the loss of batch {number + 1} at {at} is {value}; gradients of it mean nothing"
+                    )
                 losses[row] += value / len(batches)
                 loss.backward()
                 for name, weight in chosen.items():
-                    found = torch.zeros_like(weight) if weight.grad is None else weight.grad  # an expert may go unused
+                    # an expert may go unused
+                    found = torch.zeros_like(weight) if weight.grad is None else weight.grad
                     gradients[name][row] = found.flatten()
                     weight.grad = None
             tally.add(gradients)
@@ -100,7 +115,9 @@ def analyze_gradients(
 
 
 class GradientTally:
-    """What is kept of the gradients of many batches; made for entries per module, fed with [7, entries] for each."""
+    """What is kept of the gradients of many batches; made for entries per module, fed with [7, entries] for
+    each.
+    """
 
     def __init__(self, entries: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         self._sums = {name: torch.zeros(len(ROWS), count, device=device) for name, count in entries.items()}
@@ -120,7 +137,8 @@ class GradientTally:
             norms += gram.diagonal()
         if not norms[0]:
             raise OtaroError(
-                f"the gradient of batch {len(self._norms) + 1} is zero at full precision; there is nothing to compare"
+                f"the gradient of batch {len(self._norms) + 1} is zero at full precision; there is nothing "
+                "to compare"
             )
         self._norms.append(norms.sqrt())
         batches = len(self._norms)
@@ -142,7 +160,9 @@ class GradientTally:
             "modules": [{**place(name), **_similarities(found)} for name, found in self._grams.items()],
             "overall": together["matrix"],
             "to_fp": together["to_fp"],
-            "norm_error": {str(p): (norms[:, row] / norms[:, 0] - 1).tolist() for row, p in enumerate(PRECISIONS, 1)},
+            "norm_error": {
+                str(p): (norms[:, row] / norms[:, 0] - 1).tolist() for row, p in enumerate(PRECISIONS, 1)
+            },
             "fit": fits,
             "noise": noise,
         }
@@ -219,12 +239,21 @@ def _number(value: float) -> float | None:
 def _switched(
     model: Any, packed: Sequence[str], group_size: int, reconstruction: Reconstruction
 ) -> Iterator[Callable[[Precision | None], None]]:
-    """Yield a function that puts the weights of a precision, or the original ones, into the model; it ends with these."""
+    """Yield a function that puts the weights of a precision, or the original ones, into the model; it ends
+    with these.
+    """
     weights = {name: model.get_parameter(name).detach() for name in packed}
     originals = {name: weight.clone() for name, weight in weights.items()}
-    rows = {one.name: weights[one.name].T for one in packable(model) if one.kind is Kind.CONV1D and one.name in weights}
+    rows = {
+        one.name: weights[one.name].T
+        for one in packable(model)
+        if one.kind is Kind.CONV1D and one.name in weights
+    }
     rows = weights | rows  # the same memory, seen as it is packed
-    codes = {name: encode(weight.contiguous(), group_size, reconstruction, name=name) for name, weight in rows.items()}
+    codes = {
+        name: encode(weight.contiguous(), group_size, reconstruction, name=name)
+        for name, weight in rows.items()
+    }
 
     def switch(precision: Precision | None) -> None:
         for name, weight in weights.items():

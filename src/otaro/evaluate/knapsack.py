@@ -1,9 +1,10 @@
 """One option for every item, of least loss within a capacity: the multiple-choice knapsack.
 
-Items are a model's tensors, options the planes that each may have. All planes of a tensor have one size, and sizes of a model's
-tensors have a large common divisor; so dynamic programming over multiples of it is exact and takes milliseconds: after each
-item, the least loss for every capacity, and which option gives it. Where the divisor is too small for that, sizes are rounded
-up to a unit, so that what is found still fits; some of `_MOST_UNITS` of the capacity may then stay unused.
+Items are a model's tensors, options the planes that each may have. All planes of a tensor have one size, and
+sizes of a model's tensors have a large common divisor; so dynamic programming over multiples of it is exact
+and takes milliseconds: after each item, the least loss for every capacity, and which option gives it. Where
+the divisor is too small for that, sizes are rounded up to a unit, so that what is found still fits; some of
+`_MOST_UNITS` of the capacity may then stay unused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Solution:
 
 
 class Knapsack:
-    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved once for all capacities."""
+    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved once for all
+    capacities.
+    """
 
     def __init__(self, sizes: Sequence[int], losses: Sequence[Sequence[float]]) -> None:
         self._sizes = list(sizes)

@@ -1,9 +1,9 @@
 """llama.cpp as an engine to compare with, on GGUF files made of the same weights.
 
-The files are those of `otaro export`, at the model's finest precision: matrices, embedding and head all in one type
-(what llama.cpp calls `--pure`), since ours follow the precision all the way too; norms and biases in float32. llama.cpp
-runs as it comes, with mapped files, a float16 KV cache, its own choice of flash attention and of repacking weights for
-this CPU; only the number of threads is given.
+The files are those of `otaro export`, at the model's finest precision: matrices, embedding and head all in
+one type (what llama.cpp calls `--pure`), since ours follow the precision all the way too; norms and biases in
+float32. llama.cpp runs as it comes, with mapped files, a float16 KV cache, its own choice of flash attention
+and of repacking weights for this CPU; only the number of threads is given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from otaro.export.run import export
 from otaro.file.io import NestedDirectory
 
 KINDS = {"E5M8": "F16", "E5M7": "Q8_0", "E5M4": "Q5_0", "E5M3": "Q4_0"}
-"""The type of GGUF with the same number of bits as a precision, give or take its scales; for the finest, plain float16."""
+"""The type of GGUF with the same number of bits as a precision, give or take its scales; for the finest,
+plain float16.
+"""
 
 
 def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
@@ -31,7 +33,9 @@ def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
     report = export(nested.path, path, precision=nested.finest, to="gguf", type=kind)
     if report.types.keys() - {kind, "F32"}:  # export takes float16 there, which would be another contender
         path.unlink()
-        raise OtaroError(f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out")
+        raise OtaroError(
+            f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out"
+        )
     return path
 
 
@@ -70,7 +74,9 @@ class LlamaCpp(Engine):
 
     def _logits(self, number: int) -> np.ndarray[Any, Any]:
         count = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, number), (count,))
+        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(
+            self._lib.llama_get_logits_ith(self._context, number), (count,)
+        )
         return found
 
     def close(self) -> None:
@@ -103,7 +109,12 @@ class LlamaBatch(LlamaCpp):
         try:
             batch.n_tokens = count
             for i, (token, position, sequence) in enumerate(zip(ids, positions, sequences, strict=True)):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
+                    token,
+                    position,
+                    1,
+                    sequence,
+                )
                 batch.logits[i] = i >= count - wanted
             if status := self._lib.llama_decode(self._context, batch):
                 raise OtaroError(f"llama.cpp stopped with status {status}")
@@ -122,7 +133,8 @@ def library() -> Any:
             f"the comparison with llama.cpp needs llama-cpp-python ({error}); {install('llama')} brings it "
             "and compiles llama.cpp for this CPU, which takes a C++ compiler and some minutes"
         ) from None
-    lib.silence = lib.llama_log_callback(lambda level, text, data: None)  # llama.cpp holds no reference, so the module does
+    # llama.cpp holds no reference, so the module does
+    lib.silence = lib.llama_log_callback(lambda level, text, data: None)
     lib.llama_log_set(lib.silence, None)
     lib.llama_backend_init()
     return lib

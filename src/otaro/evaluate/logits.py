@@ -1,17 +1,19 @@
-"""Logits of a long text in little memory: what a model's layers make of a window whole, the head a few positions at a time.
+"""Logits of a long text in little memory: what a model's layers make of a window whole, the head a few
+positions at a time.
 
-A window of 2,048 positions over Gemma's 262,144 words is 2 GB of logits, and as much again for every step of a loss on them.
-But the head looks at one position at a time. So `SlicedModel` runs the layers over the window, keeps what they leave (a few
-thousand numbers a position, the `states`), and makes logits of a slice of them whenever they are asked for.
+A window of 2,048 positions over Gemma's 262,144 words is 2 GB of logits, and as much again for every step of
+a loss on them. But the head looks at one position at a time. So `SlicedModel` runs the layers over the
+window, keeps what they leave (a few thousand numbers a position, the `states`), and makes logits of a slice
+of them whenever they are asked for.
 
-Which part of a class is "the layers" transformers knows (`get_decoder`); what comes after them differs: a product, a cap on
-the logits (Gemma 2), a scale (Granite, Cohere). None of that is written again here. Layers run inside the model's own forward,
-which is left as soon as they are done; the head runs by the same forward, on a copy of the model whose layers are replaced by
-states that are there already. Whether that gives the model's own logits is tried on the first tokens; if it does not, the
-states are the whole logits.
+Which part of a class is "the layers" transformers knows (`get_decoder`); what comes after them differs: a
+product, a cap on the logits (Gemma 2), a scale (Granite, Cohere). None of that is written again here. Layers
+run inside the model's own forward, which is left as soon as they are done; the head runs by the same forward,
+on a copy of the model whose layers are replaced by states that are there already. Whether that gives the
+model's own logits is tried on the first tokens; if it does not, the states are the whole logits.
 
-States take little room and keep what their head needs: `KeptStates` has those of a whole text in a file, and with a head that
-stays as it was when they were made, so that a model can be compared with one that is gone.
+States take little room and keep what their head needs: `KeptStates` has those of a whole text in a file, and
+with a head that stays as it was when they were made, so that a model can be compared with one that is gone.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class SlicedModel:
         self._head, self.is_whole = _without_layers(self.model, self._path), False
         try:
             apart = self.logits(self.states(ids))
-        except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError):  # a class made otherwise
+        except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError):
+            # a class made otherwise
             return False
         rounding = 64 * torch.finfo(whole.dtype).eps * whole.abs().max()
         return apart.shape == whole.shape and bool((apart - whole).abs().max() <= rounding)
@@ -135,7 +138,8 @@ def _set(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _shallow(module: Any) -> Any:
-    copied: Any = object.__new__(type(module))  # copy.copy goes by what pickles, which a nested model does not
+    # copy.copy goes by what pickles, which a nested model does not
+    copied: Any = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     copied._modules = dict(module._modules)
     return copied
@@ -153,7 +157,9 @@ def _run_head(head: Any, output: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 class _FrozenLinear(nn.Module):
-    """A linear with a copy of the weights, in 16 bits where that loses nothing; they are multiplied some rows at a time."""
+    """A linear with a copy of the weights, in 16 bits where that loses nothing; they are multiplied some rows
+    at a time.
+    """
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -161,7 +167,8 @@ class _FrozenLinear(nn.Module):
         kinds = [kind for kind in (torch.bfloat16, torch.float16) if _holds(weight, kind)]
         self.kept = weight.to(kinds[0], copy=True) if kinds else weight.clone()
         self.bias = None if bias is None else bias.detach().clone()
-        self.weight = torch.empty_like(weight, device="meta")  # without numbers: Mamba's forward asks for its type
+        # without numbers: Mamba's forward asks for its type
+        self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.kept.split(max(1, _ROWS // self.kept.shape[-1]))
@@ -176,7 +183,9 @@ def _holds(weight: torch.Tensor, kind: torch.dtype) -> bool:
 
 
 class KeptStates:
-    """A meter (`windows`): the states of a model at every position of a text, in a file, and its head as it was."""
+    """A meter (`windows`): the states of a model at every position of a text, in a file, and its head as it
+    was.
+    """
 
     aside = True
 

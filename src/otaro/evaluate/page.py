@@ -1,8 +1,9 @@
 """The page a report is written on: text made safe, tables, figures, and everything joined into one HTML file.
 
-The page is complete in itself and fetches nothing: style sheet, script and the charting library (Vega, from vl-convert) are
-embedded, and a content security policy names the hashes of exactly these, so that nothing else on the page can run, whatever
-stands in the files it was made from. The policy forbids `eval` too: Vega's interpreter evaluates the charts' expressions.
+The page is complete in itself and fetches nothing: style sheet, script and the charting library (Vega, from
+vl-convert) are embedded, and a content security policy names the hashes of exactly these, so that nothing
+else on the page can run, whatever stands in the files it was made from. The policy forbids `eval` too: Vega's
+interpreter evaluates the charts' expressions.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ def table(
     words: int = 1,
 ) -> str:
     """A table whose first columns, as many as `words`, are words, and the others numbers."""
-    head = "".join(f"<th scope=col{_number(i, words)}>{escape(heading)}</th>" for i, heading in enumerate(headings))
+    head = "".join(
+        f"<th scope=col{_number(i, words)}>{escape(heading)}</th>" for i, heading in enumerate(headings)
+    )
     body = "".join(f"<tr>{''.join(_cell(cell, i, words) for i, cell in enumerate(row))}</tr>" for row in rows)
     stacked = " class=stacked" * (len(headings) >= _STACKED_FROM)
-    told = f"<caption><div><strong>{escape(caption)}</strong> {escape(note)} {made_by(commands)}</div></caption>"
-    return f"<div class=scroll><table{stacked}>{told}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    told = (
+        f"<caption><div><strong>{escape(caption)}</strong> {escape(note)} {made_by(commands)}</div></caption>"
+    )
+    return (
+        "<div "
+        f"class=scroll><table{stacked}>{told}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _cell(cell: Cell, column: int, words: int) -> str:
@@ -73,7 +81,13 @@ class Page:
         self.charts: dict[str, dict[str, Any]] = {}
 
     def figure(
-        self, title: str, note: str, commands: Iterable[str], chart: dict[str, Any], on: str = "", digest: str = ""
+        self,
+        title: str,
+        note: str,
+        commands: Iterable[str],
+        chart: dict[str, Any],
+        on: str = "",
+        digest: str = "",
     ) -> str:
         """A chart with its caption; title and `on` also describe it to those who do not see it."""
         key = f"chart-{len(self.charts) + 1}"
@@ -96,7 +110,8 @@ class Page:
             "nav": "".join(f'<a href="#{key}">{heading}</a>' for key, heading, _ in sections),
             "opening": opening,
             "sections": "".join(
-                f'<section id="{key}" aria-labelledby="{key}-h"><h2 id="{key}-h">{heading}</h2>{content}</section>'
+                f'<section id="{key}" aria-labelledby="{key}-h"><h2 '
+                f'id="{key}-h">{heading}</h2>{content}</section>'
                 for key, heading, content in sections
             ),
             "charts": _embedded_json({"config": CONFIG, "figures": self.charts}),
@@ -135,4 +150,5 @@ def _library() -> str:
     import vl_convert
 
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")  # the same in strings, and no end to the element
+    # the same in strings, and no end to the element
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,12 +1,13 @@
 """How many tokens a second several sequences make together: `otaro bench --parallel 1,2,4,8,16`.
 
-A contender is a number of sequences at a precision, run by the engine. Sequences at *mixed* precisions take the
-precisions in turn, one after the other, and share a pass over the weights as the CPU can. Each has its own prompt,
-which was read before the clock starts, so that only decoding is timed. As in `speed`, contenders take turns: a round
-is one turn of each, the first warms up, figures are medians, and gains are medians of ratios within rounds.
+A contender is a number of sequences at a precision, run by the engine. Sequences at *mixed* precisions take
+the precisions in turn, one after the other, and share a pass over the weights as the CPU can. Each has its
+own prompt, which was read before the clock starts, so that only decoding is timed. As in `speed`, contenders
+take turns: a round is one turn of each, the first warms up, figures are medians, and gains are medians of
+ratios within rounds.
 
-Beside them stands one sequence read by the decoder alone, which shows what the engine costs, and llama.cpp if asked
-for, which decodes as many sequences in one batch.
+Beside them stands one sequence read by the decoder alone, which shows what the engine costs, and llama.cpp if
+asked for, which decodes as many sequences in one batch.
 """
 
 from __future__ import annotations
@@ -98,19 +99,25 @@ def bench(
         for precision in chosen:
             turns[ALONE + f" at {precision}", 1] = _alone(place, model, prompts[0], precision, settings)
             for count in counts:
-                turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], settings.tokens)
+                turns[str(precision), count] = _ours(
+                    place, scheduler, prompts[:count], [precision], settings.tokens
+                )
             if with_llama and (kind := KINDS.get(str(precision))) is not None:
                 path = gguf_file(nested, kind, Path(stack.enter_context(tempfile.TemporaryDirectory())))
                 positions = settings.context + settings.tokens + 1
                 theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
                 stack.callback(theirs.close)
                 for count in counts:
-                    turns[f"llama.cpp {kind}", count] = _theirs(place, theirs, prompts[:count], settings.tokens)
+                    turns[f"llama.cpp {kind}", count] = _theirs(
+                        place, theirs, prompts[:count], settings.tokens
+                    )
         for count in counts:
             if len(chosen) > 1 and count > 1:
                 turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
         total, done = (1 + settings.rounds) * len(turns), itertools.count()
-        timed = in_turns(turns, settings.rounds, lambda key: progress(f"{key[0]}, {key[1]} at once", next(done), total))
+        timed = in_turns(
+            turns, settings.rounds, lambda key: progress(f"{key[0]}, {key[1]} at once", next(done), total)
+        )
         progress("", total, total)
         seconds = {key: [taken / tokens for taken, tokens in rounds] for key, rounds in timed.items()}
         return Parallel(
@@ -125,12 +132,18 @@ def _row(what: str, count: int, seconds: dict[tuple[str, int], list[float]]) -> 
     """`seconds` are those of a token of all sequences together, round by round."""
     mine = seconds[what, count]
     total, one = 1 / median(mine), seconds.get((what, 1))
-    gain = None if one is None else median(alone / together for alone, together in zip(one, mine, strict=True))
+    gain = (
+        None if one is None else median(alone / together for alone, together in zip(one, mine, strict=True))
+    )
     return Together(what, count, total, total / count, gain, mine)
 
 
 def _ours(
-    place: Cpu, scheduler: Scheduler, prompts: list[list[int]], precisions: Sequence[Precision | Fit], tokens: int
+    place: Cpu,
+    scheduler: Scheduler,
+    prompts: list[list[int]],
+    precisions: Sequence[Precision | Fit],
+    tokens: int,
 ) -> Turn:
     pairs = list(zip(prompts, itertools.islice(itertools.cycle(precisions), len(prompts)), strict=True))
 

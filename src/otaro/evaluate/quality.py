@@ -6,18 +6,21 @@ A record names the model it is about and lists measurements, `entries`, of three
     divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
     task         accuracy on a task of lm-evaluation-harness
 
-An entry is *identified* by its kind, its precision, how weights became codes, the device and what was asked (`IDENTITY`);
-measuring the same again replaces it. The rest is the outcome, and under which circumstances it came about: command, date,
-versions. The file is written whole after every measurement, so an evaluation that dies loses only what it was at.
+An entry is *identified* by its kind, its precision, how weights became codes, the device and what was asked
+(`IDENTITY`); measuring the same again replaces it. The rest is the outcome, and under which circumstances it
+came about: command, date, versions. The file is written whole after every measurement, so an evaluation that
+dies loses only what it was at.
 
-`bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not in the type of
-the model. A precision may be the name of a fit (`file.fits`); `fit_sha256` then tells its precisions from those of another fit
-of this name.
+`bos` says whether windows began with a beginning-of-text token, `kv` what keys and values were kept in if not
+in the type of the model. A precision may be the name of a fit (`file.fits`); `fit_sha256` then tells its
+precisions from those of another fit of this name.
 
-Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding (`series`). A
-nested model has no full precision of its own; `reference_model` then says which checkpoint's it is.
+Full precision has no codes, hence neither group size nor reconstruction, and goes with those of every coding
+(`series`). A nested model has no full precision of its own; `reference_model` then says which checkpoint's it
+is.
 
-A record travels with its model and so comes from strangers: nothing in it is believed before `records` has checked it.
+A record travels with its model and so comes from strangers: nothing in it is believed before `records` has
+checked it.
 """
 
 from __future__ import annotations
@@ -74,7 +77,12 @@ def series(entries: Iterable[Entry]) -> list[dict[str, Entry]]:
     whole: dict[tuple[Any, ...], list[Entry]] = {}  # full precision
     parts: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Entry]]] = {}  # by coding
     for entry in entries:
-        free = ("precision", "fit_sha256", *CODING, *(["reference_model"] if entry["kind"] != "divergence" else []))
+        free = (
+            "precision",
+            "fit_sha256",
+            *CODING,
+            *(["reference_model"] if entry["kind"] != "divergence" else []),
+        )
         key = identity({field: value for field, value in entry.items() if field not in free})
         codings = parts.setdefault(key, {})
         if entry["precision"] == FULL:
@@ -111,7 +119,9 @@ class Quality:
 
 
 def read_quality(directory: Path, model: str | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is refused."""
+    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is
+    refused.
+    """
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
@@ -123,7 +133,8 @@ def read_quality(directory: Path, model: str | None = None) -> Quality | None:
         raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
     if model is not None and quality.model != model:
         raise QualityError(
-            f"{path} is about another model ({quality.model[:12]}) than the one beside it ({model[:12]}); move it away"
+            f"{path} is about another model ({quality.model[:12]}) than the one beside it ({model[:12]}); "
+            "move it away"
         )
     return quality
 
@@ -142,15 +153,19 @@ def is_share(metric: str) -> bool:
 
 
 def averages(entries: Iterable[Entry]) -> list[Entry]:
-    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all of these.
+    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all
+    of these.
 
-    Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else was measured.
-    None of less than two tasks, or of scores that are no shares. Samples are independent, so errors add up by their squares.
+    Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else
+    was measured. None of less than two tasks, or of scores that are no shares. Samples are independent, so
+    errors add up by their squares.
     """
     alike: dict[tuple[int | None, str], dict[tuple[Any, ...], dict[tuple[str, str | None], Entry]]] = {}
     for entry in entries:
         if entry["kind"] == "task":
-            model = tuple(entry.get(field) for field in ("precision", *CODING, "fit_sha256", "reference_model"))
+            model = tuple(
+                entry.get(field) for field in ("precision", *CODING, "fit_sha256", "reference_model")
+            )
             by_model = alike.setdefault((entry["limit"], entry["device"]), {})
             by_model.setdefault(model, {})[entry["task"], entry["data_sha256"]] = entry
     found = []
@@ -159,7 +174,11 @@ def averages(entries: Iterable[Entry]) -> list[Entry]:
         is_paper = PAPER_TASKS.keys() <= {name for name, _ in every}
         tasks = [task for task in every if task[0] in PAPER_TASKS or not is_paper]
         data = hashlib.sha256(json.dumps(sorted(tasks, key=str)).encode()).hexdigest()
-        about = {"task": ZEROSHOT8 if is_paper else f"average of {len(tasks)}", "metric": "acc", "data_sha256": data}
+        about = {
+            "task": ZEROSHOT8 if is_paper else f"average of {len(tasks)}",
+            "metric": "acc",
+            "data_sha256": data,
+        }
         for measured in by_model.values():
             own = [measured[task] for task in tasks if task in measured]
             if 1 < len(own) == len(tasks) and all(is_share(entry["metric"]) for entry in own):
@@ -172,7 +191,9 @@ def averages(entries: Iterable[Entry]) -> list[Entry]:
 
 
 class Record:
-    """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory only."""
+    """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory
+    only.
+    """
 
     def __init__(self, model: str, directory: Path | None) -> None:
         self._model, self._directory, self._quality = model, directory, Quality(model)

@@ -1,8 +1,10 @@
-"""The files that measuring leaves and reads again: what each of their fields may be, in one place, for pydantic to check.
+"""The files that measuring leaves and reads again: what each of their fields may be, in one place, for
+pydantic to check.
 
-Files travel with models and runs and so come from strangers. `check` looks at all of one and changes nothing of it:
-numbers stay as they were written. Fields that are not named here are let through in what a run leaves, and refused in a
-quality record. Names are free of control characters, which could otherwise speak to the terminal that shows them.
+Files travel with models and runs and so come from strangers. `check` looks at all of one and changes nothing
+of it: numbers stay as they were written. Fields that are not named here are let through in what a run leaves,
+and refused in a quality record. Names are free of control characters, which could otherwise speak to the
+terminal that shows them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from otaro.file.coding import is_group_size, is_reconstruction
@@ -30,7 +40,9 @@ _LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 
 
 def check(kind: Any, stored: object) -> Any:
-    """What is stored, if it is such a record; else a ValueError that names the first field that is not as it should be."""
+    """What is stored, if it is such a record; else a ValueError that names the first field that is not as it
+    should be.
+    """
     try:
         _adapter(kind).validate_python(stored, strict=True)
     except ValidationError as error:
@@ -76,11 +88,14 @@ def _is_chosen(value: str) -> bool:
     return value in PRECISION_NAMES or (is_fit(value) and fit_name(value) == value)
 
 
-# What runs leave ------------------------------------------------------------------------------------------------------
+# What runs leave --------------------------------------------------------------------------------------------
 
 _choices = ", ".join(PRECISION_NAMES)
-PrecisionName = Annotated[str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))]
-Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]  # a run may leave NaN or infinity
+PrecisionName = Annotated[
+    str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))
+]
+# a run may leave NaN or infinity
+Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]
 Above = Annotated[Number, AfterValidator(_rule(lambda value: not value <= 0, "it should be above zero"))]
 Whole = Annotated[int, Field(ge=0, lt=_EXACT)]
 Positive = Annotated[int, Field(gt=0, lt=_EXACT)]
@@ -160,18 +175,30 @@ def _are_square(found: _Gradients) -> bool:
     return all(len(matrix) == size and all(len(row) == size for row in matrix) for matrix in matrices)
 
 
-Gradients = Annotated[_Gradients, AfterValidator(_rule(_are_square, "overall or a module is not a matrix of the precisions"))]
+Gradients = Annotated[
+    _Gradients, AfterValidator(_rule(_are_square, "overall or a module is not a matrix of the precisions"))
+]
 """gradients.json of `otaro analyze`."""
 
 
-# The quality record ---------------------------------------------------------------------------------------------------
+# The quality record -----------------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(gt=0, lt=1 << 63)]
-Figure = Annotated[float, AfterValidator(_rule(lambda value: abs(value) < _HUGE, "it should be finite"))]  # NaN is not
+# NaN is not
+Figure = Annotated[float, AfterValidator(_rule(lambda value: abs(value) < _HUGE, "it should be finite"))]
 Speed = Annotated[Figure, Field(gt=0)]
-Name = Annotated[str, Field(min_length=1, max_length=LONGEST), AfterValidator(_rule(str.isprintable, "it should be printable"))]
+Name = Annotated[
+    str,
+    Field(min_length=1, max_length=LONGEST),
+    AfterValidator(_rule(str.isprintable, "it should be printable")),
+]
 Digest = Annotated[str, AfterValidator(_rule(is_digest, "it should be a SHA-256"))]
-Day = Annotated[str, AfterValidator(_rule(lambda value: date.fromisoformat(value).isoformat() == value, "it should be a date"))]
+Day = Annotated[
+    str,
+    AfterValidator(
+        _rule(lambda value: date.fromisoformat(value).isoformat() == value, "it should be a date")
+    ),
+]
 _closed = with_config(ConfigDict(extra="forbid"))
 _KV = ("float16", *PRECISION_NAMES[1:])
 
@@ -181,8 +208,12 @@ class At(TypedDict):
 
     precision: Annotated[str, AfterValidator(_rule(_is_chosen, f"it should be a fit or one of {_choices}"))]
     fit_sha256: NotRequired[Digest]
-    group_size: NotRequired[Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]]
-    reconstruction: NotRequired[Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]]
+    group_size: NotRequired[
+        Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]
+    ]
+    reconstruction: NotRequired[
+        Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]
+    ]
     device: Name
     reference_model: NotRequired[Digest]
 
@@ -195,7 +226,9 @@ class OnText(At):
     window: Count
     tokens: Count
     bos: bool
-    kv: NotRequired[Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]]
+    kv: NotRequired[
+        Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]
+    ]
 
 
 class _Made(TypedDict):
@@ -243,7 +276,9 @@ def _has_its_coding(entry: At) -> bool:
 
 Entry = Annotated[
     Annotated[_Perplexity | _Divergence | _Task, Field(discriminator="kind")],
-    AfterValidator(_rule(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision")),
+    AfterValidator(
+        _rule(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision")
+    ),
     AfterValidator(_rule(_has_its_coding, "group_size and reconstruction go with every precision but full")),
 ]
 
@@ -265,7 +300,7 @@ IDENTITY = {
 """The fields that tell entries of a kind apart."""
 
 
-# What tensors lose ----------------------------------------------------------------------------------------------------
+# What tensors lose ------------------------------------------------------------------------------------------
 
 
 @_closed

@@ -1,8 +1,8 @@
 """`otaro report`: one HTML file that shows what runs gave at each precision.
 
-Every figure and every table has a fold with the commands that made it. Quality, size and speed are in tables as well; what goes
-step by step, batch by batch or module by module is only drawn. A section whose data is absent says in a line which command
-makes it. How the page is put together is in page.py.
+Every figure and every table has a fold with the commands that made it. Quality, size and speed are in tables
+as well; what goes step by step, batch by batch or module by module is only drawn. A section whose data is
+absent says in a line which command makes it. How the page is put together is in page.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from otaro.evaluate.charts import BITS, shown
 from otaro.evaluate.comparable import About, Series, held_out, measured, stage_of
 from otaro.evaluate.page import Cell, Page, escape, made_by, table
 from otaro.evaluate.records import FULL
-from otaro.evaluate.run_folder import BEFORE, BENCH_SETTINGS, FULL_PASS, NAMES, Run, has_full_pass, is_finite, recipe_of
+from otaro.evaluate.run_folder import (
+    BEFORE,
+    BENCH_SETTINGS,
+    FULL_PASS,
+    NAMES,
+    Run,
+    has_full_pass,
+    is_finite,
+    recipe_of,
+)
 from otaro.file.atomic import write_text
 from otaro.file.summary import Summary
 from otaro.readable import size
@@ -37,7 +46,8 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
 class _Report:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs, self.page = runs, Page()
-        self.names = sorted((run.name for run in runs), key=lambda name: name != BEFORE)  # in every table the first
+        # in every table the first
+        self.names = sorted((run.name for run in runs), key=lambda name: name != BEFORE)
         self.perplexities = {**measured(runs, "perplexity"), **held_out(runs)}
 
     def render(self) -> str:
@@ -66,9 +76,14 @@ class _Report:
         title = f"<h1>One model, {_WORDS[len(present)]} precision{'s' * (len(present) > 1)}</h1>"
         tiles = "".join(_tile(name, run, after, before) for name in present)
         commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
-        caption = f"Perplexity of {run.name} on {text.what}, lower is better; size; {BITS}." if after else f"Size; {BITS}."
+        caption = (
+            f"Perplexity of {run.name} on {text.what}, lower is better; size; {BITS}."
+            if after
+            else f"Size; {BITS}."
+        )
         return (
-            f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl class=tiles>{tiles}</dl>"
+            f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl "
+            f"class=tiles>{tiles}</dl>"
             f"<div class=caption>{escape(caption)} {made_by(commands)}</div>"
         )
 
@@ -115,7 +130,11 @@ class _Report:
     def _short(self, text: About) -> str:
         """A text without how it was read, where that tells it from the others."""
         name = text.what.partition(" (")[0]
-        return name if [other.what.partition(" (")[0] for other in self.perplexities].count(name) == 1 else text.what
+        return (
+            name
+            if [other.what.partition(" (")[0] for other in self.perplexities].count(name) == 1
+            else text.what
+        )
 
     def _tasks(self) -> str:
         if not (tasks := measured(self.runs, "task")):
@@ -133,14 +152,20 @@ class _Report:
         commands = [command for series in tasks.values() for command in _commands(series)]
         note = "Higher is better. The small figure is the standard error."
         headings = ["task", "run", *map(shown, names)]
-        return f"<div class=grid>{figures}</div>" + table("Accuracy by task", headings, rows, commands, note, words=2)
+        return f"<div class=grid>{figures}</div>" + table(
+            "Accuracy by task", headings, rows, commands, note, words=2
+        )
 
     def _divergence(self) -> str:
         parts = []
         for text, series in measured(self.runs, "divergence").items():
             chart = charts.by_precision(_points(series), self.names, "divergence (nats)")
             hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
-            parts.append(self.page.figure(f"Divergence from {text.what}", hint, _commands(series), chart, digest=text.digest))
+            parts.append(
+                self.page.figure(
+                    f"Divergence from {text.what}", hint, _commands(series), chart, digest=text.digest
+                )
+            )
             note = "In nats. The small figure is how often the likeliest token is the same."
             parts.append(_by_precision("Divergence by precision", series, _divergence_cell, note))
         reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"
@@ -164,14 +189,19 @@ class _Report:
             if (found := run.bench) is not None:
                 timed = found["settings"]
                 place = f"{found['machine']}, kernels {found['kernels']}, {found['threads']} threads"
-                how = f"decode of {timed['tokens']} tokens after {timed['context']}, prefill of {timed['prompt_tokens']}"
+                how = (
+                    f"decode of {timed['tokens']} tokens after {timed['context']}, prefill of "
+                    f"{timed['prompt_tokens']}"
+                )
                 alike.setdefault((place, how), []).append(run)
         parts = []
         for (place, how), runs in alike.items():
             timed = [(run.name, row) for run in runs if run.bench for row in run.bench["precisions"]]
             series = [
                 Series(
-                    run.name, stage_of(run.name), {row["precision"]: row["decode"] for name, row in timed if name == run.name}
+                    run.name,
+                    stage_of(run.name),
+                    {row["precision"]: row["decode"] for name, row in timed if name == run.name},
                 )
                 for run in runs
             ]
@@ -181,7 +211,13 @@ class _Report:
             parts.append(self.page.figure(f"Decode speed on {place}", note, commands, chart))
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "weights per token"]
             rows = [
-                [row["precision"], name, f"{row['decode']:,.0f}", f"{row['prefill']:,.0f}", size(row["weight_bytes"])]
+                [
+                    row["precision"],
+                    name,
+                    f"{row['decode']:,.0f}",
+                    f"{row['prefill']:,.0f}",
+                    size(row["weight_bytes"]),
+                ]
                 for name, row in timed
             ]
             parts.append(table("Speed by precision", headings, rows, commands, words=2))
@@ -201,21 +237,38 @@ class _Report:
             if has_full_pass(run.tuning):
                 counts[FULL], note = len(run.log), f"Where full counts every step, each has {FULL_PASS}."
             rows.append([run.name, recipe_of(run.tuning), *(f"{count:,}" for count in counts.values())])
-        steps = table("Steps at each precision", headings, rows, [run.command for run in logged], note, words=2)
+        steps = table(
+            "Steps at each precision", headings, rows, [run.command for run in logged], note, words=2
+        )
         return "".join(map(self._training_of, logged)) + steps
 
     def _training_of(self, run: Run) -> str:
         made = [run.command]
         lost = sum(not math.isfinite(step.cross_entropy) for step in run.log)
-        note = "Of the labels alone, so that precisions compare. Dots are steps, lines are means over stretches of steps."
-        if all(step.cross_entropy == step.loss for step in run.log) and (run.tuning or {})["options"].get("distill"):
-            note = "This log has no cross-entropy: the loss, at some precisions mixed with divergence. Do not compare."
+        note = (
+            "Of the labels alone, so that precisions compare. Dots are steps, lines are means over "
+            "stretches of steps."
+        )
+        if all(step.cross_entropy == step.loss for step in run.log) and (run.tuning or {})["options"].get(
+            "distill"
+        ):
+            note = (
+                "This log has no cross-entropy: the loss, at some precisions mixed with divergence. Do "
+                "not compare."
+            )
         note += f" {lost:,} steps without a finite loss are left out." if lost else ""
         figures = self.page.figure(f"Cross-entropy by step, {run.name}", note, made, charts.training(run.log))
         if len({step.precision for step in run.log}) > 1:
             held = sum(not step.applied for step in run.log)
-            note = f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its share."
-            note += " Besides, every step has a pass in full precision." if has_full_pass(run.tuning or {}) else ""
+            note = (
+                f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its "
+                "share."
+            )
+            note += (
+                " Besides, every step has a pass in full precision."
+                if has_full_pass(run.tuning or {})
+                else ""
+            )
             note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
             figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(run.log))
         return f"<div class=pair>{figures}</div>"
@@ -230,17 +283,23 @@ class _Report:
                     for figure in charts.GRADIENTS
                 )
                 parts.append(f"<div class=pair>{figures}</div>")
-        return "".join(parts) or self._missing("analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE")
+        return "".join(parts) or self._missing(
+            "analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE"
+        )
 
     def _missing(self, what: str, command: str) -> str:
         """A line in place of what is absent."""
         run = self.runs[0]
         places = {"run": run.path, "model": run.nested or run.checkpoint, "checkpoint": run.checkpoint}
         quoted = {name: shlex.quote(str(path)) if path else "MODEL" for name, path in places.items()}
-        return f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code> makes it.</p>"
+        return (
+            f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code> makes it.</p>"
+        )
 
 
-def _lede(run: Run, after: Series | None, before: Series | None, series: Sequence[Series], present: Sequence[str]) -> str:
+def _lede(
+    run: Run, after: Series | None, before: Series | None, series: Sequence[Series], present: Sequence[str]
+) -> str:
     """The result in a sentence or two."""
     finest, coarsest = present[0], present[-1]
     sizes = _bytes(run.summary)
@@ -257,7 +316,9 @@ def _lede(run: Run, after: Series | None, before: Series | None, series: Sequenc
             if other is not after and (there := _cost(other, finest, coarsest)) is not None
         ]
         more = f" ({'; '.join(others)})" if others else ""
-        sentences.append(f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+,.1%}</strong>{more}.")
+        sentences.append(
+            f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+,.1%}</strong>{more}."
+        )
     return " ".join(sentences)
 
 
@@ -291,7 +352,9 @@ def _sizes(runs: Sequence[Run]) -> str:
     rows = [["FP16", size(2 * (summary.packed_weights + summary.other_parameters)), "16.000", "100.0%"]]
     for row in summary.precisions:
         if row.bytes is not None:
-            rows.append([row.precision, size(row.bytes), f"{row.bits_per_weight:.3f}", f"{row.ratio_to_fp16:.1%}"])
+            rows.append(
+                [row.precision, size(row.bytes), f"{row.bits_per_weight:.3f}", f"{row.ratio_to_fp16:.1%}"]
+            )
     note = (
         "Each precision is a prefix of the next finer one: "
         f"all {_WORDS[len(sizes)]} together take {size(max(sizes.values()))}, "
@@ -302,7 +365,9 @@ def _sizes(runs: Sequence[Run]) -> str:
     return table(title, ["precision", "size", "bits per weight", "of FP16"], rows, map(_inspect, runs), note)
 
 
-def _by_precision(title: str, series: Sequence[Series], cell: Callable[[Series, str], Cell], note: str) -> str:
+def _by_precision(
+    title: str, series: Sequence[Series], cell: Callable[[Series, str], Cell], note: str
+) -> str:
     """A table with precisions downwards and runs across."""
     rows = [[shown(name), *(cell(one, name) for one in series)] for name in _present(series)]
     return table(title, ["precision", *(one.label for one in series)], rows, _commands(series), note)
@@ -348,7 +413,9 @@ def _inspect(run: Run) -> str:
 
 
 def _bytes(summary: Summary | None) -> dict[str, int]:
-    return {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
+    return (
+        {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
+    )
 
 
 def _bits(summary: Summary | None) -> dict[str, float]:
@@ -380,9 +447,15 @@ def _perplexity_cell(series: Series, name: str) -> Cell:
 def _score_cell(series: Series, name: str) -> Cell:
     """A score and its standard error."""
     error = series.besides.get(name)
-    return (f"{series.values[name]:.3f}", "" if error is None else f"±{error:.3f}") if name in series.values else ("–", "")
+    return (
+        (f"{series.values[name]:.3f}", "" if error is None else f"±{error:.3f}")
+        if name in series.values
+        else ("–", "")
+    )
 
 
 def _divergence_cell(series: Series, name: str) -> Cell:
     """With how often the likeliest token is the same."""
-    return (f"{series.values[name]:.4f}", f"{series.besides[name]:.1%}") if name in series.values else ("–", "")
+    return (
+        (f"{series.values[name]:.4f}", f"{series.besides[name]:.1%}") if name in series.values else ("–", "")
+    )

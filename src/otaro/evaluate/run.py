@@ -1,11 +1,13 @@
-"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one measurement at a time.
+"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one measurement
+at a time.
 
-Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an evaluation that was
-interrupted goes on where it stopped, and one that was finished measures nothing. Precision is the outer loop, full precision
-first: the unquantized model goes before the packed one comes.
+Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an
+evaluation that was interrupted goes on where it stopped, and one that was finished measures nothing.
+Precision is the outer loop, full precision first: the unquantized model goes before the packed one comes.
 
-What is measured on a text comes from readings of it. Perplexity and divergence of a precision are one reading, where their
-windows are the same. The reference is read before all that is compared with it, once, and kept (`evaluate.logits`).
+What is measured on a text comes from readings of it. Perplexity and divergence of a precision are one
+reading, where their windows are the same. The reference is read before all that is compared with it, once,
+and kept (`evaluate.logits`).
 """
 
 from __future__ import annotations
@@ -84,9 +86,16 @@ class Evaluation:
         if wanted.kv and self._tasks is not None:
             raise OtaroError("--kv is measured on a text; leave --tasks for another command")
         kvs: tuple[str | None, ...] = wanted.kv or (None,)
-        at = [(precision, kv) for kv in kvs for precision in subject.precisions if kv is None or precision != FULL]
+        at = [
+            (precision, kv)
+            for kv in kvs
+            for precision in subject.precisions
+            if kv is None or precision != FULL
+        ]
         if wanted.kv and not at:
-            raise OtaroError(f"--kv needs the decoder, which runs packed weights: give another --precision than {FULL}")
+            raise OtaroError(
+                f"--kv needs the decoder, which runs packed weights: give another --precision than {FULL}"
+            )
         self.plan = [entry for precision, kv in at for entry in self._entries_at(precision, kv)]
 
     def run(
@@ -97,34 +106,50 @@ class Evaluation:
         again: bool = False,
         progress: Progress = lambda what, done, total: None,
     ) -> list[Entry]:
-        """The entries of `plan` with their outcomes; those not found in the record are measured and kept in it one by one.
+        """The entries of `plan` with their outcomes; those not found in the record are measured and kept in
+        it one by one.
 
-        `progress` gets what is being measured, after the first window with how long all readings will take, and how much is
-        done: of the tokens of all readings, or of a task's requests. A measurement that does not come out finite is not kept;
-        it is told of, by an exception, when all others have been made.
+        `progress` gets what is being measured, after the first window with how long all readings will take,
+        and how much is done: of the tokens of all readings, or of a task's requests. A measurement that does
+        not come out finite is not kept; it is told of, by an exception, when all others have been made.
         """
         overflowed = []
         entries = [None if again else record.find(entry) for entry in self.plan]
         missing = [number for number, entry in enumerate(entries) if entry is None]
         for number in missing:
             if self._tasks is not None and self.plan[number]["kind"] == "task":
-                self._tasks.prepare(self.plan[number]["task"])  # data that cannot be had is better missed now than in an hour
-        readings = _Readings(self.subject, self._readings([self.plan[number] for number in missing]), progress)
+                # data that cannot be had is better missed now than in an hour
+                self._tasks.prepare(self.plan[number]["task"])
+        readings = _Readings(
+            self.subject, self._readings([self.plan[number] for number in missing]), progress
+        )
         for done, number in enumerate(missing):
             entry = self.plan[number]
             kv = f" with keys and values in {entry['kv']}" if "kv" in entry else ""
             at = f"{entry['precision']} {entry.get('task', entry['kind'])}{kv}, {done + 1} of {len(missing)}"
-            outcome = self._task(entry, progress, at) if entry["kind"] == "task" else readings.outcome(entry, at)
-            if odd := [value for value in outcome.values() if isinstance(value, float) and not isfinite(value)]:
+            outcome = (
+                self._task(entry, progress, at) if entry["kind"] == "task" else readings.outcome(entry, at)
+            )
+            if odd := [
+                value for value in outcome.values() if isinstance(value, float) and not isfinite(value)
+            ]:
                 overflowed.append(f"{at}: comes out as {odd[0]}")
             else:
-                circumstances = {"command": self._command(entry), "date": date.today().isoformat(), "versions": versions}
+                circumstances = {
+                    "command": self._command(entry),
+                    "date": date.today().isoformat(),
+                    "versions": versions,
+                }
                 entries[number] = finished = {**entry, **outcome, **circumstances}
                 record.add(finished)
-            if not readings.need_full and not any(self.plan[n]["precision"] == FULL for n in missing[done + 1 :]):
+            if not readings.need_full and not any(
+                self.plan[n]["precision"] == FULL for n in missing[done + 1 :]
+            ):
                 self.subject.release_full()
         if overflowed:
-            raise OtaroError(f"the model's outputs overflow ({'; '.join(overflowed)}); everything else has been measured")
+            raise OtaroError(
+                f"the model's outputs overflow ({'; '.join(overflowed)}); everything else has been measured"
+            )
         return [entry for entry in entries if entry is not None]
 
     def _cut(self, text: Text, tokenizer: Any) -> Windows:
@@ -133,7 +158,9 @@ class Evaluation:
         if original is not None:
             their_bos = begins_with_bos(original.tokenizer) if self.wanted.bos else None
             if their_bos != bos or not torch.equal(text.ids(original.tokenizer), ids):
-                raise OtaroError(f"--reference {original.model} has another tokenizer: it reads {text.name} otherwise")
+                raise OtaroError(
+                    f"--reference {original.model} has another tokenizer: it reads {text.name} otherwise"
+                )
         window = choose_window(self.subject.config, self.wanted.window)
         return Windows(ids, window, self.wanted.stride or window, bos)
 
@@ -147,7 +174,12 @@ class Evaluation:
             at["fit_sha256"] = subject.fits[precision].sha256
         if text is not None and windows is not None:
             size = {"window": windows.window, "tokens": len(windows.ids), "bos": windows.bos is not None}
-            on_text = {"text": text.name, "text_sha256": text.sha256, **size, **({} if kv is None else {"kv": kv})}
+            on_text = {
+                "text": text.name,
+                "text_sha256": text.sha256,
+                **size,
+                **({} if kv is None else {"kv": kv}),
+            }
             yield {"kind": "perplexity", **at, **on_text, "stride": self.stride}
             if self.wanted.divergence and (precision, kv) != (subject.reference, None):
                 yield {"kind": "divergence", **at, **on_text, "reference": subject.reference, **elsewhere}
@@ -196,7 +228,14 @@ class Evaluation:
             words += ["--limit", str(self.wanted.limit)] if self.wanted.limit is not None else []
             words += ["--batch-size", str(self.wanted.batch_size)]
         elif self.wanted.text is not None:
-            words += ["--text", self.wanted.text.source, "--window", str(self.window), "--stride", str(self.stride)]
+            words += [
+                "--text",
+                self.wanted.text.source,
+                "--window",
+                str(self.window),
+                "--stride",
+                str(self.stride),
+            ]
             words += [] if self.wanted.bos else ["--no-bos"]
             words += ["--kv", entry["kv"]] if "kv" in entry else []
             words += ["--divergence"] if entry["kind"] == "divergence" else []
@@ -256,7 +295,10 @@ class _Readings:
             self._reference = kept
         for key, meter in meters.items():
             if isinstance(meter, Loss):
-                self._outcomes[key] = {"value": meter.perplexity, "tokens_per_second": len(windows.ids) / seconds}
+                self._outcomes[key] = {
+                    "value": meter.perplexity,
+                    "tokens_per_second": len(windows.ids) / seconds,
+                }
             elif isinstance(meter, Divergence):
                 self._outcomes[key] = {"kl": meter.kl, "agreement": meter.agreement}
 

@@ -1,10 +1,11 @@
-"""What `otaro report` is given, read and checked: the run folders of `otaro tune`, and models that carry their measurements.
+"""What `otaro report` is given, read and checked: the run folders of `otaro tune`, and models that carry
+their measurements.
 
-A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model, `nested` and
-`model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or ordinary, may be given in its
-own right: it then stands for itself, and serves as a baseline. So does a folder that holds nothing but a quality.json, as
-`otaro eval --out` makes. A baseline in a folder called `before` is the model before tuning. Findings of `otaro analyze
-gradients` lie in `analysis` folders.
+A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model,
+`nested` and `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or
+ordinary, may be given in its own right: it then stands for itself, and serves as a baseline. So does a folder
+that holds nothing but a quality.json, as `otaro eval --out` makes. A baseline in a folder called `before` is
+the model before tuning. Findings of `otaro analyze gradients` lie in `analysis` folders.
 
 Whatever is absent stays empty here; whatever is present must make sense, or the file is refused by name.
 """
@@ -39,7 +40,8 @@ NAMES = PRECISION_NAMES
 
 METHOD_OF = {"best": "uniform", "paper": "otaro"}  # of the recipes
 FULL_PASS = (
-    "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as usual has them: they "
+    "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as "
+    "usual has them: they "
     "need no steps of their own"
 )
 BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
@@ -75,7 +77,9 @@ class Run:
     quality: list[Entry]
     """Entries of quality.json."""
     coding: Coding | None
-    """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was measured first."""
+    """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was
+    measured first.
+    """
     gradients: dict[str, Any] | None
     checkpoint: Path | None
     """The directory of the model as an ordinary checkpoint, or where tuning would put it."""
@@ -92,28 +96,47 @@ class Run:
         assert self.tuning is not None
         count = self.tuning.get("processes", 1)
         words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
-        words += ["tune", str(self.tuning["model"]), "--data", str(self.tuning["data"]), "--out", str(self.path)]
+        words += [
+            "tune",
+            str(self.tuning["model"]),
+            "--data",
+            str(self.tuning["data"]),
+            "--out",
+            str(self.path),
+        ]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
-        of_recipe = said.get("full", 0.0) is None  # its own share in full precision, which a named method would take away
+        # its own share in full precision, which a named method would take away
+        of_recipe = said.get("full", 0.0) is None
         for name, value in said.items():
             if of_recipe and name == "calibrate" and value is False:
                 words.append("--no-calibrate")  # which the recipe does
             untold = of_recipe and name == "method"
-            if untold or value is None or value is False or (name == "epochs" and self.tuning["training"].get("steps")):
+            if (
+                untold
+                or value is None
+                or value is False
+                or (name == "epochs" and self.tuning["training"].get("steps"))
+            ):
                 continue
             flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-            words += [flag] if value is True else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            words += (
+                [flag]
+                if value is True
+                else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            )
         return shlex.join(words)
 
 
 def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, total: None) -> list[Run]:
-    """Read every folder. A run is called after its folder, or by its whole path where two folders are called the same.
+    """Read every folder. A run is called after its folder, or by its whole path where two folders are called
+    the same.
 
     `progress` gets a run's name, and the weights looked at and in total.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise OtaroError("the same run is given twice")
-    short = [BEFORE, *(path.resolve().name for path in paths)]  # a name may not be that of the shared baseline
+    # a name may not be that of the shared baseline
+    short = [BEFORE, *(path.resolve().name for path in paths)]
     return [
         _read(path, name if short.count(name) == 1 else str(path), progress)
         for path, name in zip(paths, short[1:], strict=True)
@@ -122,7 +145,9 @@ def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, tot
 
 def _read(path: Path, name: str, progress: Progress) -> Run:
     if not path.is_dir():
-        raise OtaroError(f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory")
+        raise OtaroError(
+            f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory"
+        )
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
         tuning, models = read_tuning(path / "config.json"), [path / "nested", path / "model"]
     elif (path / "config.json").is_file() or (path / QUALITY_FILE).is_file():
@@ -155,8 +180,14 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         held_out_tokens=held_out_tokens,
         quality=quality,
         coding=coding or _coding_of(models, quality),
-        gradients=_first(read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes),
-        checkpoint=path / "model" if tuning is not None else path if (path / "config.json").is_file() else None,
+        gradients=_first(
+            read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes
+        ),
+        checkpoint=path / "model"
+        if tuning is not None
+        else path
+        if (path / "config.json").is_file()
+        else None,
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
         bench=_first(_read_bench(home / "bench.json") for home in homes),
@@ -166,7 +197,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
 def recipe_of(tuning: dict[str, Any]) -> str:
     """The recipe of a run, or the method that took the place of the recipe's own."""
     recipe, method = str(tuning.get("recipe")), str(tuning["options"].get("method", "–"))
-    plain = recipe == "best" and tuning["options"].get("full", 1) == 0  # a run of before there was such a pass states none
+    # a run of before there was such a pass states none
+    plain = recipe == "best" and tuning["options"].get("full", 1) == 0
     return recipe if METHOD_OF.get(recipe) == method and not plain else method
 
 
@@ -224,7 +256,9 @@ def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | Non
 
 
 def read_log(path: Path) -> list[Step]:
-    """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or averaged, are none."""
+    """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or
+    averaged, are none.
+    """
     text, steps = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -247,7 +281,8 @@ def _read_bench(path: Path) -> dict[str, Any] | None:
         raise OtaroError(f"{error} (by `otaro bench DIR --json`, without --parallel or --draft)") from None
     if stored is None:
         return None
-    return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}  # no fits
+    # no fits
+    return {**stored, "precisions": [row for row in stored["precisions"] if row["precision"] in NAMES]}
 
 
 def is_finite(value: float | None) -> bool:

@@ -1,14 +1,17 @@
-"""What each tensor of a model loses at each precision: the divergence from the finest that it alone causes, on a text.
+"""What each tensor of a model loses at each precision: the divergence from the finest that it alone causes,
+on a text.
 
-A few windows of the text are read again for every tensor, with that one tensor at a coarser precision. Layers before it say
-what they said the first time, so their outputs are kept and stand in for them; only the rest is computed.
+A few windows of the text are read again for every tensor, with that one tensor at a coarser precision. Layers
+before it say what they said the first time, so their outputs are kept and stand in for them; only the rest is
+computed.
 
-The two coarsest precisions are measured. Divergence is quadratic in a small error, and errors of finer precisions are the
-same error on a finer grid: they lose as much less as the tensor's squared error is smaller. What tensors lose together is
-taken as the sum of what each loses alone. Both are checked: whoever relies on them measures the outcome (`evaluate.fit`).
+The two coarsest precisions are measured. Divergence is quadratic in a small error, and errors of finer
+precisions are the same error on a finer grid: they lose as much less as the tensor's squared error is
+smaller. What tensors lose together is taken as the sum of what each loses alone. Both are checked: whoever
+relies on them measures the outcome (`evaluate.fit`).
 
-Measurements are kept in `sensitivity.json` beside the model, by text: one that was interrupted goes on where it stopped, and a
-second budget measures nothing.
+Measurements are kept in `sensitivity.json` beside the model, by text: one that was interrupted goes on where
+it stopped, and a second budget measures nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class Sensitivity:
         """From the coarsest precision to the finest, which loses nothing."""
         measured, errors = self.divergences[tensor], self.errors[tensor]
         last = len(measured) - 1
-        finer = [measured[last] * error / errors[last] if errors[last] else 0.0 for error in errors[last + 1 :]]
+        finer = [
+            measured[last] * error / errors[last] if errors[last] else 0.0 for error in errors[last + 1 :]
+        ]
         return [*measured, *(min(loss, LARGEST_LOSS) for loss in finer), 0.0]
 
 
@@ -82,7 +87,10 @@ class Probe:
         """Logarithms of the reference's probabilities, by window."""
         for ids in windows:
             outputs: list[Any] = []
-            hooks = [one.register_forward_hook(lambda m, a, out, to=outputs: to.append(out)) for one in self._layers]
+            hooks = [
+                one.register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
+                for one in self._layers
+            ]
             try:
                 self._said.append(self._log_probabilities(ids))
             finally:
@@ -94,7 +102,9 @@ class Probe:
         paths = {module: name for name, module in model.named_modules()}
         prefixes = [f"{paths[layer]}." for layer in self._layers]
         self._first = {
-            name: next((n for n, prefix in enumerate(prefixes) if name.startswith(prefix)), self._outside(name))
+            name: next(
+                (n for n, prefix in enumerate(prefixes) if name.startswith(prefix)), self._outside(name)
+            )
             for name in decoded.weights
         }
 
@@ -143,7 +153,9 @@ class Probe:
 def _layers(model: Any) -> nn.ModuleList:
     """The list of a model's layers; empty where none of its lists has as many as the config says."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    found = [one for one in model.get_decoder().children() if isinstance(one, nn.ModuleList) and len(one) == count]
+    found = [
+        one for one in model.get_decoder().children() if isinstance(one, nn.ModuleList) and len(one) == count
+    ]
     return found[0] if len(found) == 1 else nn.ModuleList()
 
 
@@ -152,7 +164,9 @@ def check_reached(nested: Any) -> None:
     text = {*nested.get_decoder().modules(), nested.get_output_embeddings()}
     for name, module in attachment(nested).modules.items():
         if module not in text:
-            raise OtaroError(f"{name} does not read text, so no text tells what it loses; give it a precision by its name")
+            raise OtaroError(
+                f"{name} does not read text, so no text tells what it loses; give it a precision by its name"
+            )
 
 
 def measure(probe: Probe, decoded: DecodedModel, kept: Kept, progress: Progress) -> Sensitivity:
@@ -175,7 +189,8 @@ def measure(probe: Probe, decoded: DecodedModel, kept: Kept, progress: Progress)
                     lost = probe.divergence({**at_finest, name: of_mantissa_bits(one)}, changed=name)
                     if not abs(lost) <= LARGEST_LOSS:
                         raise OtaroError(
-                            f"{name} at {of_mantissa_bits(one)} makes the model's outputs overflow; nothing to fit"
+                            f"{name} at {of_mantissa_bits(one)} makes the model's outputs overflow; nothing "
+                            "to fit"
                         )
                     divergences.append(max(lost, 0.0))  # rounding may leave less than nothing
                     done += probe.cost(name)

@@ -1,22 +1,26 @@
-"""How fast a nested model runs at each precision, what bounds it, and how others do on the same weights: `otaro bench`.
+"""How fast a nested model runs at each precision, what bounds it, and how others do on the same weights:
+`otaro bench`.
 
-Every contender reads the same tokens, drawn at random with a fixed seed, and takes turns with the others: a round is one turn
-of each, so a machine that slows down for a while slows down for all. A turn times the prompt as a whole (prefill), then goes
-back to `context` tokens and times further ones singly (decode). A first round warms up and is not counted; figures are medians
-over the others, and ratios are medians of the ratios within rounds.
+Every contender reads the same tokens, drawn at random with a fixed seed, and takes turns with the others: a
+round is one turn of each, so a machine that slows down for a while slows down for all. A turn times the
+prompt as a whole (prefill), then goes back to `context` tokens and times further ones singly (decode). A
+first round warms up and is not counted; figures are medians over the others, and ratios are medians of the
+ratios within rounds.
 
-Decoding reads every weight once per token, so its time is compared with that of reading memory. The bytes per token are base
-nibbles, planes and scales of all matrices as they lie in memory, of experts those that a token takes, plus the keys and
-values of the tokens before. An embedding counts where it is also the head; a single row of it, norms and biases are left out.
-The yardstick is a plain read of a buffer larger than caches are, on as many threads, which takes its turn in every round; on a
-GPU it is a copy by a kernel, bytes read and written counted.
+Decoding reads every weight once per token, so its time is compared with that of reading memory. The bytes per
+token are base nibbles, planes and scales of all matrices as they lie in memory, of experts those that a token
+takes, plus the keys and values of the tokens before. An embedding counts where it is also the head; a single
+row of it, norms and biases are left out. The yardstick is a plain read of a buffer larger than caches are, on
+as many threads, which takes its turn in every round; on a GPU it is a copy by a kernel, bytes read and
+written counted.
 
-A model outside the decode path may take seconds for a token. Its turn is estimated from a few tokens first; where all turns
-would take more than `BUDGET`, rounds are cut, then tokens, and the result says so (`cut_from`).
+A model outside the decode path may take seconds for a token. Its turn is estimated from a few tokens first;
+where all turns would take more than `BUDGET`, rounds are cut, then tokens, and the result says so
+(`cut_from`).
 
-Memory is what the process has grown by since before the model was opened; on a GPU, what tensors there have. The warm-up goes
-from the coarsest precision to the finest, each mapping one more shard, so that every figure is that of a process which never
-ran at a finer one. A GPU is waited for before a clock is looked at.
+Memory is what the process has grown by since before the model was opened; on a GPU, what tensors there have.
+The warm-up goes from the coarsest precision to the finest, each mapping one more shard, so that every figure
+is that of a process which never ran at a finer one. A GPU is waited for before a clock is looked at.
 """
 
 from __future__ import annotations
@@ -81,7 +85,9 @@ class Settings:
         return max(self.prompt_tokens, self.context) * prompt_token + self.tokens * token
 
     def within(self, budget: float, prompt_token: float, token: float, contenders: int) -> Settings:
-        """These settings, or fewer rounds and then fewer tokens, so that all turns together take no longer than `budget`."""
+        """These settings, or fewer rounds and then fewer tokens, so that all turns together take no longer
+        than `budget`.
+        """
         turns = contenders * self.seconds(prompt_token, token)
         rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
         share = min(1.0, budget / (turns * (1 + rounds)))
@@ -129,7 +135,9 @@ class PrecisionSpeed:
     bandwidth_share: float
     """Of a plain read of memory."""
     resident_bytes: int | None
-    """Growth of memory, on a GPU of the GPU's, since before the model was opened; None where the system does not tell."""
+    """Growth of memory, on a GPU of the GPU's, since before the model was opened; None where the system does
+    not tell.
+    """
     file_bytes: int
     kv_cache_bytes: int
     """Held at the end of a turn, when memory is looked at."""
@@ -179,7 +187,9 @@ def bench(
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
-    """Measure a nested model at some precisions (by default at all that its directory has), beside other engines if asked."""
+    """Measure a nested model at some precisions (by default at all that its directory has), beside other
+    engines if asked.
+    """
     place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     on_gpu = place.kind == "cuda"
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
@@ -188,7 +198,8 @@ def bench(
     with ExitStack() as stack:
         threads = stack.enter_context(threads_for_a_while(settings.threads))
         _check_positions(load(nested.path, chosen[-1]).config, settings)
-        before = place.held_bytes()  # the model is gone again, what Python imported for it stays and does not count
+        # the model is gone again, what Python imported for it stays and does not count
+        before = place.held_bytes()
         model = load(nested.path, chosen[-1], device=place.device)
         ids = random_ids(model.config.vocab_size, settings.positions)
         ours, why_not = engine_for(model, settings.kv, settings.positions, on_gpu)
@@ -225,7 +236,9 @@ def bench(
             add(_llama(kind), engine)
         read, moved = place.plain_access(READ_BYTES)
         read()
-        order = {name: turns[name] for name in sorted(turns, key=_neighbours)} | {PLAIN: lambda: (0.0, place.seconds(read))}
+        order = {name: turns[name] for name in sorted(turns, key=_neighbours)} | {
+            PLAIN: lambda: (0.0, place.seconds(read))
+        }
         timed = in_turns(order, settings.rounds, say, warm=True)
         progress("", total, total)
         rounds = {name: Rounds(*map(list, zip(*found, strict=True))) for name, found in timed.items()}
@@ -259,16 +272,24 @@ def bench(
             read_bandwidth=read_bandwidth,
             graph_bytes=ours.graph_bytes,
             precisions=rows,
-            others=[Contender(name, size, **_tokens_per_second(rounds[name], settings)) for name, size in others.items()],
+            others=[
+                Contender(name, size, **_tokens_per_second(rounds[name], settings))
+                for name, size in others.items()
+            ],
             ratios=_ratios(rounds, [str(p) for p in chosen], others),
             cut_from=asked if settings != asked else None,
         )
 
 
 def open_at(
-    directory: str, precisions: Sequence[str | Precision] | None, device: str, hub: Hub, with_llama: bool = False
+    directory: str,
+    precisions: Sequence[str | Precision] | None,
+    device: str,
+    hub: Hub,
+    with_llama: bool = False,
 ) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
-    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions, the largest first.
+    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions,
+    the largest first.
 
     What is missing shows before anything is measured.
     """
@@ -330,8 +351,12 @@ def switch_times(model: Any, precisions: Sequence[Precision | Fit]) -> dict[Prec
     return {precision: median(mine) for precision, mine in times.items()}
 
 
-def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Mapping[str, int]) -> list[Ratio]:
-    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS] + [(p, TRANSFORMERS) for p in precisions]
+def _ratios(
+    rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Mapping[str, int]
+) -> list[Ratio]:
+    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS] + [
+        (p, TRANSFORMERS) for p in precisions
+    ]
     ratios = []
     for precision, other in pairs:
         if other in others:
@@ -380,4 +405,6 @@ def _file_bytes(nested: NestedDirectory, precision: Precision | Fit) -> int:
     """Of shards; at a fit, of what it reads of them."""
     if isinstance(precision, Fit):
         return bytes_of(nested, precision)
-    return sum((nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1))
+    return sum(
+        (nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1)
+    )

@@ -1,15 +1,17 @@
 """The model under evaluation, ready to run at any of its precisions.
 
-A nested model is opened once and switched. An ordinary checkpoint is quantized on the fly: packed into a temporary
-directory, which is opened like any nested model and deleted at once, for the mapped shards live on without a name and not even
-a kill leaves them behind. So its numbers are those of packing and loading by construction, and there is no second way of
-quantizing to keep equal to the first. The price is disk space: 9 bits per weight, in the system's temporary directory (set
-TMPDIR to choose another). Either way memory holds the weights decoded to one precision at a time (`evaluate.decoded`).
+A nested model is opened once and switched. An ordinary checkpoint is quantized on the fly: packed into a
+temporary directory, which is opened like any nested model and deleted at once, for the mapped shards live on
+without a name and not even a kill leaves them behind. So its numbers are those of packing and loading by
+construction, and there is no second way of quantizing to keep equal to the first. The price is disk space: 9
+bits per weight, in the system's temporary directory (set TMPDIR to choose another). Either way memory holds
+the weights decoded to one precision at a time (`evaluate.decoded`).
 
 A checkpoint is quantized as it was tuned, or as asked for (`file.coding`); a nested model is what it is.
 
-The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go when told to. A
-nested model has none, but may be given the checkpoint it is to be compared with, of the same vocabulary: that one's then.
+The full precision of a checkpoint, `fp`, is the checkpoint itself, opened when it is asked for and let go
+when told to. A nested model has none, but may be given the checkpoint it is to be compared with, of the same
+vocabulary: that one's then.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def parse_precisions(text: str) -> list[str] | None:
     exact = {name.upper(): name for name in PRECISION_NAMES}
     if odd := [name for name in names if name.upper() not in exact and not is_fit(name)]:
         raise PrecisionError(
-            f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}, or fits such as fit:90MB"
+            f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}, or fits such "
+            "as fit:90MB"
         )
     return in_order(fit_name(name) if is_fit(name) else exact[name.upper()] for name in names)
 
@@ -89,7 +92,9 @@ class Subject:
         self.is_nested = _is_nested(self.path)
         if self.is_nested:
             named = [Precision(name) for name in wanted or () if name != FULL and not is_fit(name)]
-            finest = max(named) if named and not with_reference and not any(map(is_fit, wanted or ())) else None
+            finest = (
+                max(named) if named and not with_reference and not any(map(is_fit, wanted or ())) else None
+            )
             nested = NestedDirectory(resolve_nested(model, finest, hub))
             self.path = nested.path
             self.coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
@@ -98,13 +103,16 @@ class Subject:
                 ("--reconstruction", reconstruction, self.coding.reconstruction),
             ):
                 if asked not in (None, there):
-                    raise OtaroError(f"{flag} {asked}: {model} is packed in {self.coding}; pack its checkpoint anew")
+                    raise OtaroError(
+                        f"{flag} {asked}: {model} is packed in {self.coding}; pack its checkpoint anew"
+                    )
             self.reference = str(nested.finest) if original is None else FULL
             present = [name for name in PRECISION_NAMES[1:] if Precision(name) <= nested.finest]
             self.precisions = ([FULL] if original is not None else []) + present if wanted is None else wanted
             if FULL in self.precisions and original is None:
                 raise PrecisionError(
-                    f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed from, "
+                    f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed "
+                    "from, "
                     "or name that with --reference"
                 )
             chosen = {name: known(nested, name) for name in self.precisions if name != FULL}
@@ -113,9 +121,13 @@ class Subject:
             self.fits = {name: one for name, one in chosen.items() if isinstance(one, Fit)}
         else:
             if fits := [name for name in wanted or () if is_fit(name)]:
-                raise PrecisionError(f"{fits[0]} is of a nested model, and {model} is a checkpoint: pack it, then fit")
+                raise PrecisionError(
+                    f"{fits[0]} is of a nested model, and {model} is a checkpoint: pack it, then fit"
+                )
             if original is not None:
-                raise OtaroError(f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}")
+                raise OtaroError(
+                    f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}"
+                )
             self.path = resolve_model(model, hub=hub)
             self.coding = choose_coding(self.path, group_size, reconstruction)
             self.reference = FULL
@@ -143,7 +155,9 @@ class Subject:
 
     @cached_property
     def identity(self) -> str:
-        """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a checkpoint's files."""
+        """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a
+        checkpoint's files.
+        """
         if self.is_nested:
             return NestedDirectory(self.path).base.header.model
         digest = hashlib.sha256()
@@ -160,7 +174,9 @@ class Subject:
         return load_tokenizer(self.path)
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
-        """An ordinary model with the weights of this precision, until the next call; `progress` is that of packing."""
+        """An ordinary model with the weights of this precision, until the next call; `progress` is that of
+        packing.
+        """
         if precision == FULL and self.original is not None:
             return self.original.at(FULL)
         if precision == FULL:
@@ -182,7 +198,13 @@ class Subject:
         elif self.packed is None:
             with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
                 size, kind = self.coding.group_size, self.coding.reconstruction
-                pack(self.path, Path(directory) / "nested", group_size=size, reconstruction=kind, progress=progress)
+                pack(
+                    self.path,
+                    Path(directory) / "nested",
+                    group_size=size,
+                    reconstruction=kind,
+                    progress=progress,
+                )
                 # At its finest: every shard is mapped now.
                 self.packed = load(Path(directory) / "nested", device=self.device)
         return self.packed
@@ -196,7 +218,9 @@ class Subject:
     def _open_full(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        dtype = torch.float32 if torch.device(self.device).type == "cpu" else (self.config.dtype or torch.float16)
+        dtype = (
+            torch.float32 if torch.device(self.device).type == "cpu" else (self.config.dtype or torch.float16)
+        )
         where = {"": torch.device(self.device)}
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -212,7 +236,9 @@ class Subject:
         except Exception as error:  # whatever is wrong with the checkpoint
             raise CheckpointError(f"transformers cannot open {self.path}: {brief(error)}") from error
         if missing := found["missing_keys"]:
-            raise CheckpointError(f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need")
+            raise CheckpointError(
+                f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need"
+            )
         return model.eval()
 
 
@@ -230,8 +256,12 @@ def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} has no config.json; give the directory of a nested model or of a Hugging Face model")
+        raise CheckpointError(
+            f"{path} has no config.json; give the directory of a nested model or of a Hugging Face model"
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a strange config makes transformers stumble over
-        raise CheckpointError(f"{path}: config.json describes no model that transformers knows: {brief(error)}") from error
+        raise CheckpointError(
+            f"{path}: config.json describes no model that transformers knows: {brief(error)}"
+        ) from error

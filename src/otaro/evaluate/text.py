@@ -46,21 +46,28 @@ class Text:
         if begins_with_bos(tokenizer) is not None:
             ids = ids[1:]
         if len(ids) < 2:
-            raise TextError(f"{self.source} has {len(ids)} tokens of text; one to predict and one before it are the least")
+            raise TextError(
+                f"{self.source} has {len(ids)} tokens of text; one to predict and one before it are the least"
+            )
         return ids
 
 
 def read_text(source: str) -> Text:
-    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name, owner/name/config:split.
+    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name,
+    owner/name/config:split.
 
-    Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test` unless given.
-    So are the rows of a .jsonl, .json or .parquet file, which must have a `text`: markup is no text to measure on.
+    Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test`
+    unless given. So are the rows of a .jsonl, .json or .parquet file, which must have a `text`: markup is no
+    text to measure on.
     """
     if not source:
         raise TextError("--text is empty; give a text file, or a Hub data set as owner/name[/config][:split]")
     path = Path(source)
     if path.is_dir():
-        raise TextError(f"--text {source} is a directory; give a text file, or a Hub data set as owner/name[/config][:split]")
+        raise TextError(
+            f"--text {source} is a directory; give a text file, or a Hub data set as "
+            "owner/name[/config][:split]"
+        )
     content = _from_file(path) if path.exists() else _from_hub(source)
     if not content.strip():
         raise TextError(f"--text {source} holds no text")
@@ -78,7 +85,9 @@ def _from_file(path: Path) -> str:
         content = raw.decode().removeprefix("\ufeff")  # the byte order mark some editors write
         return _joined(path, _json_rows(path, content, kind)) if kind in (".json", ".jsonl") else content
     except UnicodeDecodeError as error:
-        raise TextError(f"--text {path} is no text in UTF-8 (byte {error.start} is not); convert it") from None
+        raise TextError(
+            f"--text {path} is no text in UTF-8 (byte {error.start} is not); convert it"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise TextError(f"--text {path} cannot be read: {error}") from error
 
@@ -104,7 +113,9 @@ def _parquet_rows(path: Path, raw: bytes) -> list[Any]:
 
 
 def _joined(path: Path, rows: list[Any]) -> str:
-    """The texts of the rows, joined by blank lines; rows without one are refused, for what else they have is no text."""
+    """The texts of the rows, joined by blank lines; rows without one are refused, for what else they have is
+    no text.
+    """
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TextError(f"--text {path}: row {number} is no object with a `text`")
@@ -119,13 +130,19 @@ def _joined(path: Path, rows: list[Any]) -> str:
 
 def _from_hub(source: str) -> str:
     if (hub := _HUB.fullmatch(source)) is None:
-        raise TextError(f"--text {source} does not exist, and is no Hub data set either (owner/name[/config][:split])")
+        raise TextError(
+            f"--text {source} does not exist, and is no Hub data set either (owner/name[/config][:split])"
+        )
     if find_spec("datasets") is None:
         raise TextError(f"--text {source} is no file, and a Hub data set needs a package: {install('data')}")
     try:
-        rows = import_module("datasets").load_dataset(hub["path"], hub["config"], split=hub["split"] or "test")
+        rows = import_module("datasets").load_dataset(
+            hub["path"], hub["config"], split=hub["split"] or "test"
+        )
     except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own
-        raise TextError(f"--text {source} is no file, and fetching it from the Hub failed: {brief(error)}") from error
+        raise TextError(
+            f"--text {source} is no file, and fetching it from the Hub failed: {brief(error)}"
+        ) from error
     if "text" not in rows.column_names:
         raise TextError(f"--text {source} has no column `text`, but {', '.join(rows.column_names)}")
     return "\n\n".join(row or "" for row in rows["text"])

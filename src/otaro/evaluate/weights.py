@@ -1,7 +1,7 @@
 """What sharing a scale does to the weights of a checkpoint: the outlier question, for several group sizes.
 
-One large weight raises the scale of its whole group, and the others are shifted right to match. How often that happens, and
-what it costs, is counted here.
+One large weight raises the scale of its whole group, and the others are shifted right to match. How often
+that happens, and what it costs, is counted here.
 
   outlier     a group is dominated by an outlier if its largest weight is at least `OUTLIER_RATIO` times as large as the
               second largest, which is two bits above it. A group of a single weight has nobody to dominate.
@@ -11,12 +11,12 @@ what it costs, is counted here.
               not above step/4.
   error       root of the summed squares of value - w, relative to that of the weights.
 
-By hand, one group of four, w = [0.5, 0.04, -0.007, 0]: the group is dominated. `truncate` has the scale 1, at E5M4 the step
-1/16: it makes 0.04 and -0.007 zero, two of three lost. `midpoint` has the scale -1/2 and the step 1/32: it makes them 3/64 and
--1/64, and of these only -0.007 would be better off as zero.
+By hand, one group of four, w = [0.5, 0.04, -0.007, 0]: the group is dominated. `truncate` has the scale 1, at
+E5M4 the step 1/16: it makes 0.04 and -0.007 zero, two of three lost. `midpoint` has the scale -1/2 and the
+step 1/32: it makes them 3/64 and -1/64, and of these only -0.007 would be better off as zero.
 
-Tensors are read a few thousand rows at a time, and each of these pieces is encoded as a tensor of its own; no model is in
-memory.
+Tensors are read a few thousand rows at a time, and each of these pieces is encoded as a tensor of its own; no
+model is in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def analyze_weights(
     group_sizes: tuple[int, ...] = GROUP_SIZES,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """All counts of every packed tensor and of the whole model, by group size; `progress` gets weights done and in total."""
+    """All counts of every packed tensor and of the whole model, by group size; `progress` gets weights done
+    and in total.
+    """
     total, done = sum(map(prod, checkpoint.packed.values())), 0
     overall, modules = dict[int, torch.Tensor](), []
     for name, shape in checkpoint.packed.items():
@@ -70,7 +72,8 @@ def analyze_weights(
 
 
 def counted(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Groups, those with an outlier, nonzero weights, their squares; then, by precision, those lost, and squares of errors.
+    """Groups, those with an outlier, nonzero weights, their squares; then, by precision, those lost, and
+    squares of errors.
 
     Counts of further rows are added. Rows are whole, so that groups begin where they do in the tensor.
     """
@@ -102,5 +105,7 @@ def shares(counts: torch.Tensor) -> dict[str, Any]:
     return {
         "outlier_groups": outliers / groups,
         "lost": {name: count / weights if weights else None for name, count in zip(names, lost, strict=True)},
-        "error": {name: (one / square) ** 0.5 if square else None for name, one in zip(names, errors, strict=True)},
+        "error": {
+            name: (one / square) ** 0.5 if square else None for name, one in zip(names, errors, strict=True)
+        },
     }

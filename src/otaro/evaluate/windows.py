@@ -1,10 +1,11 @@
 """A text cut into the windows that a model reads, and what is asked of its predictions there.
 
-Windows start every `stride` tokens of the text. Where a beginning-of-text token is given, every window begins with it, since
-whoever runs the model supplies it too: it takes one position of the window, is context, and is never scored.
+Windows start every `stride` tokens of the text. Where a beginning-of-text token is given, every window begins
+with it, since whoever runs the model supplies it too: it takes one position of the window, is context, and is
+never scored.
 
-`read` goes through the text once and shows the logits to any number of meters, a slice of positions at a time. A model is
-read by transformers (`ModelReader`), or by the decoder (`KvReader`).
+`read` goes through the text once and shows the logits to any number of meters, a slice of positions at a
+time. A model is read by transformers (`ModelReader`), or by the decoder (`KvReader`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ KV_NAMES = (FLOAT16, *map(str, PRECISIONS))
 
 
 def choose_window(config: Any, wanted: int | None = None) -> int:
-    """The window to use with the model of this config: the one wanted, or as many positions as it has, up to 2048."""
+    """The window to use with the model of this config: the one wanted, or as many positions as it has, up to
+    2048.
+    """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
         return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
     if positions is not None and wanted > positions:
-        raise OtaroError(f"a window of {wanted} tokens is more than the {positions} positions that this model has")
+        raise OtaroError(
+            f"a window of {wanted} tokens is more than the {positions} positions that this model has"
+        )
     return wanted
 
 
@@ -74,11 +79,17 @@ class Windows:
     def __post_init__(self) -> None:
         """Refuse what leaves nothing to predict."""
         if len(self.ids) < 1 or (len(self.ids) < 2 and self.bos is None):
-            raise OtaroError(f"at least 2 tokens of text are needed, one to predict and one before it; got {len(self.ids)}")
+            raise OtaroError(
+                f"at least 2 tokens of text are needed, one to predict and one before it; got {len(self.ids)}"
+            )
         if self.window < 2:
-            raise OtaroError(f"a window of {self.window} leaves no token to predict from another; 2 is the least")
+            raise OtaroError(
+                f"a window of {self.window} leaves no token to predict from another; 2 is the least"
+            )
         if self.stride is not None and not 0 < self.stride <= self.window:
-            raise OtaroError(f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}")
+            raise OtaroError(
+                f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}"
+            )
 
     @property
     def room(self) -> int:
@@ -113,7 +124,9 @@ class Meter(Protocol):
     aside: bool
     """Whether its time is not part of reading the text."""
 
-    def add(self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None) -> None:
+    def add(
+        self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None
+    ) -> None:
         """States and logits at the positions of the window from `first` on."""
 
 
@@ -122,7 +135,9 @@ Slices = Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class ModelReader:
-    """Reads by a transformers model; a head works best on many positions, and comparing takes the memory of several."""
+    """Reads by a transformers model; a head works best on many positions, and comparing takes the memory of
+    several.
+    """
 
     def __init__(self, model: Any, *, comparing: bool = True) -> None:
         self.sliced = SlicedModel(model)
@@ -138,9 +153,10 @@ class ModelReader:
 class KvReader:
     """Reads by the decoder of a nested model through its own cache, to see what packed keys and values cost.
 
-    The decoder keeps them in float16, or at a precision; transformers, by which everything else is measured, in the type of
-    the model. A window is read from an empty cache, in steps: a token's arithmetic does not depend on the tokens it is read
-    with, so the logits are those of reading one token after the other, and what a token attends to is what the cache holds.
+    The decoder keeps them in float16, or at a precision; transformers, by which everything else is measured,
+    in the type of the model. A window is read from an empty cache, in steps: a token's arithmetic does not
+    depend on the tokens it is read with, so the logits are those of reading one token after the other, and
+    what a token attends to is what the cache holds.
     """
 
     def __init__(self, model: Any, kv: str) -> None:
@@ -162,8 +178,12 @@ Reader = ModelReader | KvReader
 
 
 @torch.inference_mode()
-def read(reader: Reader, windows: Windows, meters: Sequence[Meter], progress: Count, *, with_logits: bool = True) -> float:
-    """Show every window to every meter; returns the seconds that reading took, without the meters that stand aside."""
+def read(
+    reader: Reader, windows: Windows, meters: Sequence[Meter], progress: Count, *, with_logits: bool = True
+) -> float:
+    """Show every window to every meter; returns the seconds that reading took, without the meters that stand
+    aside.
+    """
     started, aside = time.perf_counter(), 0.0
     for window in windows:
         first = 0

@@ -1,1 +1,3 @@
-"""A nested model at one precision in the formats of others: hf, gguf, compressed-tensors, mlx (docs/export.md)."""
+"""A nested model at one precision in the formats of others: hf, gguf, compressed-tensors, mlx
+(docs/export.md).
+"""

@@ -1,4 +1,6 @@
-"""Small integers as a stream of bits, the first in the lowest bits: what compressed-tensors and MLX store as 32-bit words."""
+"""Small integers as a stream of bits, the first in the lowest bits: what compressed-tensors and MLX store as
+32-bit words.
+"""
 
 from __future__ import annotations
 

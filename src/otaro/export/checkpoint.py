@@ -1,7 +1,8 @@
-"""Checkpoints as Hugging Face lays them out: `model.safetensors`, the config and the tokenizer, in a directory.
+"""Checkpoints as Hugging Face lays them out: `model.safetensors`, the config and the tokenizer, in a
+directory.
 
-Linear layers may be packed into integers; a `Form` says how, and every other tensor is in one floating-point type. What was
-written is read back, weights are computed from it as the reader computes them, and compared.
+Linear layers may be packed into integers; a `Form` says how, and every other tensor is in one floating-point
+type. What was written is read back, weights are computed from it as the reader computes them, and compared.
 """
 
 from __future__ import annotations
@@ -62,12 +63,18 @@ def write_checkpoint(
     form: Form | None = None,
     packed: Container[str] = (),
 ) -> None:
-    """Fill the directory `out`, with the pieces that `packed` names in a form; `source.config` goes there as it is."""
+    """Fill the directory `out`, with the pieces that `packed` names in a form; `source.config` goes there as
+    it is.
+    """
     pieces = source.pieces()
     dtypes = {piece.name: _dtype(source, piece, dtype) for piece in pieces}
     layout: Layout = {}
     for piece in pieces:
-        layout |= form.layout(piece) if form and piece.name in packed else {piece.name: (dtypes[piece.name], piece.shape)}
+        layout |= (
+            form.layout(piece)
+            if form and piece.name in packed
+            else {piece.name: (dtypes[piece.name], piece.shape)}
+        )
     done, total = 0, 2 * source.weights
     with SafetensorsWriter(out / WEIGHTS, layout) as writer:
         for piece in pieces:
@@ -92,7 +99,9 @@ def write_checkpoint(
         for piece in pieces:
             its_form = form if piece.name in packed else None
             kind = its_form.kind if its_form else str(dtypes[piece.name]).removeprefix("torch.")
-            names = its_form.layout(piece).keys() - its_form.constants(piece).keys() if its_form else {piece.name}
+            names = (
+                its_form.layout(piece).keys() - its_form.constants(piece).keys() if its_form else {piece.name}
+            )
             stored = {name: _matrix(file.get_tensor(name)) for name in names}
             report.start(kind)
             at = 0
@@ -106,7 +115,9 @@ def write_checkpoint(
 
 
 def spell_out_rope(path: Path) -> None:
-    """Rope as readers look for it that do not know `rope_parameters`: mlx_lm would take its default without a word."""
+    """Rope as readers look for it that do not know `rope_parameters`: mlx_lm would take its default without a
+    word.
+    """
     config = json.loads(path.read_text())
     rope = config.get("rope_parameters") or {}
     if "full_attention" in rope:  # a rope for each kind of layer, as in Gemma 3

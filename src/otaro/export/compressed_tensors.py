@@ -1,7 +1,8 @@
 """A checkpoint of packed integers for compressed-tensors: what vLLM runs, and transformers opens.
 
-Every linear layer has `weight_packed`, integers of four or eight bits, and `weight_scale`, one for each group; a weight is
-the one times the other. The embedding and the head stay in full: few programs read them packed.
+Every linear layer has `weight_packed`, integers of four or eight bits, and `weight_scale`, one for each
+group; a weight is the one times the other. The embedding and the head stay in full: few programs read them
+packed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class PackQuantized:
     def encode(self, piece: Piece, rows: Rows) -> dict[str, torch.Tensor]:
         """Integers as they are, units as scales."""
         words = pack_bits(rows.integers + (1 << self.bits - 1), self.bits)
-        return {f"{piece.name}_packed": words, f"{piece.name}_scale": rows.units(self.group_size).to(self.dtype)}
+        return {
+            f"{piece.name}_packed": words,
+            f"{piece.name}_scale": rows.units(self.group_size).to(self.dtype),
+        }
 
     def constants(self, piece: Piece) -> dict[str, torch.Tensor]:
         """The shape."""
@@ -64,7 +68,9 @@ class PackQuantized:
 
 def integer_bits(grid: Grid) -> int | None:
     """How many bits the integers of a precision take, four or eight; None where that is too few."""
-    return next((bits for bits in (4, 8) if -(1 << bits - 1) <= grid.least and grid.most < 1 << bits - 1), None)
+    return next(
+        (bits for bits in (4, 8) if -(1 << bits - 1) <= grid.least and grid.most < 1 << bits - 1), None
+    )
 
 
 def write(source: Source, out: Path, report: Report, dtype: str | None, progress: Progress) -> None:
@@ -72,7 +78,8 @@ def write(source: Source, out: Path, report: Report, dtype: str | None, progress
     bits = integer_bits(source.grid)
     if bits is None:
         raise OtaroError(
-            f"compressed-tensors has no integers that hold {source.precision} ({source.grid.reconstruction}): "
+            f"compressed-tensors has no integers that hold {source.precision} "
+            f"({source.grid.reconstruction}): "
             "they end at eight bits; export a lower precision, or --to hf"
         )
     pieces = source.pieces()
@@ -80,11 +87,16 @@ def write(source: Source, out: Path, report: Report, dtype: str | None, progress
     linear = [piece for piece in pieces if kinds[piece.name] in (Kind.LINEAR, Kind.EXPERTS)]
     packed = {piece.name: piece for piece in linear if piece.shape[-1] % _WORD == 0}
     if not packed:
-        raise OtaroError(f"no linear layer of this {source.config.model_type} model has rows of whole words; export --to hf")
+        raise OtaroError(
+            f"no linear layer of this {source.config.model_type} model has rows of whole "
+            "words; export --to hf"
+        )
     size = gcd(source.group_size, *(piece.shape[-1] for piece in packed.values()))
     form = PackQuantized(bits, size, chosen_dtype(source) if dtype is None else parse_dtype(dtype))
     # Which are not packed. Routers are linear layers elsewhere, a tied head is one that has no tensor.
-    matrices = {piece.name for piece in pieces if len(piece.shape) > 1 and kinds[piece.name] is not Kind.EMBEDDING}
+    matrices = {
+        piece.name for piece in pieces if len(piece.shape) > 1 and kinds[piece.name] is not Kind.EMBEDDING
+    }
     left = {"lm_head", *(name.removesuffix(".weight") for name in matrices - packed.keys())}
     source.config.quantization_config = _stated(form, sorted(left))
     write_checkpoint(source, out, report, form.dtype, progress, form, packed)

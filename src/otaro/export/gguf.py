@@ -40,16 +40,22 @@ def write(source: Source, out: Path, report: Report, kind: str | None, progress:
         getattr(writer, f"add_{method}")(value)
     report.notes += notes(source.config, entry)
     if words["tokenizer_model"] == "none":
-        report.notes.append("the model has no tokenizer, so the file has no vocabulary: tokens go in and out as numbers")
+        report.notes.append(
+            "the model has no tokenizer, so the file has no vocabulary: tokens go in and out as numbers"
+        )
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[entry.name.upper()], source.config.num_hidden_layers)
     tensors = pieces(source, entry, names)
     kinds = {piece.name: _kind(piece, wanted) for piece in tensors}
     extra = extra_tensors(source.config, entry)
     for piece in tensors:
         size = blocks.row_bytes(kinds[piece.name], piece.shape[-1]) * prod(piece.shape[:-1])
-        writer.add_tensor_info(piece.name, piece.shape, torch.float32, size, gguf.GGMLQuantizationType[kinds[piece.name]])
+        writer.add_tensor_info(
+            piece.name, piece.shape, torch.float32, size, gguf.GGMLQuantizationType[kinds[piece.name]]
+        )
     for name, values in extra.items():
-        writer.add_tensor_info(name, values.shape, torch.float32, 4 * len(values), gguf.GGMLQuantizationType.F32)
+        writer.add_tensor_info(
+            name, values.shape, torch.float32, 4 * len(values), gguf.GGMLQuantizationType.F32
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -78,7 +84,9 @@ def _kind(piece: Piece, wanted: dict[str, str]) -> str:
     return "F16" if kind in blocks.BLOCK_BYTES and piece.shape[-1] % blocks.BLOCK else kind
 
 
-def _bytes(source: Source, piece: Piece, kind: str, offset: float, gguf: Any) -> Iterator[tuple[torch.Tensor, int]]:
+def _bytes(
+    source: Source, piece: Piece, kind: str, offset: float, gguf: Any
+) -> Iterator[tuple[torch.Tensor, int]]:
     """A tensor as the file has it, with how many weights that is, some rows at a time."""
     if piece.source in source.packed:
         for rows in source.rows(piece):
@@ -95,7 +103,13 @@ def _unpacked(source: Source, piece: Piece, offset: float) -> Iterator[torch.Ten
 
 
 def _check(
-    source: Source, out: Path, tensors: list[Piece], offset: float, report: Report, progress: Progress, gguf: Any
+    source: Source,
+    out: Path,
+    tensors: list[Piece],
+    offset: float,
+    report: Report,
+    progress: Progress,
+    gguf: Any,
 ) -> None:
     """Read everything back as gguf itself reads and dequantizes it."""
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}

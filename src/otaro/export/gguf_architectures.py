@@ -1,7 +1,8 @@
 """Models of transformers as GGUF knows them: names of settings and tensors, order of rows.
 
-What llama.cpp builds in and a file cannot say (which layers have no positions, how scores are scaled) is compared with the
-model's config. Where they differ in what short texts show, the model is refused; a window is a note.
+What llama.cpp builds in and a file cannot say (which layers have no positions, how scores are scaled) is
+compared with the model's config. Where they differ in what short texts show, the model is refused; a window
+is a note.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _unlike(config: Any, entry: Architecture) -> str:
         return f"its activation is {activation}, there {config.model_type} models have {entry.activation}"
     if (kind := _rope(config)["rope_type"]) not in ("default", "linear", "llama3", "yarn", "longrope"):
         return f"its rotary positions are of type {kind}"
-    if (kind == "longrope") != ("long_factor" in _rope(config)) or (kind == "longrope" and entry.name != "phi3"):
+    if (kind == "longrope") != ("long_factor" in _rope(config)) or (
+        kind == "longrope" and entry.name != "phi3"
+    ):
         return f"its rotary positions are of type {kind}"
     if kind == "llama3" and entry.name not in ("llama", "granite"):
         return f"{config.model_type} models have no rotary positions of type llama3 there"
@@ -48,7 +51,10 @@ def _unlike(config: Any, entry: Architecture) -> str:
         largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[entry.name]
         wanted = config.hidden_size // config.num_attention_heads if largest else config.head_dim
         if config.query_pre_attn_scalar != wanted:
-            return f"its scores are divided by the root of {config.query_pre_attn_scalar}, there by that of {wanted}"
+            return (
+                f"its scores are divided by the root of {config.query_pre_attn_scalar}, there by that of "
+                f"{wanted}"
+            )
     if entry.name == "granite" and head_size(config) * config.num_attention_heads != config.hidden_size:
         return "its heads are not as wide as its state divided by their number"
     if entry.name == "qwen3moe" and not config.norm_topk_prob:
@@ -84,12 +90,21 @@ def metadata(config: Any, entry: Architecture) -> dict[str, Any]:
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope_scaling_type": _scaling(rope["rope_type"]), "rope_scaling_factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
-        optional = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        found |= {f"rope_scaling_{name}": rope[key] for key, name in optional.items() if rope.get(key) is not None}
+        optional = {
+            "attention_factor": "yarn_attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        found |= {
+            f"rope_scaling_{name}": rope[key] for key, name in optional.items() if rope.get(key) is not None
+        }
     if entry.name == "phi3" or rope["rope_type"] == "yarn":
         found["rope_scaling_orig_ctx_len"] = _original_context(config, rope)
     if rope["rope_type"] == "longrope":
-        found |= {"rope_scaling_type": _scaling("longrope"), "rope_scaling_attn_factors": _longrope_factor(config, rope)}
+        found |= {
+            "rope_scaling_type": _scaling("longrope"),
+            "rope_scaling_attn_factors": _longrope_factor(config, rope),
+        }
     if entry.name in ("gemma2", "gemma3"):
         found["sliding_window"] = config.sliding_window
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
@@ -107,7 +122,9 @@ def _scaling(kind: str) -> Any:
 
 
 def _original_context(config: Any, rope: dict[str, Any]) -> int:
-    stated = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    stated = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
     return int(stated or config.max_position_embeddings)
 
 
@@ -125,14 +142,19 @@ def notes(config: Any, entry: Architecture) -> list[str]:
     window = getattr(config, "sliding_window", None)
     if not window or entry.name in ("gemma2", "gemma3") or window >= config.max_position_embeddings:
         return []
-    return [f"llama.cpp has no window for {config.model_type} models: beyond {window} tokens it sees more than this model does"]
+    return [
+        f"llama.cpp has no window for {config.model_type} models: beyond {window} tokens it sees more "
+        "than this model does"
+    ]
 
 
 def extra_tensors(config: Any, entry: Architecture) -> dict[str, torch.Tensor]:
     """What rotary frequencies are divided by, where they are not plain."""
     rope = _rope(config)
     if rope["rope_type"] == "longrope":
-        return {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")}
+        return {
+            f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")
+        }
     if rope["rope_type"] != "llama3":
         return {}
     return {"rope_freqs.weight": llama3_factors(config)}

@@ -1,11 +1,11 @@
 """GGUF's types for weights: which holds a precision exactly, and how its blocks of 32 are laid out.
 
-A block has a scale d in float16, and d times an integer is a weight: Q4_0 has integers of four bits, Q5_0 of five, Q8_0 of
-eight; Q5_1 counts from a lowest value m, also float16. Integers and units (`export.grid`) are put there as they are.
-(`gguf.quants.quantize` would look for scales of its own.)
+A block has a scale d in float16, and d times an integer is a weight: Q4_0 has integers of four bits, Q5_0 of
+five, Q8_0 of eight; Q5_1 counts from a lowest value m, also float16. Integers and units (`export.grid`) are
+put there as they are. (`gguf.quants.quantize` would look for scales of its own.)
 
-What may be rounded: float16 has no steps below 2^-24, so the unit of a group whose weights are all below 2^-15 or so may not
-be among its numbers. The report says where that happens.
+What may be rounded: float16 has no steps below 2^-24, so the unit of a group whose weights are all below
+2^-15 or so may not be among its numbers. The report says where that happens.
 """
 
 from __future__ import annotations

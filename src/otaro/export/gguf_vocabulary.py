@@ -1,9 +1,11 @@
-"""A tokenizer as GGUF states it: tokens, their kinds, merges or scores, and which text is cut how before merging.
+"""A tokenizer as GGUF states it: tokens, their kinds, merges or scores, and which text is cut how before
+merging.
 
-llama.cpp knows two kinds that count here. "gpt2" is byte-level BPE: tokens and merges, and the name of a rule by which text is
-cut first. Rules have no form in the file, so ours is looked up by what tokenizer.json says of it, and refused if llama.cpp has
-none like it: text would be cut into other tokens in silence. "llama" is SentencePiece's BPE: every token has a score, and the
-pair with the highest is merged first, so the order of merges becomes scores.
+llama.cpp knows two kinds that count here. "gpt2" is byte-level BPE: tokens and merges, and the name of a rule
+by which text is cut first. Rules have no form in the file, so ours is looked up by what tokenizer.json says
+of it, and refused if llama.cpp has none like it: text would be cut into other tokens in silence. "llama" is
+SentencePiece's BPE: every token has a score, and the pair with the highest is merged first, so the order of
+merges becomes scores.
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ _SPLITS = {pattern: name for name, pattern in SPLITS.items()}
 
 def vocabulary(directory: Path, rows: int) -> dict[str, Any]:
     """What to write, by names of gguf's writer; without tokens where the model has no tokenizer."""
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not any(
+        (directory / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         return {"tokenizer_model": "none"}
     tokenizer = _tokenizer(directory)
     stated = json.loads(tokenizer.backend_tokenizer.to_str())
     model = stated["model"]
     if model.get("type") != "BPE":
-        raise _refused(directory, f"it is {model.get('type')}, and llama.cpp gets byte-level BPE and SentencePiece's BPE here")
+        raise _refused(
+            directory,
+            f"it is {model.get('type')}, and llama.cpp gets byte-level BPE and SentencePiece's BPE here",
+        )
     tokens, kinds = _tokens(stated, tokenizer, rows, directory)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     found: dict[str, Any]
@@ -61,7 +69,9 @@ def vocabulary(directory: Path, rows: int) -> dict[str, Any]:
 
 
 def split_rule(stated: Mapping[str, Any]) -> str | None:
-    """llama.cpp's name of the rule by which a tokenizer.json cuts text before merging; None where there is none."""
+    """llama.cpp's name of the rule by which a tokenizer.json cuts text before merging; None where there is
+    none.
+    """
     steps = stated.get("pre_tokenizer") or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
@@ -70,7 +80,11 @@ def split_rule(stated: Mapping[str, Any]) -> str | None:
     if last.get("use_regex", True):
         digits = [step.get("type") == "Digits" and step.get("individual_digits") for step in first]
         return {(): "gpt-2", (True,): "smollm"}.get(tuple(digits))
-    if len(first) != 1 or first[0].get("type") != "Split" or first[0].get("behavior") not in ("Isolated", "Removed"):
+    if (
+        len(first) != 1
+        or first[0].get("type") != "Split"
+        or first[0].get("behavior") not in ("Isolated", "Removed")
+    ):
         return None
     found = _SPLITS.get(first[0].get("pattern", {}).get("Regex", ""))
     whole_words = stated["model"].get("ignore_merges")  # a word that is a token is one, whatever its merges
@@ -84,11 +98,15 @@ def _tokenizer(directory: Path) -> Any:
         found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         found.backend_tokenizer  # noqa: B018 (a slow one has none)
     except Exception as error:  # whatever a strange tokenizer makes transformers stumble over
-        raise CheckpointError(f"{directory}: transformers cannot open its tokenizer: {brief(error)}") from error
+        raise CheckpointError(
+            f"{directory}: transformers cannot open its tokenizer: {brief(error)}"
+        ) from error
     return found
 
 
-def _tokens(stated: Mapping[str, Any], tokenizer: Any, rows: int, directory: Path) -> tuple[list[str], list[int]]:
+def _tokens(
+    stated: Mapping[str, Any], tokenizer: Any, rows: int, directory: Path
+) -> tuple[list[str], list[int]]:
     """One token for each row of the embedding; rows without one are named and never made."""
     tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [UNUSED] * rows
     known = {number: (token, NORMAL) for token, number in stated["model"]["vocab"].items()}
@@ -111,7 +129,10 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _with_bytes(tokens: list[str], kinds: list[int], unknown: int | None) -> list[int]:
-    found = [BYTE if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else kind for token, kind in zip(tokens, kinds, strict=True)]
+    found = [
+        BYTE if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else kind
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
     if unknown is not None:
         found[unknown] = UNKNOWN
     return found

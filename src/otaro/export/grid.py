@@ -1,4 +1,5 @@
-"""A precision as integers: every value is a small integer times a unit of its group, which other formats can hold.
+"""A precision as integers: every value is a small integer times a unit of its group, which other formats can
+hold.
 
 With s the scale of a group (`sefp.codec`), values at m mantissa bits are n times unit:
 
@@ -6,8 +7,8 @@ With s the scale of a group (`sefp.codec`), values at m mantissa bits are n time
   midpoint, m > 3   n = 2 code + 1 - 2^(m-3)      unit = s / 2^(m+1)     every second integer, a few more of them below zero
   truncate          n = code, + 1 below zero      unit = s / 2^m         n = 1 - 2^m ... 2^m - 1
 
-A scale has four significant bits, so a unit has as many. It may be negative, which no format here minds: mirroring the
-integers instead would need an 8 where int4 ends at 7.
+A scale has four significant bits, so a unit has as many. It may be negative, which no format here minds:
+mirroring the integers instead would need an 8 where int4 ends at 7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A checkpoint for Apple's MLX, as `mlx_lm` loads it.
 
-A packed matrix has unsigned integers of four, five, six or eight bits as 32-bit words under its own name, and `scales` and
-`biases` for each group beside it: a weight is integer times scale plus bias. With the lowest value of a group as its bias every
-precision but E5M8 fits, E5M7 with scales in float32. Embedding and head are packed too.
+A packed matrix has unsigned integers of four, five, six or eight bits as 32-bit words under its own name, and
+`scales` and `biases` for each group beside it: a weight is integer times scale plus bias. With the lowest
+value of a group as its bias every precision but E5M8 fits, E5M7 with scales in float32. Embedding and head
+are packed too.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Affine:
     def decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """In the type of scales and biases, as MLX does."""
         stem = piece.name.removesuffix(".weight")
-        scales, biases = (stored[f"{stem}.{part}"].repeat_interleave(self.group_size, -1) for part in ("scales", "biases"))
+        scales, biases = (
+            stored[f"{stem}.{part}"].repeat_interleave(self.group_size, -1) for part in ("scales", "biases")
+        )
         return unpack_bits(stored[piece.name], self.bits).to(self.dtype) * scales + biases
 
 
@@ -76,7 +79,9 @@ def integer_bits(grid: Grid) -> int | None:
 
 
 def is_exact(grid: Grid, dtype: torch.dtype, scale_bytes: torch.Tensor) -> bool:
-    """Whether integer times scale plus bias comes out right in a type, for every code at these scales, as far as digits go."""
+    """Whether integer times scale plus bias comes out right in a type, for every code at these scales, as far
+    as digits go.
+    """
     units = grid.units(scale_values(scale_bytes.unique(), 0)).view(-1, 1)
     numbers = torch.arange(grid.levels)
     found = numbers.to(dtype) * (units * grid.stride).to(dtype) + (units * grid.least).to(dtype)
@@ -87,15 +92,22 @@ def write(source: Source, out: Path, report: Report, dtype: str | None, progress
     """Fill the directory `out`; scales and what is not packed by default in the smallest type that is exact."""
     if source.transposed:
         raise OtaroError(
-            f"{source.config.model_type} models cannot be written for MLX here; export --to hf, and use mlx_lm.convert"
+            f"{source.config.model_type} models cannot be written for MLX here; export --to hf, and use "
+            "mlx_lm.convert"
         )
     bits = integer_bits(source.grid)
     if bits is None:
         report.notes.append(f"MLX has no integers that hold {source.precision}: weights are in full")
-        write_checkpoint(source, out, report, chosen_dtype(source) if dtype is None else parse_dtype(dtype), progress)
+        write_checkpoint(
+            source, out, report, chosen_dtype(source) if dtype is None else parse_dtype(dtype), progress
+        )
         return
     pieces = source.pieces()
-    packed = {piece.name: piece for piece in pieces if piece.source in source.packed and piece.shape[-1] % _WORD == 0}
+    packed = {
+        piece.name: piece
+        for piece in pieces
+        if piece.source in source.packed and piece.shape[-1] % _WORD == 0
+    }
     common = gcd(source.group_size, *(piece.shape[-1] for piece in packed.values()))
     size = next(size for size in _SIZES if common % size == 0)
     form = Affine(bits, size, _dtype(source) if dtype is None else parse_dtype(dtype), source.grid)
@@ -109,5 +121,6 @@ def _dtype(source: Source) -> torch.dtype:
     scale_bytes = torch.cat([source.scale_bytes(name).flatten().unique() for name in source.packed])
     largest = max(source.largest_scale(name) for name in source.packed)
     candidates = [own] * (own in (torch.float16, torch.bfloat16)) + [torch.float16]
-    fitting = [dtype for dtype in candidates if 2 * largest < torch.finfo(dtype).max]  # integers count from the lowest value
+    # integers count from the lowest value
+    fitting = [dtype for dtype in candidates if 2 * largest < torch.finfo(dtype).max]
     return next((dtype for dtype in fitting if is_exact(source.grid, dtype, scale_bytes)), torch.float32)

@@ -1,4 +1,6 @@
-"""`otaro export`: a nested model at one precision, written in another program's format and read back from there."""
+"""`otaro export`: a nested model at one precision, written in another program's format and read back from
+there.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,20 @@ def export(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress = lambda name, done, total: None,
 ) -> Report:
-    """Write a nested directory (or the Hub id of one) at `precision` as `out`: a file for gguf, else a directory.
+    """Write a nested directory (or the Hub id of one) at `precision` as `out`: a file for gguf, else a
+    directory.
 
-    Weights go where they fit exactly; `type` asks for one of the target's types instead (docs/export.md). Everything is read
-    back and compared with what the codec decodes; the report says where they differ. `out` appears when that is done, or
-    not at all. An earlier export there gives way if `overwrite`. `progress` gets the tensor at hand and the weights done
-    and in total.
+    Weights go where they fit exactly; `type` asks for one of the target's types instead (docs/export.md).
+    Everything is read back and compared with what the codec decodes; the report says where they differ. `out`
+    appears when that is done, or not at all. An earlier export there gives way if `overwrite`. `progress`
+    gets the tensor at hand and the weights done and in total.
     """
     if to not in TARGETS:
         raise OtaroError(f"unknown target {to!r}; choose from {', '.join(TARGETS)}")
     if is_fit(precision) and to not in MIXED:
         raise PrecisionError(
-            f"{precision} has several precisions, and --to {to} one for all tensors; export it to {' or '.join(MIXED)}, "
+            f"{precision} has several precisions, and --to {to} one for all tensors; export it to "
+            f"{' or '.join(MIXED)}, "
             "or a single precision"
         )
     target = Path(os.path.realpath(out))
@@ -65,14 +69,18 @@ def export(
         if to != "gguf":
             _mark(partial, source, report)
     report.path = Path(out)
-    report.bytes = target.stat().st_size if target.is_file() else sum(path.stat().st_size for path in target.iterdir())
+    report.bytes = (
+        target.stat().st_size if target.is_file() else sum(path.stat().st_size for path in target.iterdir())
+    )
     return report
 
 
 def _mark(directory: Path, source: Source, report: Report) -> None:
     files = sorted(path.name for path in directory.iterdir())
     about = {"model": source.nested.base.header.model, "precision": report.precision, "target": report.target}
-    (directory / MARK).write_text(json.dumps({**about, "exact": report.exact, "files": [*files, MARK]}, indent=2) + "\n")
+    (directory / MARK).write_text(
+        json.dumps({**about, "exact": report.exact, "files": [*files, MARK]}, indent=2) + "\n"
+    )
 
 
 def _check_target(target: Path, to: str, overwrite: bool) -> None:
@@ -82,7 +90,9 @@ def _check_target(target: Path, to: str, overwrite: bool) -> None:
     if to == "gguf" and target.is_dir():
         raise TargetError(f"{target} is a directory; name the file to write, such as {target / 'model.gguf'}")
     if not overwrite:
-        raise TargetError(f"{target} exists; choose another place, or replace an earlier export with --overwrite")
+        raise TargetError(
+            f"{target} exists; choose another place, or replace an earlier export with --overwrite"
+        )
     if to == "gguf":
         with target.open("rb") as file:
             start = file.read(1 << 16)
@@ -92,6 +102,11 @@ def _check_target(target: Path, to: str, overwrite: bool) -> None:
     try:
         own = set(json.loads((target / MARK).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise TargetError(f"{target} is no earlier export and is not overwritten; choose another place") from None
+        raise TargetError(
+            f"{target} is no earlier export and is not overwritten; choose another place"
+        ) from None
     if other := sorted({path.name for path in target.iterdir()} - own):
-        raise TargetError(f"{target} also holds {other[0]}, which is not of the export; move it away or choose another place")
+        raise TargetError(
+            f"{target} also holds {other[0]}, which is not of the export; move it away or "
+            "choose another place"
+        )

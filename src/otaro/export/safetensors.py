@@ -1,4 +1,6 @@
-"""A safetensors file, filled tensor by tensor: its layout is known before the first byte, and no tensor is ever whole."""
+"""A safetensors file, filled tensor by tensor: its layout is known before the first byte, and no tensor is
+ever whole.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class SafetensorsWriter:
         self._next: dict[str, int] = {}
         self._end: dict[str, int] = {}
         end = 0
-        for name, (dtype, shape) in sorted(layout.items(), key=lambda item: -item[1][0].itemsize):  # aligned, each for its type
+        # aligned, each for its type
+        for name, (dtype, shape) in sorted(layout.items(), key=lambda item: -item[1][0].itemsize):
             start, end = end, end + prod(shape) * dtype.itemsize
             self._next[name], self._end[name] = start, end
             header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -33,7 +36,8 @@ class SafetensorsWriter:
         self._start = 8 + len(text)
         self._file = path.open("xb", buffering=0)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._file.fileno(), 0, self._start + end)  # a full disk shows now, not after an hour
+            # a full disk shows now, not after an hour
+            os.posix_fallocate(self._file.fileno(), 0, self._start + end)
         self._write(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, name: str, data: torch.Tensor) -> None:
@@ -52,7 +56,9 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         if error is None and self._next != self._end:
             raise AssertionError("fewer bytes than the shapes need")

@@ -1,4 +1,6 @@
-"""What is exported: the tensors of a nested directory at one precision, or each at that of a fit, some rows at a time."""
+"""What is exported: the tensors of a nested directory at one precision, or each at that of a fit, some rows
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -67,14 +69,20 @@ class Rows:
 class Source:
     """A nested directory, or the Hub id of one, opened at a precision."""
 
-    def __init__(self, model: str | os.PathLike[str], precision: str | Precision, hub: Hub | None = None) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], precision: str | Precision, hub: Hub | None = None
+    ) -> None:
         hub = hub or Hub()
         self.precision = _known(precision, model, hub)
         finest = finest_of(self.precision)
         self.nested = NestedDirectory(resolve_nested(model, finest, hub))
         self.nested.require(finest)
         schema = self.nested.schema
-        its = self.precision.precisions if isinstance(self.precision, Fit) else dict.fromkeys(schema.packed, finest)
+        its = (
+            self.precision.precisions
+            if isinstance(self.precision, Fit)
+            else dict.fromkeys(schema.packed, finest)
+        )
         self.grids = {name: Grid(its[name].mantissa_bits, schema.reconstruction) for name in schema.packed}
         """Of each packed tensor."""
         self.grid = Grid(finest.mantissa_bits, schema.reconstruction)
@@ -111,7 +119,9 @@ class Source:
 
     def largest_scale(self, name: str) -> float:
         """The largest magnitude of its scales."""
-        return float(scale_values(self.scale_bytes(name), self.nested.schema.scale_exponents[name]).abs().max())
+        return float(
+            scale_values(self.scale_bytes(name), self.nested.schema.scale_exponents[name]).abs().max()
+        )
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor that is not packed."""
@@ -121,7 +131,9 @@ class Source:
         """The rows of a piece of a packed tensor, a few thousand at a time."""
         *lead, length = self.packed[piece.source]
         grid = self.grids[piece.source]
-        planes = [self.nested.plane(plane).tensor(piece.source) for plane in range(BASE, grid.mantissa_bits + 1)]
+        planes = [
+            self.nested.plane(plane).tensor(piece.source) for plane in range(BASE, grid.mantissa_bits + 1)
+        ]
         stored = [tensor.reshape(prod(lead), -1) for tensor in planes]
         scale_bytes = self.scale_bytes(piece.source).reshape(prod(lead), -1)
         exponent = self.nested.schema.scale_exponents[piece.source]
@@ -164,14 +176,22 @@ class Source:
         """What transformers makes of a tensor when it saves a checkpoint, asked with the numbers of its rows."""
         shape = self.shape(name)
         if len(shape) != 3:
-            return [Piece(self._saved_name(name), name, tuple(reversed(shape)) if name in self.transposed else shape)]
-        numbers = torch.arange(prod(shape[:-1])).view(*shape[:-1], 1).expand(*shape[:-1], 2)  # of one column it would drop it
+            return [
+                Piece(
+                    self._saved_name(name), name, tuple(reversed(shape)) if name in self.transposed else shape
+                )
+            ]
+        # of one column it would drop it
+        numbers = torch.arange(prod(shape[:-1])).view(*shape[:-1], 1).expand(*shape[:-1], 2)
         found = self._saved(name, numbers)
-        return [Piece(key, name, (*at.shape[:-1], shape[-1]), at[..., 0].flatten()) for key, at in found.items()]
+        return [
+            Piece(key, name, (*at.shape[:-1], shape[-1]), at[..., 0].flatten()) for key, at in found.items()
+        ]
 
     def _saved_name(self, name: str) -> str:
         found = self._saved(name, torch.empty(self.model.state_dict()[name].shape, device="meta"))
-        return next(iter(found)) if len(found) == 1 else name  # one that is saved as several loads as it is, too
+        # one that is saved as several loads as it is, too
+        return next(iter(found)) if len(found) == 1 else name
 
     def _saved(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -185,21 +205,29 @@ class Source:
             if name in tied:
                 continue
             if name not in self.packed and name not in self.unpacked:
-                raise FormatError(f"{where} lacks {name}, which config.json implies; the files are of different models")
+                raise FormatError(
+                    f"{where} lacks {name}, which config.json implies; the files are of different models"
+                )
             wanted = tuple(reversed(tensor.shape)) if name in self.transposed else tuple(tensor.shape)
             if (stated := self.shape(name)) != wanted:
                 raise FormatError(f"{where} has {name} as {list(stated)}, config.json implies {list(wanted)}")
         if left := (self.packed.keys() | self.unpacked.keys()) - self.model.state_dict().keys():
-            raise FormatError(f"{where} holds {min(left)}, which {self.config.model_type} models by config.json lack")
+            raise FormatError(
+                f"{where} holds {min(left)}, which {self.config.model_type} models by config.json lack"
+            )
 
 
 def chosen_dtype(source: Source) -> torch.dtype:
-    """The model's own type where that has 16 bits and the digits for all packed weights; else float16, else float32."""
+    """The model's own type where that has 16 bits and the digits for all packed weights; else float16, else
+    float32.
+    """
     own = source.config.dtype
     bytes_of = torch.cat([source.scale_bytes(name).flatten().unique() for name in source.packed])
     candidates = [own] * (own in (torch.float16, torch.bfloat16)) + [torch.float16]
     grids = set(source.grids.values())
-    return next((dtype for dtype in candidates if all(grid.fits(dtype, bytes_of) for grid in grids)), torch.float32)
+    return next(
+        (dtype for dtype in candidates if all(grid.fits(dtype, bytes_of) for grid in grids)), torch.float32
+    )
 
 
 def _known(precision: str | Precision, model: str | os.PathLike[str], hub: Hub) -> Precision | Fit:
@@ -221,7 +249,9 @@ def _config(path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a strange config makes transformers stumble over
-        raise FormatError(f"{path}: config.json describes no model that transformers knows: {brief(error)}") from error
+        raise FormatError(
+            f"{path}: config.json describes no model that transformers knows: {brief(error)}"
+        ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

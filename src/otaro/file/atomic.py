@@ -1,9 +1,10 @@
 """A directory, or a file, appears whole or not at all.
 
-`new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every file to disk and
-renames the sibling into place in one step; leaving it by an exception removes it. A process that is killed leaves only the
-sibling, which nothing loads and which the next writer to the same target sweeps away. `new_file` does the same for one file,
-`write_text` for one of a few words, and `update_text` for one whose new text depends on the old.
+`new_directory` hands out a hidden sibling of the target to write into. Leaving the block well flushes every
+file to disk and renames the sibling into place in one step; leaving it by an exception removes it. A process
+that is killed leaves only the sibling, which nothing loads and which the next writer to the same target
+sweeps away. `new_file` does the same for one file, `write_text` for one of a few words, and `update_text` for
+one whose new text depends on the old.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def explained(target: Path) -> Iterator[None]:
     except OSError as error:
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
         around = at in target.parents or at == _lock(target)  # what is made before anything is written
-        concerned = at is None or around or any(at.is_relative_to(path) for path in (target, _partial(target)))
+        concerned = (
+            at is None or around or any(at.is_relative_to(path) for path in (target, _partial(target)))
+        )
         advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
         if not concerned or advice is None or (error.errno == errno.ENOENT and not around):
             raise
@@ -57,8 +60,8 @@ def explained(target: Path) -> Iterator[None]:
 def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a directory to fill, which becomes `target` when the block ends without an exception.
 
-    An existing target is refused unless it is an empty directory or `overwrite` is set; then it stays as it is until the
-    moment of exchange.
+    An existing target is refused unless it is an empty directory or `overwrite` is set; then it stays as it
+    is until the moment of exchange.
     """
     target = Path(os.path.realpath(target))
     partial = _partial(target)
@@ -80,7 +83,9 @@ def new_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
 def check_place(target: Path, overwrite: bool = False) -> None:
     """Refuse where `new_directory` puts nothing, for those who compute for hours before."""
     if target == Path.cwd():
-        raise TargetError(f"{target} is the current directory, which cannot be put in place; name a new directory")
+        raise TargetError(
+            f"{target} is the current directory, which cannot be put in place; name a new directory"
+        )
     if target.exists() and not target.is_dir():
         raise TargetError(f"{target} exists and is not a directory; choose another place")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
@@ -109,12 +114,15 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Put a file in place in one step, its directory too if there is none; whatever was there stays until that moment."""
+    """Put a file in place in one step, its directory too if there is none; whatever was there stays until
+    that moment.
+    """
     update_text(target, lambda: text)
 
 
 def update_text(target: Path, make: Callable[[], str]) -> None:
-    """Like `write_text`, with a text that is made, from the old one perhaps, while no other process writes the target.
+    """Like `write_text`, with a text that is made, from the old one perhaps, while no other process writes
+    the target.
 
     Who comes second waits.
     """
@@ -162,7 +170,9 @@ def _locked(target: Path, wait: bool) -> int:
             pass
         except BlockingIOError:
             os.close(lock)
-            raise TargetError(f"another process is writing {target} right now; wait for it to finish") from None
+            raise TargetError(
+                f"another process is writing {target} right now; wait for it to finish"
+            ) from None
         os.close(lock)  # its holder finished and removed it in the meantime
 
 
@@ -193,7 +203,8 @@ def flush(path: Path) -> None:
 def _move_into_place(partial: Path, target: Path) -> None:
     if target.is_dir() and any(target.iterdir()):
         if not _exchange(partial, target):
-            # Without an atomic exchange there is an instant with no target; the old one is then beside it, whole.
+            # Without an atomic exchange there is an instant with no target; the old one is then beside it,
+            # whole.
             old = target.parent / f".{target.name}.old"
             _remove(old)
             os.rename(target, old)
@@ -205,7 +216,9 @@ def _move_into_place(partial: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories atomically, where the system can (Linux); the first path then holds the old content."""
+    """Swap two directories atomically, where the system can (Linux); the first path then holds the old
+    content.
+    """
     at_current_directory, exchange_flag = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:

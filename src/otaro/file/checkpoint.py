@@ -1,10 +1,11 @@
-"""The model to be packed: where it lies, which of its tensors are packed, and how to read them a few rows at a time.
+"""The model to be packed: where it lies, which of its tensors are packed, and how to read them a few rows at
+a time.
 
 What to pack is asked of the model class itself, built on the meta device from the checkpoint's config
-(`otaro.packable`). What the checkpoint has for each of its tensors is asked of transformers: its own conversions
-of names, and of values where a checkpoint keeps them in another form. Experts that are stored one by one, and all
-that is stored as it is, are read by rows. A tensor that transformers makes of others, or that is packed transposed
-(GPT-2's), is read whole.
+(`otaro.packable`). What the checkpoint has for each of its tensors is asked of transformers: its own
+conversions of names, and of values where a checkpoint keeps them in another form. Experts that are stored one
+by one, and all that is stored as it is, are read by rows. A tensor that transformers makes of others, or that
+is packed transposed (GPT-2's), is read whole.
 """
 
 from __future__ import annotations
@@ -43,15 +44,25 @@ SIDECARS = (
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
-# How checkpoints name the parts of a fused expert tensor; each list is one convention (Qwen and most others, Mixtral).
-_EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+# How checkpoints name the parts of a fused expert tensor; each list is one convention (Qwen and most others,
+# Mixtral).
+_EXPERT_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 
-def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB) -> Path:
-    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's cache."""
+def resolve_model(
+    model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB
+) -> Path:
+    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's
+    cache.
+    """
     path = Path(model)
     if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
-        raise CheckpointError(f"{model} is on this machine and has no revision {hub.revision!r}; leave the revision out")
+        raise CheckpointError(
+            f"{model} is on this machine and has no revision {hub.revision!r}; leave the revision out"
+        )
     if path.is_dir():
         refuse_run(path)
         return path
@@ -65,7 +76,9 @@ def resolve_model(model: str | os.PathLike[str], patterns: Sequence[str] | None 
 
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
-    """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the Hub has."""
+    """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the
+    Hub has.
+    """
     path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():
@@ -74,7 +87,9 @@ def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = 
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint in safetensors files, or a GGUF file, seen under the parameter names of its model class."""
+    """A Hugging Face checkpoint in safetensors files, or a GGUF file, seen under the parameter names of its
+    model class.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -91,7 +106,9 @@ class Checkpoint:
             files = [GgufTensors(self.gguf, self._model, architecture)]
         self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
         """{tied tensor: the one that is stored}"""
-        self.shapes = {name: tuple(t.shape) for name, t in self._model.state_dict().items() if name not in self.tied}
+        self.shapes = {
+            name: tuple(t.shape) for name, t in self._model.state_dict().items() if name not in self.tied
+        }
         self.buffers = {name for name, _ in self._model.named_buffers()}
         rule = {one.name: one for one in packable(self._model)}
         self.packed = {name: rule[name].shape for name in self.shapes if name in rule}
@@ -104,7 +121,9 @@ class Checkpoint:
         self._parts = {name: self._find_parts(name, shape) for name, shape in self.shapes.items()}
         for name in self.packed:
             if (dtype := self.stored_dtype(name)) not in (torch.float16, torch.bfloat16, torch.float32):
-                raise CheckpointError(f"{name} is {dtype}; SEFP encodes float16, bfloat16 and float32 tensors")
+                raise CheckpointError(
+                    f"{name} is {dtype}; SEFP encodes float16, bfloat16 and float32 tensors"
+                )
         self._check_tied()
 
     @property
@@ -167,13 +186,21 @@ class Checkpoint:
     def _name_tensors(self, files: list[_TensorFile]) -> None:
         """Call what the files hold by the names of the model class, as transformers does when it loads them."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         steps, known = get_model_conversion_mapping(self._model), self._model.state_dict()
         names = [step for step in steps if isinstance(step, WeightRenaming)]
         values = [step for step in steps if isinstance(step, WeightConverter)]
         converters = {pattern: step for step in values for pattern in step.source_patterns}
-        where, stored = (self._model.base_model_prefix, known), {key: file for file in files for key in file.entries}
+        where, stored = (
+            (self._model.base_model_prefix, known),
+            {key: file for file in files for key in file.entries},
+        )
         conversions: dict[str, _Conversion] = {}
         for key, file in sorted(stored.items(), key=lambda of: dot_natural_key(of[0])):
             becomes, pattern = rename_source_key(key, names, values, *where)
@@ -211,7 +238,8 @@ class Checkpoint:
                 return self._check_parts(name, parts, shape)
         if name in self._heads:
             raise CheckpointError(
-                f"{self.directory} holds a base model, without the head {name}, and nothing can be generated without one; "
+                f"{self.directory} holds a base model, without the head {name}, and nothing can be "
+                "generated without one; "
                 "give the checkpoint of the whole model"
             )
         raise CheckpointError(
@@ -225,7 +253,9 @@ class Checkpoint:
         rows = sum(self._shape(part)[0] for part in parts)
         widths = {self._shape(part)[-1] for part in parts}
         if rows != shape[0] * shape[1] or widths != {shape[2]}:
-            raise CheckpointError(f"the parts of {name} do not add up to the shape {list(shape)} that config.json implies")
+            raise CheckpointError(
+                f"the parts of {name} do not add up to the shape {list(shape)} that config.json implies"
+            )
         return parts
 
     def _check_tied(self) -> None:
@@ -233,7 +263,8 @@ class Checkpoint:
         for target, source in self.tied.items():
             if target in self._file_of and not torch.equal(self._read(target), self.read(source)):
                 raise CheckpointError(
-                    f"config.json ties {target} to {source}, but the checkpoint stores different values for the two; "
+                    f"config.json ties {target} to {source}, but the checkpoint stores different values for "
+                    "the two; "
                     "set tie_word_embeddings to false in config.json to keep both"
                 )
 
@@ -241,8 +272,8 @@ class Checkpoint:
 class _TensorFile:
     """A safetensors file, read by rows.
 
-    safetensors itself either maps a file, and then mapped pages make the process look as large as the model, or reads whole
-    tensors. So it checks the file, and the rows are read here.
+    safetensors itself either maps a file, and then mapped pages make the process look as large as the model,
+    or reads whole tensors. So it checks the file, and the rows are read here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -269,7 +300,9 @@ class _TensorFile:
     def dtype(self, key: str) -> torch.dtype:
         name = self.entries[key]["dtype"]
         if name not in DTYPES:
-            raise CheckpointError(f"{key} is stored as {name}, which is not supported; convert the checkpoint to bfloat16")
+            raise CheckpointError(
+                f"{key} is stored as {name}, which is not supported; convert the checkpoint to bfloat16"
+            )
         return DTYPES[name]
 
     def row_count(self, key: str) -> int:
@@ -284,7 +317,9 @@ class _TensorFile:
         view = memoryview(buffer)
         while view:
             if not (count := self._file.readinto(view)):
-                raise CheckpointError(f"{self._file.name} ends before {key} does; it was changed while it was read")
+                raise CheckpointError(
+                    f"{self._file.name} ends before {key} does; it was changed while it was read"
+                )
             view = view[count:]
         if not buffer:
             return torch.empty(last - first, length, dtype=self.dtype(key))
@@ -300,7 +335,9 @@ def _read_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever a strange config makes transformers stumble over
-        raise CheckpointError(f"{directory}: config.json describes no model that transformers knows: {brief(error)}") from error
+        raise CheckpointError(
+            f"{directory}: config.json describes no model that transformers knows: {brief(error)}"
+        ) from error
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise CheckpointError(
@@ -328,8 +365,10 @@ def _open_all(directory: Path) -> list[_TensorFile]:
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickled:
             raise CheckpointError(
-                f"{directory} holds only pickled weights ({pickled[0]}), which can run code when opened and are not read here; "
-                "convert them where you trust them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+                f"{directory} holds only pickled weights ({pickled[0]}), which can run code when opened and "
+                "are not read here; "
+                "convert them where you trust them: "
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
             )
         raise CheckpointError(f"{directory} holds no model.safetensors and no model.safetensors.index.json")
     for file in files:
@@ -378,18 +417,25 @@ def build_on_meta(config: Any) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # as above
-        raise CheckpointError(f"transformers cannot build a causal {config.model_type!r} model: {brief(error)}") from error
+        raise CheckpointError(
+            f"transformers cannot build a causal {config.model_type!r} model: {brief(error)}"
+        ) from error
     kind = f"{type(model).__name__} ({config.model_type})"
     if not model.can_generate():
-        raise CheckpointError(f"{kind} is not a model that generates text, and there is nothing else to run it for here")
+        raise CheckpointError(
+            f"{kind} is not a model that generates text, and there is nothing else to run it for here"
+        )
     if _is_encoder(model):
         raise CheckpointError(
-            f"{kind} is an encoder as config.json sets it up: its tokens see those behind them, so it cannot generate text"
+            f"{kind} is an encoder as config.json sets it up: its tokens see those behind them, so it "
+            "cannot generate text"
         )
     return model
 
 
 def _is_encoder(model: Any) -> bool:
-    """Whether attention looks ahead: modules that can be of an encoder say that they are not of a decoder, nor causal."""
+    """Whether attention looks ahead: modules that can be of an encoder say that they are not of a decoder,
+    nor causal.
+    """
     said = {getattr(module, name, None) for module in model.modules() for name in ("is_decoder", "is_causal")}
     return False in said and True not in said

@@ -1,13 +1,15 @@
-"""How weights become codes: the group size and the reconstruction, and where a tuned checkpoint says which it was tuned for.
+"""How weights become codes: the group size and the reconstruction, and where a tuned checkpoint says which it
+was tuned for.
 
-A checkpoint is an ordinary one, but it was tuned for one way of quantizing, and quantized in another it is another model.
-So `otaro tune` leaves `otaro.json` beside the tuned weights,
+A checkpoint is an ordinary one, but it was tuned for one way of quantizing, and quantized in another it is
+another model. So `otaro tune` leaves `otaro.json` beside the tuned weights,
 
     {"group_size": 64, "reconstruction": "truncate"}
 
-and whatever quantizes a checkpoint (`otaro pack`, `eval`, `analyze`) asks `choose_coding`: what the user says counts, then
-this file, then the default. The file moves with the weights. A run folder of before there was such a file says the same in
-its config.json, one level up. Both may come from strangers: they are small, and checked field by field.
+and whatever quantizes a checkpoint (`otaro pack`, `eval`, `analyze`) asks `choose_coding`: what the user says
+counts, then this file, then the default. The file moves with the weights. A run folder of before there was
+such a file says the same in its config.json, one level up. Both may come from strangers: they are small, and
+checked field by field.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Coding:
 DEFAULT_CODING = Coding()
 
 
-def choose_coding(directory: Path, group_size: int | None = None, reconstruction: Reconstruction | None = None) -> Coding:
+def choose_coding(
+    directory: Path, group_size: int | None = None, reconstruction: Reconstruction | None = None
+) -> Coding:
     """How to quantize the checkpoint in a directory: as asked for, else as it was tuned, else by default."""
     if group_size is not None and reconstruction is not None:
         return Coding(group_size, reconstruction)  # nobody asks a file that may be damaged
@@ -84,8 +88,8 @@ def read_coding(directory: Path) -> Coding | None:
 
 
 def write_coding(directory: Path, coding: Coding, about: dict[str, Any] | None = None) -> None:
-    """Say beside a checkpoint how it was tuned; beside a packed model how, what GGUF file it came from (`source`), and
-    what it was calibrated on (`calibrated`).
+    """Say beside a checkpoint how it was tuned; beside a packed model how, what GGUF file it came from
+    (`source`), and what it was calibrated on (`calibrated`).
     """
     stated = asdict(coding) | (about or {})
     write_text(directory / CODING_FILE, json.dumps(stated) + "\n")
@@ -104,7 +108,9 @@ def read_calibrated(directory: Path) -> CalibratedOn | None:
     path = directory / CODING_FILE
     stated = _read(path).get("calibrated") if path.is_file() else None
     match stated:
-        case {"text": str(text), "windows": [int(windows), int(length)]} if 0 < windows < 1 << 31 and 0 < length < 1 << 31:
+        case {"text": str(text), "windows": [int(windows), int(length)]} if (
+            0 < windows < 1 << 31 and 0 < length < 1 << 31
+        ):
             return CalibratedOn(text[:_NAME] if text.isprintable() else ascii(text[:_NAME]), windows * length)
     return None
 

@@ -1,13 +1,15 @@
-"""Fetching a nested model: the shards that a precision needs and that are not there yet, each checked before it is used.
+"""Fetching a nested model: the shards that a precision needs and that are not there yet, each checked before
+it is used.
 
-Of every shard the header comes first, by itself. It is bounded and sealed, tells how long the shard is and which model it
-belongs to, and has a digest of each tensor. So a length that a server states, too short, too long or none, decides nothing;
-two headers that are alike are those of two files that are alike; and what came of a shard before a cut is gone on with
-exactly if it begins with the header that the source has now.
+Of every shard the header comes first, by itself. It is bounded and sealed, tells how long the shard is and
+which model it belongs to, and has a digest of each tensor. So a length that a server states, too short, too
+long or none, decides nothing; two headers that are alike are those of two files that are alike; and what came
+of a shard before a cut is gone on with exactly if it begins with the header that the source has now.
 
-What is under way lies in OUT/.fetch, one file for each shard that grows from its beginning. A shard goes to its place by a
-rename, when every digest is right: the base shard first, right behind the files beside it, then planes in their order. So
-OUT has nothing but that folder until it opens, and it opens at every moment from then on.
+What is under way lies in OUT/.fetch, one file for each shard that grows from its beginning. A shard goes to
+its place by a rename, when every digest is right: the base shard first, right behind the files beside it,
+then planes in their order. So OUT has nothing but that folder until it opens, and it opens at every moment
+from then on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,17 @@ from typing import TypeVar
 from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
-from otaro.file.header import AGAIN, BASE, Entry, Header, Schema, check_header, check_plane, header_length, shard_name
+from otaro.file.header import (
+    AGAIN,
+    BASE,
+    Entry,
+    Header,
+    Schema,
+    check_header,
+    check_plane,
+    header_length,
+    shard_name,
+)
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.run import refuse_run
@@ -65,7 +77,9 @@ class Offer:
 
 
 class RemoteModel:
-    """A nested model at its source, as headers describe it; planes must belong to its base shard, or to the one given."""
+    """A nested model at its source, as headers describe it; planes must belong to its base shard, or to the
+    one given.
+    """
 
     def __init__(self, source: Source, base: Header | None = None) -> None:
         self.source = source
@@ -156,10 +170,11 @@ def fetch(
     hub: Hub = HUB,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Fetched:
-    """Bring what `precision` needs, by default all that the source has, of a nested model into the directory `out`.
+    """Bring what `precision` needs, by default all that the source has, of a nested model into the directory
+    `out`.
 
-    `model` is a Hub id, http(s)://HOST/PATH or file:///DIR of a nested directory, or a directory. What `out` has already of
-    the same model stays as it is. `progress` gets the file at hand, bytes done and in total.
+    `model` is a Hub id, http(s)://HOST/PATH or file:///DIR of a nested directory, or a directory. What `out`
+    has already of the same model stays as it is. `progress` gets the file at hand, bytes done and in total.
     """
     source, target = find_source(model, hub), Path(os.path.realpath(out))
     if isinstance(source, Directory):
@@ -172,7 +187,8 @@ def fetch(
         offers = _missing(remote, nested, precision)
         if nested is not None and not offers and (theirs := RemoteModel(source).model) != nested.model:
             raise TargetError(
-                f"{out} holds another model (identity {nested.model[:12]}) than {source} ({theirs[:12]}); choose another place"
+                f"{out} holds another model (identity {nested.model[:12]}) than {source} ({theirs[:12]}); "
+                "choose another place"
             )
         under_way = target / FOLDER
         _check_space(target, sum(offer.size - _begun(offer, under_way) for offer in offers))
@@ -214,7 +230,9 @@ class _Count:
 
 
 def _there(target: Path) -> NestedDirectory | None:
-    """The model that `target` holds already; a place that is not empty, and neither one nor begun, is refused."""
+    """The model that `target` holds already; a place that is not empty, and neither one nor begun, is
+    refused.
+    """
     if target.exists() and not target.is_dir():
         raise TargetError(f"{target} exists and is not a directory; choose another place")
     if (target / shard_name(BASE)).is_file():
@@ -237,7 +255,8 @@ def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Pre
         if offer is None:
             complete = of_mantissa_bits(plane - 1)
             raise ShardMissingError(
-                f"{precision} needs {shard_name(plane)}, which {remote.source} lacks; ask for {complete} or a lower one"
+                f"{precision} needs {shard_name(plane)}, which {remote.source} lacks; ask for {complete} or "
+                "a lower one"
             )
         offers.append(offer)
     return offers
@@ -271,7 +290,9 @@ def _part(offer: Offer, under_way: Path) -> Path:
 
 
 def _begun(offer: Offer, under_way: Path) -> int:
-    """Bytes of a shard that have come before; none where what came does not begin as the shard does, or goes on beyond it."""
+    """Bytes of a shard that have come before; none where what came does not begin as the shard does, or goes
+    on beyond it.
+    """
     try:
         with _part(offer, under_way).open("rb") as file:
             same = file.read(len(offer.start)) == offer.start
@@ -294,7 +315,8 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
             tries = 0 if have - before >= _PROGRESS else tries + 1
             if tries > len(_PAUSES):
                 raise FetchError(
-                    f"{offer.name} from {remote.source} broke off after {readable_size(have)} of {readable_size(offer.size)} "
+                    f"{offer.name} from {remote.source} broke off after {readable_size(have)} of "
+                    f"{readable_size(offer.size)} "
                     f"({error}); what has come is kept, and the same command goes on from there"
                 ) from error
             time.sleep(_PAUSES[max(tries, 1) - 1])
@@ -304,7 +326,8 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
             new = remote.offer(offer.header.plane, anew=True)
             if new is None or new.header.model != first.header.model or wrong > 2:
                 raise FetchError(
-                    f"{offer.name} at {remote.source} was exchanged while it was fetched, or is stated to have another length "
+                    f"{offer.name} at {remote.source} was exchanged while it was fetched, or is stated to "
+                    "have another length "
                     "than its header implies; what has come is kept, call again"
                 ) from None
             offer = new
@@ -318,7 +341,8 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
         if wrong > 2:
             part.unlink()
             raise DigestError(
-                f"{remote.source} serves a damaged {offer.name}: three times over the bytes of {damaged} were not those that "
+                f"{remote.source} serves a damaged {offer.name}: three times over the bytes of {damaged} "
+                "were not those that "
                 "its header promises; have the file put there anew"
             )
     flush(part)
@@ -370,9 +394,11 @@ def _sound(path: Path, header: Header) -> tuple[int, str | None]:
 
 
 def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str]:
-    """Fetch what lies beside the shards and `target` lacks: the configuration, which must be there, tokenizer, licence.
+    """Fetch what lies beside the shards and `target` lacks: the configuration, which must be there,
+    tokenizer, licence.
 
-    Before there is a base shard that is everything, also if it has come before: it might have been another model's.
+    Before there is a base shard that is everything, also if it has come before: it might have been another
+    model's.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -400,7 +426,9 @@ def read_small(source: Source, name: str, path: Path) -> bool:
                 length += len(data)
                 if length > _LARGEST_BESIDE:
                     most = readable_size(_LARGEST_BESIDE)
-                    raise FetchError(f"{name} at {source} is larger than {most}, which no model needs; it is not fetched")
+                    raise FetchError(
+                        f"{name} at {source} is larger than {most}, which no model needs; it is not fetched"
+                    )
                 file.write(data)
             _check_end(piece, length, name, source)
             file.flush()
@@ -419,7 +447,9 @@ def read_small(source: Source, name: str, path: Path) -> bool:
 
 
 def _check_end(piece: Piece, length: int, name: str, source: Source) -> None:
-    """These files have no digest: all there is to tell a broken-off one by is its length, or the end of its JSON."""
+    """These files have no digest: all there is to tell a broken-off one by is its length, or the end of its
+    JSON.
+    """
     if piece.size is not None and length != piece.size:
         raise CutOff(f"it ended after {length} of {piece.size} bytes")
     if not piece.ends and not name.endswith(".json"):
@@ -456,6 +486,8 @@ def _patiently(action: Callable[[], _T], what: str, advice: str) -> _T:
             return action()
         except (CutOff, Changed) as error:
             if pause is None:
-                raise FetchError(f"{what} could not be fetched: {str(error) or 'it keeps changing'}{advice}") from error
+                raise FetchError(
+                    f"{what} could not be fetched: {str(error) or 'it keeps changing'}{advice}"
+                ) from error
             time.sleep(pause)
     raise AssertionError

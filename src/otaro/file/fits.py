@@ -1,19 +1,22 @@
-"""Fits: a precision for every packed tensor, that which loses least within a budget, in `precisions.json` beside the model.
+"""Fits: a precision for every packed tensor, that which loses least within a budget, in `precisions.json`
+beside the model.
 
-`otaro fit` writes them, one for each budget, and a fit goes by the name of its budget wherever a precision is named:
-`fit:90MB` is 90 million bytes, `fit:4.5bits` so many bits per weight, `fit:40tps` so many tokens per second.
+`otaro fit` writes them, one for each budget, and a fit goes by the name of its budget wherever a precision is
+named: `fit:90MB` is 90 million bytes, `fit:4.5bits` so many bits per weight, `fit:40tps` so many tokens per
+second.
 
     {"version": 1, "model": "5d0c…", "fits": {"90MB": {"precisions": {"model.embed_tokens.weight": "E5M4", …},
      "bytes": 89990784, "bits_per_weight": 5.352, "predicted": 0.021, "measured": 0.023, "uniform": "E5M4",
      "uniform_measured": 0.041, "reference": "E5M8", "text": "valid.txt", "text_sha256": "…", "tokens": 512,
      "command": "otaro fit …", "date": "2026-11-16"}}}
 
-Bytes are those of the planes, scales and unpacked tensors that the model then reads, headers of files aside, as bits per
-weight of `otaro inspect` count them. Divergences are in nats, on text, from the reference: the finest precision that was there.
-`tokens` of the text were measured on. (The first files lack reference and tokens, and are read.)
+Bytes are those of the planes, scales and unpacked tensors that the model then reads, headers of files aside,
+as bits per weight of `otaro inspect` count them. Divergences are in nats, on text, from the reference: the
+finest precision that was there. `tokens` of the text were measured on. (The first files lack reference and
+tokens, and are read.)
 
-The file travels with its model and so comes from strangers: it names the model it is for, and nothing in it is believed before
-it has been checked. Every packed tensor must have its precision, and no other may.
+The file travels with its model and so comes from strangers: it names the model it is for, and nothing in it
+is believed before it has been checked. Every packed tensor must have its precision, and no other may.
 """
 
 from __future__ import annotations
@@ -87,7 +90,9 @@ class Budget:
         """`90MB`, `1.5 GiB`, `4.5bits`, `40tps`; capitals or not."""
         found = _BUDGET.fullmatch(text.strip())
         if found is None or (unit := _SPELLING.get(found[2].casefold())) is None or not Decimal(found[1]):
-            raise OtaroError(f"{text[:40]!r} is no budget; write 90MB, 1.5GB, 4.5bits or 40tps ({', '.join(_UNITS)})")
+            raise OtaroError(
+                f"{text[:40]!r} is no budget; write 90MB, 1.5GB, 4.5bits or 40tps ({', '.join(_UNITS)})"
+            )
         return Budget(Decimal(found[1]), unit)
 
     @property
@@ -100,7 +105,11 @@ class Budget:
         """As `otaro fit` is asked for it."""
         if self.unit == "bits":
             return f"--bits {self.amount.normalize():f}"
-        return f"--tokens-per-second {self.amount.normalize():f}" if self.unit == "tps" else f"--budget {self.name}"
+        return (
+            f"--tokens-per-second {self.amount.normalize():f}"
+            if self.unit == "tps"
+            else f"--budget {self.name}"
+        )
 
     @property
     def bytes(self) -> int | None:
@@ -194,7 +203,9 @@ def plane_bytes(schema: Schema) -> dict[str, int]:
 
 
 def find_fit(nested: Nested, name: str) -> Fit:
-    """The fit that a precision names, `fit:90MB`; refused where there is none, or shards that it needs are missing."""
+    """The fit that a precision names, `fit:90MB`; refused where there is none, or shards that it needs are
+    missing.
+    """
     budget, fits = Budget.parse(fit_name(name)[len(PREFIX) :]), read_fits(nested)
     if (fit := fits.get(budget.name)) is None:
         there = f"there are {', '.join(map(str, fits.values()))}" if fits else "there are no fits yet"
@@ -204,14 +215,17 @@ def find_fit(nested: Nested, name: str) -> Fit:
         )
     if fit.finest > nested.finest:
         raise ShardMissingError(
-            f"{fit} needs shards up to {shard_name(fit.finest.mantissa_bits)}, and {nested.path} is complete up to "
+            f"{fit} needs shards up to {shard_name(fit.finest.mantissa_bits)}, and {nested.path} is "
+            "complete up to "
             f"{nested.finest}; bring them with: otaro fetch SOURCE {nested.path} --precision {fit.finest}"
         )
     return fit
 
 
 def read_fits(nested: Nested) -> dict[str, Fit]:
-    """The fits beside a model by name, none where there is no file; one that is damaged, or of another model, is refused."""
+    """The fits beside a model by name, none where there is no file; one that is damaged, or of another model,
+    is refused.
+    """
     return read_fits_in(nested.path, nested.model, nested)
 
 
@@ -282,7 +296,10 @@ def _fit(name: str, stated: object, model: Stored) -> Fit:
         raise ValueError(f"{where}: {str(error)[:200]}") from None
     size = bytes_of(model, precisions)
     if about["bytes"] != size or not isclose(about["bits_per_weight"], 8 * size / weights_of(model)):
-        raise ValueError(f"{where} takes {size} bytes by its precisions, and its bytes or bits_per_weight say something else")
+        raise ValueError(
+            f"{where} takes {size} bytes by its precisions, and its bytes or bits_per_weight "
+            "say something else"
+        )
     return Fit(name, precisions, about)
 
 

@@ -1,8 +1,9 @@
-"""GGUF files as checkpoints to pack: parsed and checked here, dequantized a few rows at a time by the package gguf.
+"""GGUF files as checkpoints to pack: parsed and checked here, dequantized a few rows at a time by the package
+gguf.
 
-Files come from strangers: no count, length, offset or type is believed before it was held against the size of the file, so
-whatever is wrong with one ends in a `CheckpointError`. `file.gguf_config` makes a config of what it says,
-`file.gguf_tokenizer` a tokenizer.
+Files come from strangers: no count, length, offset or type is believed before it was held against the size of
+the file, so whatever is wrong with one ends in a `CheckpointError`. `file.gguf_config` makes a config of what
+it says, `file.gguf_tokenizer` a tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ import torch
 from otaro.errors import CheckpointError, install
 
 MAGIC = b"GGUF"
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _KINDS = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,7 +81,10 @@ class Gguf:
             raise self._refused("it does not begin as one")
         (version,) = self._numbers("<I")
         if version not in (2, 3):
-            raise self._refused(f"its version is {version}, and 2 and 3 are known (files for big-endian machines are not read)")
+            raise self._refused(
+                f"its version is {version}, and 2 and 3 are known (files for big-endian "
+                "machines are not read)"
+            )
         tensors, settings = self._numbers("<QQ")
         self.fields: dict[str, Any] = {}
         for _ in range(self._count(settings, 13, "settings")):
@@ -109,7 +125,9 @@ class Gguf:
 
     def refused(self, why: str) -> CheckpointError:
         """That this file cannot be packed."""
-        return CheckpointError(f"{self.path} cannot be packed: {why}; give a Hugging Face checkpoint of the model")
+        return CheckpointError(
+            f"{self.path} cannot be packed: {why}; give a Hugging Face checkpoint of the model"
+        )
 
     def _refused(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is no sound GGUF file: {why}; fetch it again")
@@ -145,7 +163,9 @@ class Gguf:
         item, stated = self._numbers("<IQ")
         if item in _SCALARS:
             size = struct.calcsize(_SCALARS[item])
-            return np.frombuffer(self._take(self._count(stated, size, "numbers") * size), _SCALARS[item]).tolist()
+            return np.frombuffer(
+                self._take(self._count(stated, size, "numbers") * size), _SCALARS[item]
+            ).tolist()
         return [self._value(item, depth + 1) for _ in range(self._count(stated, 8, "values"))]
 
     def _tensors(self, count: int) -> dict[str, Stored]:
@@ -162,7 +182,9 @@ class Gguf:
             except (ValueError, KeyError):
                 raise self._refused(f"{name} is of the unknown type {number}") from None
             if not all(shape) or shape[-1] % block:
-                raise self._refused(f"{name} has the shape {list(shape)}, and {kind.name} comes in blocks of {block}")
+                raise self._refused(
+                    f"{name} has the shape {list(shape)}, and {kind.name} comes in blocks of {block}"
+                )
             found[name] = Stored(shape, kind, offset, shape[-1] // block * size)
         alignment = self.fields.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
@@ -207,7 +229,9 @@ class GgufTensors:
                 self.entries[name] = _Named(keys, _joined(stored.pop(), len(keys)), order, offset)
                 used |= set(keys)
         if left := gguf.tensors.keys() - used:
-            raise gguf.refused(f"it holds {min(left)}, which {model.config.model_type} models do not have here")
+            raise gguf.refused(
+                f"it holds {min(left)}, which {model.config.model_type} models do not have here"
+            )
 
     def call(self, key: str, name: str) -> None:
         """Call a tensor by another name from now on."""
@@ -219,7 +243,9 @@ class GgufTensors:
 
     def dtype(self, key: str) -> torch.dtype:
         """The type that holds its values."""
-        kinds = {_KINDS.get(self._gguf.tensors[part].kind.name, torch.float32) for part in self.entries[key].parts}
+        kinds = {
+            _KINDS.get(self._gguf.tensors[part].kind.name, torch.float32) for part in self.entries[key].parts
+        }
         return kinds.pop() if len(kinds) == 1 else torch.float32
 
     def row_count(self, key: str) -> int:
@@ -266,4 +292,6 @@ def _library() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        raise CheckpointError(f"GGUF files are read by the package gguf ({error}); {install('gguf')} brings it") from None
+        raise CheckpointError(
+            f"GGUF files are read by the package gguf ({error}); {install('gguf')} brings it"
+        ) from None

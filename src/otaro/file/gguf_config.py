@@ -1,4 +1,6 @@
-"""Models of transformers and what GGUF calls them, in both directions; and the config that a GGUF file implies."""
+"""Models of transformers and what GGUF calls them, in both directions; and the config that a GGUF file
+implies.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Architecture:
     name: str
     """That of GGUF."""
     turned: bool = False
-    """Whether neighbouring values of a head turn by one angle, where transformers turns values half a head apart: then rows
-    of queries and keys are put into that order."""
+    """Whether neighbouring values of a head turn by one angle, where transformers turns values half a head
+    apart: then rows of queries and keys are put into that order."""
     norm_offset: float = 0.0
     """What transformers adds to the weights of norms when it runs; GGUF has it added."""
     activation: str = "silu"
@@ -54,7 +56,9 @@ ARCHITECTURES = {
     "llama": Architecture("llama", turned=True),
     "mistral": Architecture("llama", turned=True),
     "mixtral": Architecture(
-        "llama", turned=True, numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+        "llama",
+        turned=True,
+        numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
@@ -81,10 +85,15 @@ ARCHITECTURES = {
     ),
     "gemma2": Architecture(
         "gemma2",
-        numbers={"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
+        numbers={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
         **_GEMMA,
     ),
-    "gemma3_text": Architecture("gemma3", numbers={"final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
+    "gemma3_text": Architecture(
+        "gemma3", numbers={"final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA
+    ),
 }
 _KEYS = {"attention_scale": "attention.scale"}  # where the writer's method has another name than the setting
 
@@ -110,7 +119,9 @@ def read_config(gguf: Gguf) -> tuple[Any, Architecture]:
     from transformers import AutoConfig
 
     if (parts := gguf.fields.get("split.count", 1)) != 1:
-        raise gguf.refused(f"it is one of {str(parts)[:20]} parts, which llama.cpp's llama-gguf-split --merge makes one")
+        raise gguf.refused(
+            f"it is one of {str(parts)[:20]} parts, which llama.cpp's llama-gguf-split --merge makes one"
+        )
     known = [kind for kind, entry in ARCHITECTURES.items() if entry.name == gguf.architecture]
     if not known:
         readable = ", ".join(dict.fromkeys(entry.name for entry in ARCHITECTURES.values()))
@@ -187,7 +198,10 @@ def _of_kind(kind: str, gguf: Gguf, settings: dict[str, Any]) -> dict[str, Any]:
         return {"attention_bias": biased} | ({"norm_topk_prob": True} if kind == "qwen3_moe" else {})
     if kind == "phi3":
         share = _count(gguf, "rope.dimension_count", settings["head_dim"]) / settings["head_dim"]
-        return {"sliding_window": None, "rope_parameters": {**settings["rope_parameters"], "partial_rotary_factor": share}}
+        return {
+            "sliding_window": None,
+            "rope_parameters": {**settings["rope_parameters"], "partial_rotary_factor": share},
+        }
     if kind not in ("gemma2", "gemma3_text"):
         return {"sliding_window": None} if kind == "mixtral" else {}
     layers, every = settings["num_hidden_layers"], 2 if kind == "gemma2" else 6

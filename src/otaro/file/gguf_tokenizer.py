@@ -15,7 +15,9 @@ _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     "dbrx": _CONTRACTIONS + "|" + _WORD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,
     "qwen2": _CONTRACTIONS + "|" + _WORD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,
-    "tekken": f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES,
+    "tekken": f"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
+    + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + _SPACES,
 }
 """{llama.cpp's name of a rule: the regular expression that a tokenizer.json has for it}."""
 _SAME = {
@@ -25,10 +27,16 @@ _SAME = {
 
 
 def write_tokenizer(fields: Mapping[str, Any], directory: Path, positions: int | None = None) -> str:
-    """Write the files of the tokenizer; returns why not, in words, where there is none or none that is known here."""
+    """Write the files of the tokenizer; returns why not, in words, where there is none or none that is known
+    here.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    stated = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items() if name.startswith("tokenizer.")}
+    stated = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in fields.items()
+        if name.startswith("tokenizer.")
+    }
     tokens, kinds = stated.get("tokens"), stated.get("token_type")
     if stated.get("model") not in ("gpt2", "llama") or not isinstance(tokens, list):
         return f"a tokenizer of the kind {stated.get('model', 'none')!r} is not read here"
@@ -47,7 +55,8 @@ def write_tokenizer(fields: Mapping[str, Any], directory: Path, positions: int |
         limit = {"model_max_length": positions} if positions else {}
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **limit, **special)
         tokenizer.save_pretrained(directory)
-    except Exception as error:  # whatever odd tokens make the library stumble over; its own panics are no `Exception`
+    except Exception as error:
+        # whatever odd tokens make the library stumble over; its own panics are no `Exception`
         return f"no tokenizer can be made of its tokens: {str(error)[:100]}"
     return ""
 
@@ -90,7 +99,9 @@ def _sentence_pieces(stated: Mapping[str, Any], tokens: list[str]) -> Any:
     before = [normalizers.Prepend("▁")] if stated.get("add_space_prefix", True) else []
     made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(content=" ", left=1)] if before else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return made
 
 
@@ -105,7 +116,9 @@ def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[st
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _add(made: Any, tokens: list[str], kinds: list[int], stated: Mapping[str, Any], begin: str | None) -> None:
+def _add(
+    made: Any, tokens: list[str], kinds: list[int], stated: Mapping[str, Any], begin: str | None
+) -> None:
     """Tokens that are found in the text before anything is merged, and the one that texts begin with."""
     from tokenizers import AddedToken, processors
 
@@ -116,8 +129,12 @@ def _add(made: Any, tokens: list[str], kinds: list[int], stated: Mapping[str, An
             if its == kind
         ]
         (made.add_special_tokens if special else made.add_tokens)(added)
-    adds = stated.get("add_bos_token", stated["model"] == "llama" or stated.get("pre") in ("llama-bpe", "tekken"))
+    adds = stated.get(
+        "add_bos_token", stated["model"] == "llama" or stated.get("pre") in ("llama-bpe", "tekken")
+    )
     if adds and begin is not None:
         made.post_processor = processors.TemplateProcessing(
-            single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 {begin}:1 $B:1", special_tokens=[(begin, tokens.index(begin))]
+            single=f"{begin}:0 $A:0",
+            pair=f"{begin}:0 $A:0 {begin}:1 $B:1",
+            special_tokens=[(begin, tokens.index(begin))],
         )

@@ -1,11 +1,12 @@
 """The header of a shard: what it must say, and every way in which it can be wrong.
 
-A shard is an ordinary safetensors file whose `__metadata__` also carries the format version, which plane it is, the identity
-of the model, a SHA-256 per tensor, and a *seal*: the SHA-256 of the header itself, taken with the seal's own digits as zeros.
-Reading a header costs microseconds and proves it undamaged; the seal vouches for the digests, the digests for the data.
+A shard is an ordinary safetensors file whose `__metadata__` also carries the format version, which plane it
+is, the identity of the model, a SHA-256 per tensor, and a *seal*: the SHA-256 of the header itself, taken
+with the seal's own digits as zeros. Reading a header costs microseconds and proves it undamaged; the seal
+vouches for the digests, the digests for the data.
 
-Files come from strangers. Nothing here trusts a length, an offset, a shape or a name before it has been checked, and the
-payload cannot lie either: every pattern of scale and code bits decodes to a finite number.
+Files come from strangers. Nothing here trusts a length, an offset, a shape or a name before it has been
+checked, and the payload cannot lie either: every pattern of scale and code bits decodes to a finite number.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Schema:
     def packed_entries(self, plane: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name, dtype and shape of all tensors that this plane's shard needs, unpacked tensors aside."""
         per_block = BASE_BYTES if plane == BASE else PLANE_BYTES
-        entries = {n: ("U8", (*shape[:-1], per_block * blocks(shape[-1]))) for n, shape in self.packed.items()}
+        entries = {
+            n: ("U8", (*shape[:-1], per_block * blocks(shape[-1]))) for n, shape in self.packed.items()
+        }
         if plane == BASE:
             for name in self.packed:
                 entries[name + SCALES] = (SCALE_DTYPE, self.scales_shape(name))
@@ -133,9 +136,9 @@ def draft_header(
 ) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Lay out a shard: header with blank digests, and where each tensor goes.
 
-    Base nibbles come first (their sizes are multiples of 16 bytes), then unpacked tensors, widest type first, then the
-    scales, of which there is any number: so every tensor is aligned for its own type. What only packing will tell has the
-    room of the longest numbers.
+    Base nibbles come first (their sizes are multiples of 16 bytes), then unpacked tensors, widest type first,
+    then the scales, of which there is any number: so every tensor is aligned for its own type. What only
+    packing will tell has the room of the longest numbers.
     """
     needed = schema.packed_entries(plane)
     wide = dict(sorted(unpacked.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
@@ -155,7 +158,9 @@ def draft_header(
     }
     if plane == BASE:
         longest = dict.fromkeys(schema.packed, MIN_SCALE_EXPONENT)
-        metadata["sefp"] = replace(schema, scale_exponents=longest, zeros=sum(map(prod, schema.packed.values()))).stated()
+        metadata["sefp"] = replace(
+            schema, scale_exponents=longest, zeros=sum(map(prod, schema.packed.values()))
+        ).stated()
     header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.end]}
@@ -184,7 +189,9 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def packed_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
-    """SHA-256 over what says all of the packed tensors: names, scale exponents, digests of scales, base, planes 4 to 8."""
+    """SHA-256 over what says all of the packed tensors: names, scale exponents, digests of scales, base,
+    planes 4 to 8.
+    """
     items = [str(schema.group_size), schema.reconstruction]
     for name in schema.packed:
         items += [name, str(schema.scale_exponents[name]), digests_by_plane[BASE][name + SCALES]]
@@ -275,7 +282,9 @@ def _read_text(path: Path) -> tuple[int, bytes]:
 
 
 def header_length(path: Path, prefix: bytes, size: int | None) -> int:
-    """Of the header's text, as the first eight bytes of a shard state it: neither beyond the file nor over the limit."""
+    """Of the header's text, as the first eight bytes of a shard state it: neither beyond the file nor over
+    the limit.
+    """
     length = int.from_bytes(prefix, "little")
     if size is not None and (size < 8 or length > size - 8):
         raise FormatError(f"{path} is truncated inside its header ({size} bytes); {AGAIN}")
@@ -319,10 +328,16 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int | None)
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise FormatError(f"{path}: the header entry of {name} is malformed") from None
-        if not isinstance(dtype, str) or dtype not in _ITEM_SIZES or (dtype == SCALE_DTYPE and not name.endswith(SCALES)):
+        if (
+            not isinstance(dtype, str)
+            or dtype not in _ITEM_SIZES
+            or (dtype == SCALE_DTYPE and not name.endswith(SCALES))
+        ):
             raise FormatError(f"{path}: {name} has the unknown dtype {dtype!r}")
         if end - start != prod(shape) * _ITEM_SIZES[dtype]:
-            raise FormatError(f"{path}: {name} claims {end - start} bytes, {dtype} {list(shape)} takes another number")
+            raise FormatError(
+                f"{path}: {name} claims {end - start} bytes, {dtype} {list(shape)} takes another number"
+            )
         entries[name] = Entry(dtype, shape, start, end)
     reached = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
@@ -338,7 +353,9 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_size: int | None)
 
 def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
     stated = _parse_object(metadata.get("sefp", ""), f"{path}: 'sefp'")
-    group_size, reconstruction, shapes = (stated.get(key) for key in ("group_size", "reconstruction", "shapes"))
+    group_size, reconstruction, shapes = (
+        stated.get(key) for key in ("group_size", "reconstruction", "shapes")
+    )
     if type(group_size) is not int or group_size < 1 or group_size % 32:
         raise FormatError(f"{path}: the group size is {group_size!r}, not a positive multiple of 32")
     if reconstruction not in RECONSTRUCTIONS:
@@ -358,7 +375,9 @@ def _read_schema(path: Path, metadata: Mapping[str, Any]) -> Schema:
             raise FormatError(f"{path}: the scale exponent of {name} is {exponent!r}, not a number {between}")
     if type(zeros) is not int or not 0 <= zeros <= sum(map(prod, shapes.values())):
         raise FormatError(f"{path}: 'sefp' says that {zeros!r} weights are zero")
-    return Schema(group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()}, exponents, zeros)
+    return Schema(
+        group_size, reconstruction, {name: tuple(shape) for name, shape in shapes.items()}, exponents, zeros
+    )
 
 
 def is_digest(value: object) -> bool:

@@ -1,8 +1,9 @@
-"""Models on the Hub: how to reach it, and the planes of a nested model, from the commit that its base shard came from.
+"""Models on the Hub: how to reach it, and the planes of a nested model, from the commit that its base shard
+came from.
 
-A plane that could not be fetched is not a plane that the repository lacks. Without a precision asked for, a model runs at
-the finest one its repository has; if that cannot be told, offline say, it is refused. The Hub's cache remembers which
-files a commit lacks, so what was once fetched whole opens offline too.
+A plane that could not be fetched is not a plane that the repository lacks. Without a precision asked for, a
+model runs at the finest one its repository has; if that cannot be told, offline say, it is refused. The Hub's
+cache remembers which files a commit lacks, so what was once fetched whole opens offline too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 @dataclass(frozen=True)
 class Hub:
-    """How to reach the Hub; what is not said here, its own environment variables say (HF_TOKEN, HF_HOME, ...)."""
+    """How to reach the Hub; what is not said here, its own environment variables say (HF_TOKEN, HF_HOME,
+    ...).
+    """
 
     revision: str | None = None
     """A branch, a tag or a commit."""
@@ -29,7 +32,9 @@ class Hub:
     force_download: bool = False
 
     def snapshot(self, model: str, patterns: Sequence[str]) -> Path:
-        """The directory in the cache with a repository's files, those that match fetched; they are of one commit."""
+        """The directory in the cache with a repository's files, those that match fetched; they are of one
+        commit.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 
@@ -63,14 +68,18 @@ class Hub:
         try:
             info = HfApi().model_info(model, revision=self.revision, token=self.token)
         except HFValidationError:
-            raise CheckpointError(f"{model} is neither a directory, a URL nor a Hub id (owner/name)") from None
+            raise CheckpointError(
+                f"{model} is neither a directory, a URL nor a Hub id (owner/name)"
+            ) from None
         except Exception as error:  # whatever the network and the Hub come up with
             at = f" at revision {self.revision}" if self.revision else ""
             raise CheckpointError(
                 f"{model} is not a directory, and asking the Hub for it{at} failed: {brief(error)}"
             ) from error
         if info.sha is None:
-            raise CheckpointError(f"the Hub does not say which commit {model} is at; ask for one by its revision")
+            raise CheckpointError(
+                f"the Hub does not say which commit {model} is at; ask for one by its revision"
+            )
         return info.sha, [file.rfilename for file in info.siblings or ()]
 
     def address(self, model: str, commit: str, name: str) -> tuple[str, dict[str, str]]:
@@ -81,9 +90,11 @@ class Hub:
         return hf_hub_url(model, name, revision=commit), build_hf_headers(token=self.token)
 
     def fetch_planes(self, model: str, base: Path, precision: Precision | None) -> None:
-        """Fetch what `precision` needs beside the base shard of `model`; without one, all planes of the repository.
+        """Fetch what `precision` needs beside the base shard of `model`; without one, all planes of the
+        repository.
 
-        Where they come from and go to is told by where the base shard lies, so that they are of the same commit.
+        Where they come from and go to is told by where the base shard lies, so that they are of the same
+        commit.
         """
         from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -117,13 +128,20 @@ class Hub:
                 return
             if lacking:
                 raise ShardMissingError(
-                    f"{precision} needs {path}, which {model} at {commit[:12]} lacks; ask for {complete} or a lower one"
+                    f"{precision} needs {path}, which {model} at {commit[:12]} lacks; ask for {complete} or "
+                    "a lower one"
                 )
 
 
 def _place_in_cache(model: str, base: Path) -> tuple[Path, str, str]:
-    """Cache, commit and subfolder of a base shard, which lies at CACHE/models--OWNER--NAME/snapshots/COMMIT/SUBFOLDER/."""
+    """Cache, commit and subfolder of a base shard, which lies at
+    CACHE/models--OWNER--NAME/snapshots/COMMIT/SUBFOLDER/.
+    """
     for folder in base.parents:
-        if folder.parent.name == "snapshots" and folder.parent.parent.name == "models--" + model.replace("/", "--"):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name == "models--" + model.replace(
+            "/", "--"
+        ):
             return folder.parents[2], folder.name, "/".join(base.parent.relative_to(folder).parts)
-    raise CheckpointError(f"{base} does not lie in a cache of {model}, so where its other shards are cannot be told")
+    raise CheckpointError(
+        f"{base} does not lie in a cache of {model}, so where its other shards are cannot be told"
+    )

@@ -1,8 +1,8 @@
 """Reading and writing nested directories.
 
-`NestedDirectory` opens one: the base shard at once, each plane when it is first asked for, all memory-mapped. `NestedWriter`
-makes one, tensor by tensor: layouts are fixed before the first byte, so the six shards are filled side by side while
-their digests are taken, and no tensor is ever held whole.
+`NestedDirectory` opens one: the base shard at once, each plane when it is first asked for, all memory-mapped.
+`NestedWriter` makes one, tensor by tensor: layouts are fixed before the first byte, so the six shards are
+filled side by side while their digests are taken, and no tensor is ever held whole.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Shard:
         return tensor
 
     def verify(self, progress: Callable[[str, int], None] = lambda what, size: None) -> None:
-        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets the bytes of each."""
+        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets the bytes
+        of each.
+        """
         with self.header.path.open("rb") as file:
             for name, entry in self.header.entries.items():
                 digest = hashlib.sha256()
@@ -82,7 +84,8 @@ class Shard:
                     digest.update(file.read(min(_READ_SIZE, entry.end - start)))
                 if digest.hexdigest() != self.header.digests[name]:
                     raise DigestError(
-                        f"{self.header.path}: the bytes of {name} are damaged; delete the file, and `otaro fetch` it again"
+                        f"{self.header.path}: the bytes of {name} are damaged; delete the file, and `otaro "
+                        "fetch` it again"
                     )
                 progress(f"{self.header.path.name} {name}", entry.end - entry.start)
 
@@ -104,18 +107,29 @@ class NestedDirectory:
             found = [n for p in PLANES if (self.path / (n := shard_name(p))).is_file()]
             if not found:
                 there = self.path / "nested"  # where a tuning run puts it
-                way = f"give {there}" if (there / base.name).is_file() else f"make one with `otaro pack {self.path} OUT`"
+                way = (
+                    f"give {there}"
+                    if (there / base.name).is_file()
+                    else f"make one with `otaro pack {self.path} OUT`"
+                )
                 raise FormatError(f"{self.path} is not a nested model (no {base.name}); {way}")
-            raise ShardMissingError(f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs")
+            raise ShardMissingError(
+                f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs"
+            )
         self._shards = {BASE: Shard.open(base, BASE)}
         self.lock = RLock()
-        """For whatever grows or switches: shards opened here, planes and precisions of the models that run from here."""
+        """For whatever grows or switches: shards opened here, planes and precisions of the models that run
+        from here.
+        """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
         return self  # read-only: copies of a model share the mapped files
 
     def __reduce__(self) -> Any:
-        raise OtaroError(f"{self.path} is not pickled: it is files, which NestedDirectory and otaro.load open where they are")
+        raise OtaroError(
+            f"{self.path} is not pickled: it is files, which NestedDirectory and otaro.load "
+            "open where they are"
+        )
 
     @property
     def base(self) -> Shard:
@@ -170,17 +184,24 @@ class NestedDirectory:
 
     def require(self, precision: Precision) -> None:
         """Open every shard that `precision` needs; refuse if one is missing or wrong."""
-        names = [shard_name(plane) for plane in range(BASE + 1, precision.mantissa_bits + 1) if plane not in self._shards]
+        names = [
+            shard_name(plane)
+            for plane in range(BASE + 1, precision.mantissa_bits + 1)
+            if plane not in self._shards
+        ]
         if missing := [name for name in names if not (self.path / name).is_file()]:
             raise ShardMissingError(
-                f"{precision} needs {', '.join(missing)}, which {self.path} lacks (it is complete up to {self.finest}); "
+                f"{precision} needs {', '.join(missing)}, which {self.path} lacks (it is complete up to "
+                f"{self.finest}); "
                 "fetch into the directory and ask again, or use a lower precision"
             )
         for plane in range(BASE + 1, precision.mantissa_bits + 1):
             self.plane(plane)
 
     def scale_bytes(self, name: str) -> torch.Tensor:
-        """The scales of a packed tensor as they are stored, uint8; `schema.scale_exponents` has their power of two."""
+        """The scales of a packed tensor as they are stored, uint8; `schema.scale_exponents` has their power
+        of two.
+        """
         return self.base.tensor(name + SCALES).view(torch.uint8)
 
     def behind_gap(self) -> list[int]:
@@ -194,7 +215,8 @@ class NestedDirectory:
         return [self._shards[plane] for plane in range(BASE, self.finest.mantissa_bits + 1)]
 
     def verify(self, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> None:
-        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets bytes done and in total.
+        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets bytes done
+        and in total.
 
         Shards behind a missing one are of no use yet, but are checked too.
         """
@@ -214,7 +236,9 @@ class NestedDirectory:
 class _ShardWriter:
     """One shard being filled: each tensor from its start to its end, tensors in any order."""
 
-    def __init__(self, path: Path, plane: int, schema: Schema, unpacked: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(
+        self, path: Path, plane: int, schema: Schema, unpacked: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> None:
         self.draft, self.entries = draft_header(plane, schema, unpacked)
         self.data_start = len(render_header(self.draft))
         self.file = path.open("xb", buffering=0)
@@ -265,7 +289,9 @@ class PackedRows:
     def of(tensor: SefpTensor, zeros: int = 0) -> PackedRows:
         """The codes cut into planes."""
         base, planes = pack_codes(tensor.finest_codes)
-        return PackedRows(tensor.scale_bytes, tensor.scale_exponent, base, planes, tensor.finest_codes.numel(), zeros)
+        return PackedRows(
+            tensor.scale_bytes, tensor.scale_exponent, base, planes, tensor.finest_codes.numel(), zeros
+        )
 
 
 class NestedWriter:
@@ -286,7 +312,9 @@ class NestedWriter:
         self._original = original
         self._unpacked = list(unpacked)
         self._shards = {
-            plane: _ShardWriter(directory / shard_name(plane), plane, schema, unpacked if plane == BASE else {})
+            plane: _ShardWriter(
+                directory / shard_name(plane), plane, schema, unpacked if plane == BASE else {}
+            )
             for plane in range(BASE, finest.mantissa_bits + 1)
         }
 
@@ -302,12 +330,14 @@ class NestedWriter:
         overwrite: bool = False,
         replaced: Sequence[str] = (),
     ) -> Iterator[NestedWriter]:
-        """Write a nested directory at `target`, which appears when the block ends and all tensors have been written.
+        """Write a nested directory at `target`, which appears when the block ends and all tensors have been
+        written.
 
-        A copy of an existing model gives its `finest` precision and the header of its base shard, the `original`: as long
-        as no tensor differs it keeps the identity. A new model has all planes and gets its identity from its content.
-        Other files (config, tokenizer) go into `writer.directory`. An older nested model is overwritten if asked, with files
-        that match `replaced`; what else its directory holds stays.
+        A copy of an existing model gives its `finest` precision and the header of its base shard, the
+        `original`: as long as no tensor differs it keeps the identity. A new model has all planes and gets
+        its identity from its content. Other files (config, tokenizer) go into `writer.directory`. An older
+        nested model is overwritten if asked, with files that match `replaced`; what else its directory holds
+        stays.
         """
         if overwrite:
             check_replaceable(target)

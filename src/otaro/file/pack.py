@@ -1,8 +1,9 @@
 """Packing: a checkpoint in, a nested directory out, a few thousand rows in memory at any time.
 
-Every tensor is read twice: once for the largest scale it needs, then to be encoded. Each core takes a few thousand rows of its
-own. Were the cores to share each of torch's operations instead, they would meet a dozen times for every such piece, and
-where another process keeps one of them busy, all would wait for it every time.
+Every tensor is read twice: once for the largest scale it needs, then to be encoded. Each core takes a few
+thousand rows of its own. Were the cores to share each of torch's operations instead, they would meet a dozen
+times for every such piece, and where another process keeps one of them busy, all would wait for it every
+time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from otaro.sefp.codec import (
 )
 
 MANY_ZEROS = 0.01
-"""From this share of exact zeros on `midpoint`, which keeps none of them above E5M3, may not be what the user wants."""
+"""From this share of exact zeros on `midpoint`, which keeps none of them above E5M3, may not be what the user
+wants.
+"""
 
 LARGE_BYTES = 1 << 20
 """From this size on a float32 matrix that is not packed is stored in 16 bits."""
@@ -80,14 +83,15 @@ def pack(
     chosen: Chosen | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> NestedDirectory:
-    """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) or a GGUF file into the nested directory `out`.
+    """Turn a Hugging Face model (a directory, a Hub id, or `builtin`) or a GGUF file into the nested
+    directory `out`.
 
-    Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`), any other in
-    groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16 bits, with a warning that
-    names them, unless `keep_float32`. `out` appears when everything is written and flushed, or not at all. `progress`
-    is called with the tensor at hand and the weights done and in total. `revision`, `token` and `cache_dir` are those
-    of transformers, for a model on the Hub. `chosen` has codes that were chosen otherwise, `record` what `otaro.json` says
-    of them.
+    Without `group_size` and `reconstruction` a checkpoint is packed as `otaro tune` tuned it (`file.coding`),
+    any other in groups of 64 with midpoints. Large float32 matrices that are not packed are stored in 16
+    bits, with a warning that names them, unless `keep_float32`. `out` appears when everything is written and
+    flushed, or not at all. `progress` is called with the tensor at hand and the weights done and in total.
+    `revision`, `token` and `cache_dir` are those of transformers, for a model on the Hub. `chosen` has codes
+    that were chosen otherwise, `record` what `otaro.json` says of them.
     """
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
@@ -96,13 +100,17 @@ def pack(
     checkpoint = Checkpoint(source)
     if unused := checkpoint.unused():
         warnings.warn(
-            f"left out {len(unused)} tensors that {checkpoint.config.model_type} models lack: {unused[0]} ...", stacklevel=2
+            f"left out {len(unused)} tensors that {checkpoint.config.model_type} models lack: {unused[0]} "
+            "...",
+            stacklevel=2,
         )
     schema = Schema(coding.group_size, coding.reconstruction, checkpoint.packed)
     kept = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.packed}
     large = [] if keep_float32 else _large_float32(checkpoint, kept)
     narrow = {name: _sixteen_bits(checkpoint.read(name)) for name in large}
-    unpacked = {name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()}
+    unpacked = {
+        name: (narrow.get(name, checkpoint.stored_dtype(name)), shape) for name, shape in kept.items()
+    }
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
     looked_at, on_grid = 0, 0
     with (
@@ -122,14 +130,18 @@ def pack(
                     _return_freed_memory()
         if coding.reconstruction == "midpoint" and zeros > MANY_ZEROS * total:
             warnings.warn(
-                f"{zeros / total:.1%} of the weights are exactly zero, and midpoints keep no zero above E5M3; if the model "
-                "was pruned, --reconstruction truncate keeps them (if it comes from a file of 4 bits, truncate is far worse)",
+                f"{zeros / total:.1%} of the weights are exactly zero, and midpoints keep no zero above "
+                "E5M3; if the model "
+                "was pruned, --reconstruction truncate keeps them (if it comes from a file of 4 bits, "
+                "truncate is far worse)",
                 stacklevel=2,
             )
         if coding.reconstruction == "midpoint" and 2 * on_grid > looked_at:
             warnings.warn(
-                "these weights lie on E5M3's grid: the model was quantized to 4 bits before, and E5M4 will be worse than E5M3, "
-                "as it errs by a quarter of E5M3's step everywhere (E5M5 by an eighth, and so on); pack the model that it was "
+                "these weights lie on E5M3's grid: the model was quantized to 4 bits before, and E5M4 will "
+                "be worse than E5M3, "
+                "as it errs by a quarter of E5M3's step everywhere (E5M5 by an eighth, and so on); pack the "
+                "model that it was "
                 "made from",
                 stacklevel=2,
             )
@@ -143,7 +155,8 @@ def pack(
     if narrow:
         told = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in narrow.items())
         warnings.warn(
-            f"float32 tensors that are not packed are stored in 16 bits: {told}; otaro pack --keep-float32 keeps them",
+            f"float32 tensors that are not packed are stored in 16 bits: {told}; otaro pack --keep-float32 "
+            "keeps them",
             stacklevel=2,
         )
     return NestedDirectory(target)
@@ -152,22 +165,32 @@ def pack(
 def check_target(target: Path, source: Path, overwrite: bool) -> None:
     """Overwriting is for nested models: nothing else is ever replaced, least of all the checkpoint."""
     if source.resolve().is_relative_to(target):
-        raise TargetError(f"{target} is or holds the checkpoint itself; choose another place for the packed model")
+        raise TargetError(
+            f"{target} is or holds the checkpoint itself; choose another place for the packed model"
+        )
     if (nested := (target / shard_name(BASE)).is_file()) and not overwrite:
         way = "choose another place, or replace it with --overwrite (in Python: overwrite=True)"
         raise TargetError(f"{target} holds a nested model already; {way}")
     if overwrite and target.is_dir() and any(target.iterdir()) and not nested:
-        raise TargetError(f"{target} is not empty and holds no nested model; it is not overwritten, choose another place")
+        raise TargetError(
+            f"{target} is not empty and holds no nested model; it is not overwritten, choose another place"
+        )
 
 
 def _large_float32(checkpoint: Checkpoint, kept: Mapping[str, Sequence[int]]) -> list[str]:
     """Matrices that stay unpacked, and would take three times the room of packed ones and more."""
     large = [name for name, shape in kept.items() if len(shape) > 1 and 4 * prod(shape) >= LARGE_BYTES]
-    return [name for name in large if checkpoint.stored_dtype(name) == torch.float32 and name not in checkpoint.buffers]
+    return [
+        name
+        for name in large
+        if checkpoint.stored_dtype(name) == torch.float32 and name not in checkpoint.buffers
+    ]
 
 
 def _sixteen_bits(tensor: torch.Tensor) -> torch.dtype:
-    """bfloat16 where it is exact; else float16, which rounds eight times finer; bfloat16 again beyond its range."""
+    """bfloat16 where it is exact; else float16, which rounds eight times finer; bfloat16 again beyond its
+    range.
+    """
     if torch.equal(tensor.bfloat16().float(), tensor) or not tensor.half().isfinite().all():
         return torch.bfloat16
     return torch.float16
@@ -179,10 +202,14 @@ def _check_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
         bad = tensor.isnan() if is_buffer else ~tensor.isfinite()
         if bad.any():
             index = bad.nonzero()[0].tolist()
-            raise WeightError(f"{name}{index} is {tensor[tuple(index)]:g}, with which no model runs; repair the checkpoint")
+            raise WeightError(
+                f"{name}{index} is {tensor[tuple(index)]:g}, with which no model runs; repair the checkpoint"
+            )
 
 
-def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: ThreadPoolExecutor) -> Iterator[PackedRows]:
+def _packed_rows(
+    checkpoint: Checkpoint, name: str, coding: Coding, pool: ThreadPoolExecutor
+) -> Iterator[PackedRows]:
     """The encoded rows of a tensor, some at a time."""
     shape = checkpoint.packed[name]
     count = max(1, _CHUNK // shape[-1])
@@ -198,7 +225,9 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
         return PackedRows.of(tensor, zeros=rows.numel() - int(torch.count_nonzero(rows)))
 
     largest = None
-    for number, (exponent, refused) in enumerate(_in_order(pool, scale_exponent, checkpoint.rows(name, count))):
+    for number, (exponent, refused) in enumerate(
+        _in_order(pool, scale_exponent, checkpoint.rows(name, count))
+    ):
         if refused is not None:
             raise checkpoint.refusal(name, number * count * shape[-1] + refused[0], refused[1])
         largest = exponent if largest is None else max(largest, exponent)
@@ -206,7 +235,9 @@ def _packed_rows(checkpoint: Checkpoint, name: str, coding: Coding, pool: Thread
 
 
 def _on_coarsest_grid(rows: PackedRows) -> Any:
-    """Of each weight of the first row whether it may be a value of E5M3: after its bits 10000 or, on the other side, 01111."""
+    """Of each weight of the first row whether it may be a value of E5M3: after its bits 10000 or, on the
+    other side, 01111.
+    """
     first, *rest = (plane[0].numpy() for plane in rows.planes)
     return np.unpackbits(np.bitwise_and.reduce([first ^ plane for plane in rest]))
 
@@ -241,8 +272,8 @@ def _in_order(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Iterabl
 def _return_freed_memory() -> None:
     """Give freed memory back to the system, where the C library can be asked to.
 
-    glibc before 2.38 hardly reuses freed aligned blocks, which are what torch asks for: without this, packing would
-    grow by more than half of the model.
+    glibc before 2.38 hardly reuses freed aligned blocks, which are what torch asks for: without this, packing
+    would grow by more than half of the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
@@ -279,13 +310,18 @@ def _write_origin(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
         stacklevel=4,
     )
     if why := write_tokenizer(checkpoint.gguf.fields, directory, checkpoint.config.max_position_embeddings):
-        warnings.warn(f"no tokenizer is written: {why}; copy the original model's beside", OtaroWarning, stacklevel=4)
+        warnings.warn(
+            f"no tokenizer is written: {why}; copy the original model's beside", OtaroWarning, stacklevel=4
+        )
     return {"gguf": checkpoint.directory.name, "types": kinds}
 
 
 def write_config(config: Any, directory: Path) -> None:
-    """Write config.json so that transformers opens the base shard, and it alone: the plug-in attaches the planes."""
+    """Write config.json so that transformers opens the base shard, and it alone: the plug-in attaches the
+    planes.
+    """
     config.save_pretrained(directory)
     path = directory / "config.json"
-    stated = json.loads(path.read_text()) | {"transformers_weights": shard_name(BASE)}  # which save_pretrained leaves out
+    # which save_pretrained leaves out
+    stated = json.loads(path.read_text()) | {"transformers_weights": shard_name(BASE)}
     path.write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n")

@@ -1,7 +1,9 @@
-"""Writing a model where one is: an older nested model gives way, other weights are in the way, everything else stays.
+"""Writing a model where one is: an older nested model gives way, other weights are in the way, everything
+else stays.
 
-Two models in one folder would leave it to chance which one is opened, and replacing an ordinary checkpoint would lose it:
-a folder that holds one is refused. A record (quality, fits) stays with the model it is about; that of another is put aside.
+Two models in one folder would leave it to chance which one is opened, and replacing an ordinary checkpoint
+would lose it: a folder that holds one is refused. A record (quality, fits) stays with the model it is about;
+that of another is put aside.
 """
 
 from __future__ import annotations
@@ -28,21 +30,28 @@ _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 def check_replaceable(target: Path) -> None:
     """Refuse a folder with a model that is not a nested one, or with other weights beside it."""
     names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
-    other = [name for name in names if name not in SHARDS and any(Path(name).match(p) for p in _OTHER_WEIGHTS)]
+    other = [
+        name for name in names if name not in SHARDS and any(Path(name).match(p) for p in _OTHER_WEIGHTS)
+    ]
     if not other and SHARDS[0] not in names:
         other = [name for name in names if name == "config.json"]
     if other:
-        raise TargetError(f"{target} holds another model ({other[0]}), which stays as it is; choose another folder")
+        raise TargetError(
+            f"{target} holds another model ({other[0]}), which stays as it is; choose another folder"
+        )
 
 
 def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> None:
     """Copy what is not of the older nested model into the folder that takes its place.
 
-    `replaced` are patterns of files that belong to the older model beside its shards; `model` is the newer one's identity.
+    `replaced` are patterns of files that belong to the older model beside its shards; `model` is the newer
+    one's identity.
     """
     for path in sorted(old.iterdir()) if old.is_dir() else ():
         kept = new / path.name if path.name not in _RECORDS else _place_of_record(path, new, model)
-        of_old_model = path.name in SHARDS or (path.is_file() and any(path.match(pattern) for pattern in replaced))
+        of_old_model = path.name in SHARDS or (
+            path.is_file() and any(path.match(pattern) for pattern in replaced)
+        )
         if kept.exists() or of_old_model:
             continue
         if path.is_dir() and not path.is_symlink():
@@ -52,7 +61,9 @@ def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> Non
 
 
 def _place_of_record(path: Path, new: Path, model: str) -> Path:
-    """Where a record goes: it keeps its name if it is about `model`, else it gets a free one, after its own model."""
+    """Where a record goes: it keeps its name if it is about `model`, else it gets a free one, after its own
+    model.
+    """
     try:
         about = json.loads(path.read_text())["model"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -18,13 +18,21 @@ def read_run(directory: Path) -> dict[str, Any] | None:
         stated = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return stated if isinstance(stated, dict) and {"model", "data", "options", "training"} <= stated.keys() else None
+    return (
+        stated
+        if isinstance(stated, dict) and {"model", "data", "options", "training"} <= stated.keys()
+        else None
+    )
 
 
 def command_to_resume(directory: Path, stated: dict[str, Any]) -> str:
-    """By what the run was started with; runs of before it was stated were started by torchrun, if by anything."""
+    """By what the run was started with; runs of before it was stated were started by torchrun, if by
+    anything.
+    """
     count = stated.get("processes", 1)
-    started = stated.get("launcher") or ("otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro")
+    started = stated.get("launcher") or (
+        "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"
+    )
     return f"{started} tune --resume --out {shlex.quote(str(directory))}"
 
 
@@ -35,5 +43,9 @@ def refuse_run(directory: Path) -> None:
     what = f"{directory} is the folder of a tuning run, not a model"
     there = [name for name in _FORMS if (directory / name / "config.json").is_file()]
     if not there:
-        raise CheckpointError(f"{what}, and there is none in it yet; go on with: {command_to_resume(directory, stated)}")
-    raise CheckpointError(f"{what}; give {' or '.join(f'{directory / name} ({_FORMS[name]})' for name in there)}")
+        raise CheckpointError(
+            f"{what}, and there is none in it yet; go on with: {command_to_resume(directory, stated)}"
+        )
+    raise CheckpointError(
+        f"{what}; give {' or '.join(f'{directory / name} ({_FORMS[name]})' for name in there)}"
+    )

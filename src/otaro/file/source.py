@@ -1,10 +1,13 @@
-"""Where a nested model lies that is not here yet: a repository on the Hub, a directory of one's own server, a directory.
+"""Where a nested model lies that is not here yet: a repository on the Hub, a directory of one's own server, a
+directory.
 
-A source opens a file at a byte, and says what it knows of the whole file: its length, and a tag that changes when the file
-does. What it says is a stranger's word. Who reads bounds every length and checks every byte (`otaro.file.fetch`).
+A source opens a file at a byte, and says what it knows of the whole file: its length, and a tag that changes
+when the file does. What it says is a stranger's word. Who reads bounds every length and checks every byte
+(`otaro.file.fetch`).
 
-The Hub is asked for a commit and its files by its own client, with its address and token. The files then come by the same
-requests as from any server: through the client's cache each byte would lie on the disk twice, and be put in place unchecked.
+The Hub is asked for a commit and its files by its own client, with its address and token. The files then come
+by the same requests as from any server: through the client's cache each byte would lie on the disk twice, and
+be put in place unchecked.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from otaro.file.replace import DECODER_FILE, FITS_FILE, QUALITY_FILE
 CONFIG = "config.json"
 _TIMEOUT = 30.0  # seconds without a byte
 _BESIDE = (CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, *SIDECARS)
-# A plain server has no listing that one could rely on, so these are asked for one by one. They are what `otaro pack` and
-# transformers call the files of _BESIDE.
+# A plain server has no listing that one could rely on, so these are asked for one by one. They are what
+# `otaro pack` and transformers call the files of _BESIDE.
 _USUAL = (
     CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, "generation_config.json", "tokenizer.json",
     "tokenizer_config.json",
@@ -68,7 +71,8 @@ class Piece:
         """Some of the next `count` bytes; none at the end."""
         try:
             data: bytes = self.stream.read(count)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a chunk without a length
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # ValueError: a chunk without a length
             raise CutOff(brief(error)) from error
         return data
 
@@ -89,8 +93,12 @@ class Source(Protocol):
         """Names of the files beside the shards that may be there."""
 
     @contextmanager
-    def open(self, name: str, start: int = 0, end: int | None = None, tag: str | None = None) -> Iterator[Piece | None]:
-        """A file from `start` on, or from its beginning where the source cannot or it no longer has this tag; or None."""
+    def open(
+        self, name: str, start: int = 0, end: int | None = None, tag: str | None = None
+    ) -> Iterator[Piece | None]:
+        """A file from `start` on, or from its beginning where the source cannot or it no longer has this tag;
+        or None.
+        """
         yield None
 
 
@@ -99,16 +107,22 @@ def find_source(model: str | os.PathLike[str], hub: Hub = HUB) -> Source:
     text = str(model)
     scheme = urlsplit(text).scheme.lower() if "://" in text else ""
     if scheme and hub.revision is not None:
-        raise CheckpointError(f"{text} is not on the Hub and has no revision {hub.revision!r}; leave the revision out")
+        raise CheckpointError(
+            f"{text} is not on the Hub and has no revision {hub.revision!r}; leave the revision out"
+        )
     if scheme in ("http", "https"):
         return Server(_checked(text))
     if scheme == "file":
         return Directory(_path_of(text))
     if scheme:
-        raise FetchError(f"{text}: nothing is fetched by {scheme}://; use http, https or file, a directory or a Hub id")
+        raise FetchError(
+            f"{text}: nothing is fetched by {scheme}://; use http, https or file, a directory or a Hub id"
+        )
     if Path(model).exists() or text == BUILTIN:
         if hub.revision is not None:
-            raise CheckpointError(f"{text} is on this machine and has no revision {hub.revision!r}; leave the revision out")
+            raise CheckpointError(
+                f"{text} is on this machine and has no revision {hub.revision!r}; leave the revision out"
+            )
         return Directory(Path(model))
     commit, files = hub.files(text)
     return Repository(text, commit, files, hub)
@@ -133,7 +147,9 @@ class Directory:
         return _wanted(path.name for path in self.path.iterdir())
 
     @contextmanager
-    def open(self, name: str, start: int = 0, end: int | None = None, tag: str | None = None) -> Iterator[Piece | None]:
+    def open(
+        self, name: str, start: int = 0, end: int | None = None, tag: str | None = None
+    ) -> Iterator[Piece | None]:
         """A file; its time of change is the tag."""
         try:
             file = (self.path / name).open("rb")
@@ -185,7 +201,9 @@ class Repository:
         return _wanted(self.files)
 
     @contextmanager
-    def open(self, name: str, start: int = 0, end: int | None = None, tag: str | None = None) -> Iterator[Piece | None]:
+    def open(
+        self, name: str, start: int = 0, end: int | None = None, tag: str | None = None
+    ) -> Iterator[Piece | None]:
         """A file by GET, from the Hub or where it sends us; the token stays with the Hub."""
         if name not in self.files:
             yield None
@@ -205,7 +223,8 @@ def _checked(url: str) -> str:
     parts = urlsplit(url)
     if parts.username is not None or parts.query or parts.fragment or not parts.hostname:
         raise FetchError(
-            f"a server's directory is given as http://HOST/PATH, without password, query or #, not {parts.scheme}://…"
+            "a server's directory is given as http://HOST/PATH, without password, query or #, not "
+            f"{parts.scheme}://…"
         )
     return url.rstrip("/")
 
@@ -213,12 +232,16 @@ def _checked(url: str) -> str:
 def _path_of(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise FetchError(f"{url}: file:// is for this machine; write file:///DIR, or mount {parts.netloc}'s files")
+        raise FetchError(
+            f"{url}: file:// is for this machine; write file:///DIR, or mount {parts.netloc}'s files"
+        )
     return Path(urllib.request.url2pathname(parts.path))
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Where a server sends us: by HTTP alone, not back from https to http, and a token goes to its own host alone."""
+    """Where a server sends us: by HTTP alone, not back from https to http, and a token goes to its own host
+    alone.
+    """
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
@@ -249,7 +272,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 @contextmanager
-def _get(url: str, headers: Mapping[str, str], start: int, end: int | None, tag: str | None) -> Iterator[Piece | None]:
+def _get(
+    url: str, headers: Mapping[str, str], start: int, end: int | None, tag: str | None
+) -> Iterator[Piece | None]:
     request = urllib.request.Request(url, headers={**headers, "Accept-Encoding": "identity"})
     if start or end is not None:
         request.add_header("Range", f"bytes={start}-{'' if end is None else end - 1}")
@@ -287,7 +312,11 @@ def _piece(url: str, response: Any, start: int) -> Piece:
     tag, ends = tag or headers.get("Last-Modified"), length is not None or response.chunked
     if response.status == 200:
         return Piece(response, 0, length, tag, ends)
-    part = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)", headers.get("Content-Range", "").strip())
+    part = re.fullmatch(
+        r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)", headers.get("Content-Range", "").strip()
+    )
     if response.status != 206 or part is None or int(part[1]) != start:
-        raise FetchError(f"{url}: the server answers other bytes than those asked for (HTTP {response.status})")
+        raise FetchError(
+            f"{url}: the server answers other bytes than those asked for (HTTP {response.status})"
+        )
     return Piece(response, start, None if part[2] == "*" else int(part[2]), tag, ends)

@@ -80,7 +80,9 @@ class Summary:
 
 
 class Described(Protocol):
-    """A nested model as its headers describe it, whether it lies here (`NestedDirectory`) or elsewhere (`RemoteModel`)."""
+    """A nested model as its headers describe it, whether it lies here (`NestedDirectory`) or elsewhere
+    (`RemoteModel`).
+    """
 
     @property
     def model(self) -> str: ...  # noqa: D102
@@ -92,7 +94,9 @@ class Described(Protocol):
     def sizes(self) -> Mapping[int, int]: ...  # noqa: D102
 
 
-def summarize(nested: NestedDirectory, progress: Callable[[int, int], None] = lambda done, total: None) -> Summary:
+def summarize(
+    nested: NestedDirectory, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Summary:
     """Count and look at everything; reads the base shard once. `progress` gets weights done and in total."""
     nested.require(nested.finest)  # sizes are only worth showing of shards that belong here
     summary = summarize_headers(nested, str(nested.path))
@@ -137,13 +141,17 @@ def unpacked(nested: Described) -> list[UnpackedSummary]:
     for name, entry in nested.unpacked.items():
         alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), entry.dtype), []).append(entry)
     groups = [
-        UnpackedSummary(name, len(some), sum(prod(e.shape) for e in some), sum(e.end - e.start for e in some), dtype)
+        UnpackedSummary(
+            name, len(some), sum(prod(e.shape) for e in some), sum(e.end - e.start for e in some), dtype
+        )
         for (name, dtype), some in alike.items()
     ]
     return sorted(groups, key=lambda group: -group.bytes)
 
 
-def _modules(nested: NestedDirectory, total: int, progress: Callable[[int, int], None]) -> Iterator[ModuleSummary]:
+def _modules(
+    nested: NestedDirectory, total: int, progress: Callable[[int, int], None]
+) -> Iterator[ModuleSummary]:
     kinds: dict[str, list[str]] = {}
     for name in nested.schema.packed:
         kinds.setdefault(module_type(name), []).append(name)
@@ -157,7 +165,9 @@ def _modules(nested: NestedDirectory, total: int, progress: Callable[[int, int],
             ranges += [float(sizes[sizes > 0].min()), float(sizes.max())] if sizes.any() else []
             done += prod(nested.schema.packed[name])
             progress(done, total)
-        yield ModuleSummary(kind, len(names), weights, min(ranges, default=0.0), max(ranges, default=0.0), zeros / weights)
+        yield ModuleSummary(
+            kind, len(names), weights, min(ranges, default=0.0), max(ranges, default=0.0), zeros / weights
+        )
 
 
 def module_type(name: str) -> str:

@@ -20,7 +20,8 @@ except ImportError as error:
     MISSING = f"the C++ extension is not there ({error}); " + (
         "install otaro again with `pip install --verbose` to see why it was not built"
         if _COMPILER
-        else "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install one, then otaro again"
+        else "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install "
+        "one, then otaro again"
     )
 else:
     MISSING = ""

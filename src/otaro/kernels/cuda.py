@@ -1,7 +1,7 @@
 """The CUDA kernels of `cuda_src/` behind the functions of `reference`: same names, same arguments, same bits.
 
-Two things go beyond them, for a decoder: `Digits`, activations that are integers already, and `products`, which multiplies them
-with several matrices in one launch.
+Two things go beyond them, for a decoder: `Digits`, activations that are integers already, and `products`,
+which multiplies them with several matrices in one launch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ MATRICES = 3
 DECODED = 4
 """Matrices of one launch of `decoding`."""
 INTEGER_TOKENS = (48, 48, 48, 32, 32, 32)
-"""Where halves do not serve, integers are faster up to so many tokens at E5M3, E5M4, ...; for more, weights are decoded and
-multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the nearer one."""
+"""Where halves do not serve, integers are faster up to so many tokens at E5M3, E5M4, ...; for more, weights
+are decoded and multiplied by the library. Measured at E5M3, E5M4 and E5M8 on an H200; others go with the
+nearer one."""
 
-_TILE = 1 << 26  # weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
+# weights that are decoded before they are multiplied: smaller tiles cost more than the cache gives back
+_TILE = 1 << 26
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
@@ -38,7 +40,8 @@ _FEW = 2  # tokens that `linear` takes; `batch` takes more
 _COLUMNS = (8, 16)  # tokens that `batch` is compiled for
 _DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
-_MOST_SHARED = 96 << 10  # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
+# bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
+_MOST_SHARED = 96 << 10
 
 
 class Digits(NamedTuple):
@@ -73,7 +76,15 @@ def to_digits(x: torch.Tensor, group_size: int, out: Digits | None = None) -> Di
     out = out or new_digits(tokens, length, group_size, x.device)
     units, unit = out.digits.shape[1], out.digits.shape[3]
     kernel = nvrtc.kernel("rows.cu", "quantize", _device(x), DTYPE=_TYPES[x.dtype], UNIT=unit)
-    kernel((-(-tokens * units // 4),), _THREADS, x=x, out=out._asdict(), tokens=tokens, length=length, units=units)
+    kernel(
+        (-(-tokens * units // 4),),
+        _THREADS,
+        x=x,
+        out=out._asdict(),
+        tokens=tokens,
+        length=length,
+        units=units,
+    )
     return out
 
 
@@ -88,7 +99,8 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """As `reference.linear`."""
     out = torch.empty(len(x), len(packed.base), device=x.device)
     if out.numel():
-        packed = _aligned_rows(packed)  # before `quantize`: `linear` loads weights without waiting for its predecessor
+        # before `quantize`: `linear` loads weights without waiting for its predecessor
+        packed = _aligned_rows(packed)
         digits = to_digits(x, packed.group_size)
         for first in range(0, len(x), MOST_TOKENS):
             products(digits, min(MOST_TOKENS, len(x) - first), [packed], [out], first=first)
@@ -113,20 +125,24 @@ def products(
     like = matrices[0]
     if any(one[3:6] != like[3:6] or one.bits != like.bits for one in matrices):  # scale exponents may differ
         raise KernelError(
-            "matrices that are multiplied together must be of one length, precision, group size and reconstruction"
+            "matrices that are multiplied together must be of one length, precision, group size and "
+            "reconstruction"
         )
     pairs = 1 if experts is None else experts.numbers.numel()
     if not 0 < tokens <= (MOST_TOKENS if experts is None else pairs) or not 0 < len(matrices) <= MATRICES:
         raise KernelError(f"{tokens} tokens and {len(matrices)} matrices are not what one launch takes")
     if any(one.base.numel() >= BASE_BYTES << 32 for one in matrices):
-        raise KernelError("a matrix of so many weights has to be multiplied in parts")  # offsets into it are 32-bit numbers
+        # offsets into it are 32-bit numbers
+        raise KernelError("a matrix of so many weights has to be multiplied in parts")
     if experts is not None:
         _multiply_few(digits, pairs, matrices, outs, biases, experts, pairs // tokens)
         return
     units, unit = digits.digits.shape[1], unit_size(like.group_size)
     columns = hopper.columns(matrices, tokens) if tokens > _FEW else None
     while tokens:
-        shape = None if columns or tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
+        shape = (
+            None if columns or tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
+        )
         now = tokens if columns else min(tokens, _FEW if shape is None else shape.columns)
         some, theirs = digits, outs
         if first:
@@ -221,13 +237,22 @@ class _Shape(NamedTuple):
         return _ROWS * self.tiles * self.groups
 
     def shared(self, units: int, unit: int, bits: int) -> int:
-        """Bytes of shared memory: the ring of weights, digits and terms of a slice, sums where a stage does not hold them."""
+        """Bytes of shared memory: the ring of weights, digits and terms of a slice, sums where a stage does
+        not hold them.
+        """
         count = self.steps * self.lanes * unit // BLOCK
         base = BASE_BYTES * count
-        row = base + (0 if base % 64 else 32) + (bits - COARSEST) * (PLANE_BYTES * count + 16) + self.steps * self.lanes
+        row = (
+            base
+            + (0 if base % 64 else 32)
+            + (bits - COARSEST) * (PLANE_BYTES * count + 16)
+            + self.steps * self.lanes
+        )
         stage, sums = -(-self.rows * row // 16) * 16, 4 * self.lanes * self.columns * (self.rows + 4)
         kept = -(-units // (_LANES * self.steps)) * self.steps * self.lanes
-        return min(self.stages * max(stage, sums), self.stages * stage + sums) + kept * self.columns * (2 * unit + 8)
+        return min(self.stages * max(stage, sums), self.stages * stage + sums) + kept * self.columns * (
+            2 * unit + 8
+        )
 
 
 # As measured on an H200: of what fits the first, which for a row of 4,096 weights is the fastest.
@@ -327,10 +352,12 @@ def multiply_halves(
     shape: halves.Shape | hopper_halves.Shape | None = None,
     arranged: bool = False,
 ) -> None:
-    """Multiply tokens [tokens, length], rounded to float16, with up to three matrices of one form in one launch.
+    """Multiply tokens [tokens, length], rounded to float16, with up to three matrices of one form in one
+    launch.
 
-    Products [tokens, rows] are of any one type, biases float32. Tokens in float16 are taken as they are. Others get a power of
-    two each, so that whatever float32 holds becomes halves. Weights that nobody has just written may be loaded early.
+    Products [tokens, rows] are of any one type, biases float32. Tokens in float16 are taken as they are.
+    Others get a power of two each, so that whatever float32 holds becomes halves. Weights that nobody has
+    just written may be loaded early.
     """
     sizes = None
     if x.dtype != torch.float16 or x.shape[1] % 8 or x.data_ptr() % 16 or not x.is_contiguous():
@@ -353,18 +380,23 @@ def halves_launch(
     shape: halves.Shape | hopper_halves.Shape | None = None,
     arranged: bool = False,
 ) -> nvrtc.Launch:
-    """The launch of `multiply_halves`. For the caller to say is where tokens lie (`fields.x`), and where products of this type
-    go to (`fields.out`, `stride`). Tokens may be `hopper_halves.arranged` where that serves.
+    """The launch of `multiply_halves`. For the caller to say is where tokens lie (`fields.x`), and where
+    products of this type go to (`fields.out`, `stride`). Tokens may be `hopper_halves.arranged` where that
+    serves.
     """
     like, device = matrices[0], _device(matrices[0].base)
     if len(matrices) > MATRICES or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
-        raise KernelError(f"one launch takes {MATRICES} matrices of one length, precision, group size and reconstruction")
+        raise KernelError(
+            f"one launch takes {MATRICES} matrices of one length, precision, group size and reconstruction"
+        )
     units, rows = -(-like.length // halves.UNIT), tuple(len(one.base) for one in matrices)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     fields: dict[str, Any] = {}
     if isinstance(shape, hopper_halves.Shape) or (shape is None and hopper_halves.serves(matrices)):
         stages = like.length // hopper_halves.STAGE
-        shape = shape or hopper_halves.shape(nvrtc.most_shared(device), processors, tokens, rows, stages, like.bits)
+        shape = shape or hopper_halves.shape(
+            nvrtc.most_shared(device), processors, tokens, rows, stages, like.bits
+        )
         kernel = nvrtc.kernel(
             "hopper_halves.cu", "wide_halves", device, BITS=like.bits, TRUNCATE=like.truncate, COLUMNS=shape.columns,
             GROUPS=shape.groups, STAGES=shape.stages, SLICES=shape.slices, ARRANGED=arranged, OUT=_TYPES[dtype],
@@ -375,15 +407,26 @@ def halves_launch(
             raise KernelError("arranged tokens are taken by Hopper's kernel alone")
         count, per_group = blocks(like.length), like.group_size // halves.UNIT
         shape = shape or halves.shape(nvrtc.most_shared(device), processors, tokens, rows, units, like.bits)
-        planes = [count * PLANE_BYTES, 2 * shape.units * PLANE_BYTES, *(one.data_ptr() for m in matrices for one in m.planes)]
+        planes = [
+            count * PLANE_BYTES,
+            2 * shape.units * PLANE_BYTES,
+            *(one.data_ptr() for m in matrices for one in m.planes),
+        ]
         words = (
-            shape.units == 4 and per_group == 1 and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices)
+            shape.units == 4
+            and per_group == 1
+            and units % 4 == 0
+            and all(one.scales.data_ptr() % 4 == 0 for one in matrices)
         )
         ragged = like.length % (halves.UNIT * shape.units) != 0
         kernel, most = _halves_kernel(
             device, like.bits, like.truncate, per_group, shape, ragged, gcd(16, *planes), words, dtype
         )  # fmt: skip
-        fields = {"blocks": count, "groups": -(-like.length // like.group_size), "pieces": -(-like.length // 8)}
+        fields = {
+            "blocks": count,
+            "groups": -(-like.length // like.group_size),
+            "pieces": -(-like.length // 8),
+        }
     ends, passes = list(accumulate(-(-one // shape.rows) for one in rows)), -(-tokens // shape.columns)
     items, sums, tickets = ends[-1] * passes * shape.slices, None, None
     if shape.slices > 1:
@@ -428,7 +471,8 @@ def _linear_kernel(
 ) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
     """The kernel, and how many of its blocks the GPU runs at a time.
 
-    A warp takes four lanes and loads three steps ahead, of a long row four (measured on an H200, docs/gpu.md).
+    A warp takes four lanes and loads three steps ahead, of a long row four (measured on an H200,
+    docs/gpu.md).
     """
     of_experts = {"EXPERTS": True} if experts else {}
     kernel = nvrtc.kernel(
@@ -440,7 +484,9 @@ def _linear_kernel(
     return kernel, processors * kernel.blocks_per_multiprocessor(_THREADS, shared)
 
 
-def decode(packed: Packed, dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None) -> torch.Tensor:
+def decode(
+    packed: Packed, dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `reference.decode`; into `out` [rows, length], contiguous, where that is given."""
     if out is None:
         out = torch.empty(len(packed.base), packed.length, dtype=dtype, device=packed.base.device)
@@ -488,7 +534,9 @@ def decoding(matrices: Sequence[Packed], dtype: torch.dtype, ids: torch.Tensor |
     """
     like = matrices[0]
     if len(matrices) > DECODED or any((one.bits, *one[3:6]) != (like.bits, *like[3:6]) for one in matrices):
-        raise KernelError(f"one launch decodes {DECODED} matrices of one length, precision, group size and reconstruction")
+        raise KernelError(
+            f"one launch decodes {DECODED} matrices of one length, precision, group size and reconstruction"
+        )
     kernel = nvrtc.kernel(
         "rows.cu", "decode", _device(like.base), DTYPE=_TYPES[dtype], BITS=like.bits, TRUNCATE=like.truncate,
         GROUP_SIZE=like.group_size, IDS=ids is not None,
@@ -523,4 +571,10 @@ def packed_fields(packed: Packed) -> dict[str, Any]:
     if packed.base.data_ptr() % 16 or any(plane.data_ptr() % 4 for plane in packed.planes):
         raise KernelError("packed rows must lie at multiples of 16 bytes; clone() them")
     rows, exponent = len(packed.base), packed.scale_exponent
-    return {"base": packed.base, "planes": packed.planes, "scales": packed.scales, "rows": rows, "scale_exponent": exponent}
+    return {
+        "base": packed.base,
+        "planes": packed.planes,
+        "scales": packed.scales,
+        "rows": rows,
+        "scale_exponent": exponent,
+    }

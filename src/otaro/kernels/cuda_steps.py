@@ -1,7 +1,7 @@
 """The steps of a decoder as kernels (`cuda_src/decode.cu`, `attend.cu`); what they compute stands in `steps`.
 
-Nothing here waits for the GPU or allocates memory once a decoder has its buffers, so that all of it can be captured into
-a graph.
+Nothing here waits for the GPU or allocates memory once a decoder has its buffers, so that all of it can be
+captured into a graph.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ class CudaSteps:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._gpu = torch.cuda.current_device() if self.device == torch.device("cuda") else self.device.index or 0
+        self._gpu = (
+            torch.cuda.current_device() if self.device == torch.device("cuda") else self.device.index or 0
+        )
         self._scratch: dict[tuple[Any, ...], torch.Tensor] = {}
         self._products = cuda.Scratch(self.device)
 
     def activations(self, tokens: int, length: int, group_size: int | None) -> Activations:
         """As integers, or in float16."""
         if group_size is None:
-            return Activations(length, None, torch.zeros(tokens, length, dtype=torch.float16, device=self.device))
+            return Activations(
+                length, None, torch.zeros(tokens, length, dtype=torch.float16, device=self.device)
+            )
         return Activations(length, group_size, cuda.new_digits(tokens, length, group_size, self.device))
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
@@ -116,7 +120,9 @@ class CudaSteps:
         outs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
     ) -> None:
-        """Products: of packed weights our own, one launch for all of one precision; of others those of the device's library."""
+        """Products: of packed weights our own, one launch for all of one precision; of others those of the
+        device's library.
+        """
         by_bits: dict[int, list[int]] = {}
         for number, weight in enumerate(weights):
             if isinstance(weight, Packed):
@@ -128,7 +134,9 @@ class CudaSteps:
         for same in by_bits.values():
             few = [weight for number in same if isinstance(weight := weights[number], Packed)]
             theirs = [biases[number] for number in same]
-            cuda.products(x.data, len(outs[0]), few, [outs[number] for number in same], theirs, scratch=self._products)
+            cuda.products(
+                x.data, len(outs[0]), few, [outs[number] for number in same], theirs, scratch=self._products
+            )
 
     def rope_and_cache(
         self,
@@ -192,7 +200,11 @@ class CudaSteps:
         pitch = -(-cache.head // 32) * 32
         unit, _ = _units(out)
         kind = 1 if out.group_size is None else 0 if cache.head % unit == 0 else _FLOATS
-        floats = self._buffer("attended", (MAX_TOKENS, heads * cache.head), torch.float32) if kind == _FLOATS else None
+        floats = (
+            self._buffer("attended", (MAX_TOKENS, heads * cache.head), torch.float32)
+            if kind == _FLOATS
+            else None
+        )
         constants = {"HEAD": cache.head, "HEADS": here, "KV_BITS": cache.bits, "OUT": kind, "UNIT": unit}
         if cap:
             constants["CAPPED"] = True
@@ -210,26 +222,44 @@ class CudaSteps:
         if floats is not None:
             self.quantize(floats[:count], out)
 
-    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+    def quantize(
+        self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu"
+    ) -> None:
         """Numbers as integers or in float16."""
         self._quantize(x, out, up, activation)()
 
-    def _quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None, activation: str) -> nvrtc.Launch:
+    def _quantize(
+        self, x: torch.Tensor, out: Activations, up: torch.Tensor | None, activation: str
+    ) -> nvrtc.Launch:
         unit, units = _units(out)
         assert up is None or (up.stride(0) == x.stride(0) and up.dtype == x.dtype)
         grid = (-(-len(x) * units * unit // (4 * _THREADS)),)
         constants = {"UNIT": unit, "HALF_IN": x.dtype != torch.float32, "HALF_OUT": out.group_size is None}
-        rare = {"BFLOAT": _bfloat(out.data), "ARRANGED": out.arranged, "GELU": up is not None and activation != "silu"}
+        rare = {
+            "BFLOAT": _bfloat(out.data),
+            "ARRANGED": out.arranged,
+            "GELU": up is not None and activation != "silu",
+        }
         constants.update({name: value for name, value in rare.items() if value})
         return nvrtc.kernel("decode.cu", "quantize", self._gpu, **constants).bound(
-            grid, _THREADS, x=x, up=up, stride=x.stride(0), **_out(out), tokens=len(x), length=x.shape[1], units=units
+            grid,
+            _THREADS,
+            x=x,
+            up=up,
+            stride=x.stride(0),
+            **_out(out),
+            tokens=len(x),
+            length=x.shape[1],
+            units=units,
         )
 
     def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
         """Scored by many blocks, chosen by the last."""
         experts, count = len(router), routing.experts.shape[1]
         if not count <= experts <= _MOST_EXPERTS:
-            raise KernelError(f"{count} of {experts} experts are not what one launch chooses; it takes {_MOST_EXPERTS}")
+            raise KernelError(
+                f"{count} of {experts} experts are not what one launch chooses; it takes {_MOST_EXPERTS}"
+            )
         constants = {"NORMALIZE": True} if normalize else {}
         grid = (-(-experts // _ROUTED), len(x))
         nvrtc.kernel("decode.cu", "route", self._gpu, **constants)(
@@ -238,7 +268,9 @@ class CudaSteps:
             length=x.shape[1], experts=experts, count=count,
         )  # fmt: skip
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+    def multiply_experts(
+        self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing
+    ) -> None:
         """One launch for all stacks of one precision; which rows it reads is known on the GPU alone."""
         by_bits: dict[int, list[int]] = {}
         for number, stack in enumerate(stacks):

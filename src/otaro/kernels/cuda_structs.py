@@ -1,7 +1,8 @@
 """What a kernel takes: a structure by value, declared once, in its source.
 
-Python reads the fields there (`structure`) and fills them by name (`filled`). A source is compiled with assertions that the
-compiler lays its structure out as ctypes does (`assertions`), so that what cannot be read right does not compile.
+Python reads the fields there (`structure`) and fills them by name (`filled`). A source is compiled with
+assertions that the compiler lays its structure out as ctypes does (`assertions`), so that what cannot be read
+right does not compile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ def text(file: str) -> str:
 @cache
 def parameters(file: str) -> dict[str, type[Structure]]:
     """What each kernel of a source takes, by the kernel's name."""
-    return {name: structure(file, kind) for name, kind in re.findall(r"(\w+)\(const __grid_constant__ (\w+) p\)", text(file))}
+    return {
+        name: structure(file, kind)
+        for name, kind in re.findall(
+            r"(\w+)\(const __grid_constant__ (\w+) "
+            r"p\)",
+            text(file),
+        )
+    }
 
 
 @cache
@@ -46,7 +54,9 @@ def structure(file: str, name: str) -> type[Structure]:
     for kind, names in re.findall(r"(?:const )?(\w+)([^;]+);", declared[1]):
         of_each: Any = c_void_p if "*" in names else _NUMBERS.get(kind) or structure(file, kind)
         for field, size in re.findall(r"(\w+)(?:\[([^]]+)\])?(?:,|$)", names):
-            fields.append((field, of_each * sum(_number(file, one) for one in size.split(" + ")) if size else of_each))
+            fields.append(
+                (field, of_each * sum(_number(file, one) for one in size.split(" + ")) if size else of_each)
+            )
     return type(name, (Structure,), {"_fields_": fields, "names": {field for field, _ in fields}})
 
 
@@ -58,11 +68,18 @@ def assertions(file: str) -> str:
 
 
 def filled(kind: Any, values: dict[str, Any]) -> Structure:
-    """A structure with all its fields, by name: tensors give their addresses, None is null, what arrays lack is zero."""
+    """A structure with all its fields, by name: tensors give their addresses, None is null, what arrays lack
+    is zero.
+    """
     if values.keys() != kind.names:
-        raise KernelError(f"{kind.__name__} was given too much or too little: {', '.join(sorted(values.keys() ^ kind.names))}")
+        raise KernelError(
+            f"{kind.__name__} was given too much or too little: "
+            f"{', '.join(sorted(values.keys() ^ kind.names))}"
+        )
     given = ((of_field, values[name]) for name, of_field in kind._fields_)
-    made: Structure = kind(*[one if type(one) in _PLAIN else _value(of_field, one) for of_field, one in given])
+    made: Structure = kind(
+        *[one if type(one) in _PLAIN else _value(of_field, one) for of_field, one in given]
+    )
     return made
 
 

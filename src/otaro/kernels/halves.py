@@ -87,11 +87,18 @@ def shape(most: int, processors: int, tokens: int, rows: tuple[int, ...], units:
 
 
 def _stage_work(shape: Shape, bits: int) -> float:
-    """In units of 32 rows that a quarter of a multiprocessor has one after the other, some 270 + 9 `columns` cycles each."""
+    """In units of 32 rows that a quarter of a multiprocessor has one after the other, some 270 + 9 `columns`
+    cycles each.
+    """
     warps = -(-shape.groups * shape.parts // 4)
     work = warps * shape.units / shape.parts
     if warps == 1:  # nothing to do while it waits
         work *= 1.8
-    # Parts that meet, loads that are short, loads that are late; or 22 bytes a cycle from the second-level cache
-    work *= (1.08 if shape.parts == 4 else 1) * (1.25 if shape.units == 2 else 1) * (1.1 if shape.stages == 2 else 1)
+    # Parts that meet, loads that are short, loads that are late; or 22 bytes a cycle from the second-level
+    # cache
+    work *= (
+        (1.08 if shape.parts == 4 else 1)
+        * (1.25 if shape.units == 2 else 1)
+        * (1.1 if shape.stages == 2 else 1)
+    )
     return max(work, shape.stage(bits) / (22 * (270 + 9 * shape.columns)))

@@ -18,9 +18,10 @@ CLUSTER, THREADS, ROWS = 2, 640, 64
 TOKENS = (8, 16)
 """That a cluster may have: TOKENS of hopper.cu."""
 COMPILERS = ("NVRTC 13.0",)
-"""Whose machine code serves; elsewhere `batch.cu` and `halves.cu` do. Others might use registers that matrix units still read:
-one joins when runs/wgmma_registers.py has found nothing in it, and runs/gpu_check.sh no wrong bit on a GPU. What the sanitizers
-said of this one, and what they have not seen yet: benchmarks/results/h200-gpu-check.txt.
+"""Whose machine code serves; elsewhere `batch.cu` and `halves.cu` do. Others might use registers that matrix
+units still read: one joins when runs/wgmma_registers.py has found nothing in it, and runs/gpu_check.sh no
+wrong bit on a GPU. What the sanitizers said of this one, and what they have not seen yet:
+benchmarks/results/h200-gpu-check.txt.
 """
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
 STAGES = range(2, 7)
@@ -47,7 +48,9 @@ def columns(matrices: Sequence[Packed], tokens: int) -> int | None:
 @cache
 def has_instructions(device: int) -> bool:
     """Whether this GPU has them, and a compiler that is known to handle them."""
-    return device >= 0 and torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.compiler() in COMPILERS
+    return (
+        device >= 0 and torch.cuda.get_device_capability(device) == (9, 0) and nvrtc.compiler() in COMPILERS
+    )
 
 
 @cache
@@ -75,6 +78,8 @@ def _stages(device: int, tokens: int, units: int, bits: int) -> int:
 def kernel(device: int, bits: int, truncate: bool, tokens: int, units: int) -> tuple[nvrtc.Kernel, int, int]:
     """The kernel, its bytes of shared memory, and how many of its clusters the GPU runs at a time."""
     stages = _stages(device, tokens, units, bits)
-    compiled = nvrtc.kernel("hopper.cu", "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=stages)
+    compiled = nvrtc.kernel(
+        "hopper.cu", "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=stages
+    )
     shared = _fixed(tokens, units) + stages * _stage(bits)
     return compiled, shared, compiled.clusters(CLUSTER, THREADS, shared)

@@ -1,4 +1,6 @@
-"""What `cuda_src/hopper_halves.cu` serves, and how: products of many tokens on GPUs of compute capability 9.0."""
+"""What `cuda_src/hopper_halves.cu` serves, and how: products of many tokens on GPUs of compute capability
+9.0.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Shape(NamedTuple):
 
     def _stage(self, bits: int) -> int:
         weights = self.rows * (132 + 32 * (bits - COARSEST))
-        return -(-weights // 128) * 128 + STAGE // 8 * 16 * (self.columns + 1)  # one more for tokens that are not arranged
+        # one more for tokens that are not arranged
+        return -(-weights // 128) * 128 + STAGE // 8 * 16 * (self.columns + 1)
 
 
 def serves(matrices: Sequence[Packed]) -> bool:
@@ -76,7 +79,8 @@ def fits(shape: Shape) -> bool:
 def shape(most: int, processors: int, tokens: int, rows: tuple[int, ...], stages: int, bits: int) -> Shape:
     """For so many bytes of shared memory and multiprocessors: that which takes least, as measured on an H200.
 
-    A stage takes about as long as its block has rows. Slices that meet cost as much as four to ten stages of 64 rows.
+    A stage takes about as long as its block has rows. Slices that meet cost as much as four to ten stages of
+    64 rows.
     """
     columns, found = columns_of(tokens), []
     for groups, slices in product(GROUPS, _SLICES):
@@ -96,6 +100,8 @@ def columns_of(tokens: int) -> int:
 
 
 def arranged(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Activations [tokens, length] in the order in which the kernel takes stages of them, in passes of so many tokens."""
+    """Activations [tokens, length] in the order in which the kernel takes stages of them, in passes of so
+    many tokens.
+    """
     x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % columns))
     return x.reshape(-1, columns, x.shape[1] // UNIT, 4, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(x.shape)

@@ -1,14 +1,17 @@
-"""Keys and values of several sequences in memory of a fixed size, in float16 or packed: what a decoder's steps read and write.
+"""Keys and values of several sequences in memory of a fixed size, in float16 or packed: what a decoder's
+steps read and write.
 
-A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is `midpoint` in
-the layout of a file (FORMAT.md, "Blocks") with a group of 32, whose scale is the smallest power of two above all its
-numbers, its exponent a byte. That is quickly found, which counts where every token is packed, and its range suits numbers
-of any size; the largest of a group may be clamped, to 15/16 of it. Rows of a head lie together, position by position.
+A row is one head at one position. In float16 it is filled up with zeros to whole blocks of 32; packed, it is
+`midpoint` in the layout of a file (FORMAT.md, "Blocks") with a group of 32, whose scale is the smallest power
+of two above all its numbers, its exponent a byte. That is quickly found, which counts where every token is
+packed, and its range suits numbers of any size; the largest of a group may be clamped, to 15/16 of it. Rows
+of a head lie together, position by position.
 
-Keys are harder to pack than weights: some dimensions are large at every position, and take the bits of their group from
-all others. Where a projection has a bias (Qwen2) it may be a hundred times what varies. So a packed cache keeps keys less
-an *offset*, one vector for each head that is the same at all positions (`key_offset`). That takes the same number from all
-scores of a query, which the softmax does not notice: nothing has to be added again. Groups of 32, not 64, do the rest.
+Keys are harder to pack than weights: some dimensions are large at every position, and take the bits of their
+group from all others. Where a projection has a bias (Qwen2) it may be a hundred times what varies. So a
+packed cache keeps keys less an *offset*, one vector for each head that is the same at all positions
+(`key_offset`). That takes the same number from all scores of a query, which the softmax does not notice:
+nothing has to be added again. Groups of 32, not 64, do the rest.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ def key_offset(
 ) -> torch.Tensor:
     """What a bias [kv heads * head_dim] adds to keys on average over some positions.
 
-    Cosines and sines of the positions' angles are [positions, n], for 2n dimensions of a head. Dimensions that rotate slowly,
-    and it is these that have large biases, hardly rotate within a context: the mean is the bias itself. Of those that rotate
-    fast nothing is left.
+    Cosines and sines of the positions' angles are [positions, n], for 2n dimensions of a head. Dimensions
+    that rotate slowly, and it is these that have large biases, hardly rotate within a context: the mean is
+    the bias itself. Of those that rotate fast nothing is left.
     """
     heads = bias.detach().float().view(-1, head_dim)
     if cosines is None or sines is None:
@@ -77,7 +80,9 @@ class KvCache:
             # Zeros: what lies beyond the last position is read here and there, though never used.
             self.base = torch.zeros(*shape, BASE_BYTES * count, dtype=torch.uint8, device=device)
             planes = range(bits - COARSEST)
-            self.planes = [torch.zeros(*shape, PLANE_BYTES * count, dtype=torch.uint8, device=device) for _ in planes]
+            self.planes = [
+                torch.zeros(*shape, PLANE_BYTES * count, dtype=torch.uint8, device=device) for _ in planes
+            ]
             self.exponents = torch.zeros(*shape, -(-head // GROUP), dtype=torch.int8, device=device)
         else:
             self.base = torch.zeros(*shape, BLOCK * count, dtype=torch.float16, device=device)
@@ -100,14 +105,18 @@ class KvCache:
     def grown(self, capacity: int) -> KvCache:
         """The same with memory for more positions."""
         device = self.base.device
-        new = KvCache(self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device, self.offsets)
+        new = KvCache(
+            self.layers, self.sequences, self.kv_heads, capacity, self.head, self.bits, device, self.offsets
+        )
         for ours, theirs in zip(self.tensors, new.tensors, strict=True):
             theirs[..., : self.capacity, :] = ours
         new.refused.copy_(self.refused)
         return new
 
     def write(self, kind: int, layer: int, sequence: int, start: int, rows: torch.Tensor) -> None:
-        """Put keys (kind 0) or values (kind 1), [positions, kv heads, head], at the positions from `start` on."""
+        """Put keys (kind 0) or values (kind 1), [positions, kv heads, head], at the positions from `start`
+        on.
+        """
         some = (kind, layer, sequence, slice(None), slice(start, start + len(rows)))
         rows = rows.transpose(0, 1)
         if not self.bits:
@@ -130,14 +139,18 @@ class KvCache:
         for ours, plane in zip(self.planes, planes, strict=False):
             ours[some] = plane.view(*rows.shape[:2], -1)
 
-    def read(self, kind: int, layer: int, sequence: int, some: slice, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def read(
+        self, kind: int, layer: int, sequence: int, some: slice, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Keys, less their offsets, or values at some positions, [kv heads, positions, head]."""
         at = (kind, layer, sequence, slice(None), some)
         base = self.base[at]
         if not self.bits:
             return base[..., : self.head].to(dtype)
         assert self.exponents is not None
-        codes = unpack_codes(base.flatten(0, 1), [plane[at].flatten(0, 1) for plane in self.planes], self.head)
+        codes = unpack_codes(
+            base.flatten(0, 1), [plane[at].flatten(0, 1) for plane in self.planes], self.head
+        )
         scales = power_of_two(self.exponents[at].flatten(0, 1).int())
         values = decode_codes(codes, scales, self.bits, GROUP, "midpoint")
         return values.view(*base.shape[:2], self.head).to(dtype)
@@ -153,7 +166,9 @@ class KvCache:
 
 
 def _encoded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents, int32, and codes, int16, of float32 rows. NaN and infinity give an exponent that is never allowed."""
+    """Exponents, int32, and codes, int16, of float32 rows. NaN and infinity give an exponent that is never
+    allowed.
+    """
     length = rows.shape[1]
     groups = pad(rows, (0, -length % GROUP)).unflatten(1, (-1, GROUP))
     fields = groups.abs().amax(-1).view(torch.int32) >> 23  # a float32 is below 2^(field - 126)

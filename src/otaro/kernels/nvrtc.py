@@ -1,13 +1,16 @@
-"""CUDA sources to kernels at first use: NVRTC, which every CUDA build of torch brings along, and the driver, through ctypes.
+"""CUDA sources to kernels at first use: NVRTC, which every CUDA build of torch brings along, and the driver,
+through ctypes.
 
-`kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand, constants set with -D,
-and remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes the fields of one structure (`cuda_structs`)
-and is launched on torch's current stream, which may be captured into a graph:
+`kernel("linear.cu", "linear", device, BITS=4, ...)` compiles a file of `cuda_src/` for the GPU at hand,
+constants set with -D, and remembers what came out, on disk too (`$XDG_CACHE_HOME/otaro`). A kernel takes the
+fields of one structure (`cuda_structs`) and is launched on torch's current stream, which may be captured into
+a graph:
 
     kernel(grid, threads, x=tensor, tokens=1, ...)
 
-A kernel starts as soon as the one before it lets it (compute capability 9.0), and waits inside for what the other wrote: every
-source that is launched here calls `wait_for_predecessor` before it reads or writes anything another kernel touches.
+A kernel starts as soon as the one before it lets it (compute capability 9.0), and waits inside for what the
+other wrote: every source that is launched here calls `wait_for_predecessor` before it reads or writes
+anything another kernel touches.
 """
 
 from __future__ import annotations
@@ -48,13 +51,21 @@ def missing(device: int) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         have, need = (".".join(map(str, one)) for one in (capability, OLDEST))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {have}, and the kernels need {need}"
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {have}, and the kernels need {need}"
+        )
     try:
         _nvrtc(), _driver()
     except OSError as error:
-        return f"CUDA's compiler library could not be loaded ({error}); `pip install nvidia-cuda-nvrtc` brings it"
+        return (
+            f"CUDA's compiler library could not be loaded ({error}); `pip install nvidia-cuda-nvrtc` "
+            "brings it"
+        )
     if 10 * capability[0] + capability[1] not in _architectures():
-        return f"{compiler()} does not know compute capability {'.'.join(map(str, capability))}; a newer torch may"
+        return (
+            f"{compiler()} does not know compute capability {'.'.join(map(str, capability))}; a newer "
+            "torch may"
+        )
     return ""
 
 
@@ -76,9 +87,13 @@ def compiler() -> str:
 
 
 class Launch:
-    """One that can be made again and again, as long as its tensors live. What `fields` are set to in between counts."""
+    """One that can be made again and again, as long as its tensors live. What `fields` are set to in between
+    counts.
+    """
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, ...], threads: int, shared: int, fields: ctypes.Structure) -> None:
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, ...], threads: int, shared: int, fields: ctypes.Structure
+    ) -> None:
         self.fields, self._kernel, self._empty = fields, kernel, not all(grid)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(fields))
         across, down, deep = (*grid, 1, 1)[:3]
@@ -114,7 +129,8 @@ class Kernel:
             enter_context(device)
             _ask(driver.cuModuleLoadData(ctypes.byref(self._module), image), name)
             _ask(driver.cuModuleGetFunction(ctypes.byref(self.function), self._module, name.encode()), name)
-            # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the launch.
+            # Shared memory beyond 48 KiB has to be asked for once; how much a launch takes is said with the
+            # launch.
             declared = ctypes.c_int()
             _ask(driver.cuFuncGetAttribute(ctypes.byref(declared), _DECLARED_SHARED, self.function), name)
             most = _all_shared(device) - declared.value
@@ -147,7 +163,12 @@ class Kernel:
         config = _Config(blocks, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute), 1)
         with torch.cuda.device(self.device):
             enter_context(self.device)
-            _ask(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.function, ctypes.byref(config)), self.name)
+            _ask(
+                _driver().cuOccupancyMaxActiveClusters(
+                    ctypes.byref(count), self.function, ctypes.byref(config)
+                ),
+                self.name,
+            )
         return count.value
 
 
@@ -160,15 +181,23 @@ def kernel(file: str, name: str, device: int, **constants: int) -> Kernel:
 def _kernel(file: str, name: str, device: int, constants: tuple[tuple[str, int], ...]) -> Kernel:
     if reason := missing(device):
         raise KernelError(f"there are no kernels for this GPU: {reason}")
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if file in HOPPER else "")
-    flags = (f"--gpu-architecture={architecture}", *_FLAGS, *(f"-D{key}={int(value)}" for key, value in constants))
+    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + (
+        "a" if file in HOPPER else ""
+    )
+    flags = (
+        f"--gpu-architecture={architecture}",
+        *_FLAGS,
+        *(f"-D{key}={int(value)}" for key, value in constants),
+    )
     return Kernel(_compiled(file, flags), file, name, device)
 
 
 def _compiled(file: str, flags: tuple[str, ...]) -> bytes:
     """Machine code from the disk if it was compiled before."""
     sources = [source_of(file), *(one.read_bytes() for one in HEADERS)]
-    key = hashlib.sha256(b"\0".join([compiler().encode(), *sources, *(flag.encode() for flag in flags)])).hexdigest()
+    key = hashlib.sha256(
+        b"\0".join([compiler().encode(), *sources, *(flag.encode() for flag in flags)])
+    ).hexdigest()
     path = _cache() / f"{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
@@ -191,8 +220,13 @@ def compile_source(file: str, source: bytes, flags: tuple[str, ...]) -> bytes:
     library = _nvrtc()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     strings = ctypes.c_char_p * len(HEADERS)
-    headers, names = strings(*(one.read_bytes() for one in HEADERS)), strings(*(one.name.encode() for one in HEADERS))
-    status = library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), len(HEADERS), headers, names)
+    headers, names = (
+        strings(*(one.read_bytes() for one in HEADERS)),
+        strings(*(one.name.encode() for one in HEADERS)),
+    )
+    status = library.nvrtcCreateProgram(
+        ctypes.byref(program), source, file.encode(), len(HEADERS), headers, names
+    )
     try:
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = status or library.nvrtcCompileProgram(program, len(flags), options)
@@ -200,7 +234,10 @@ def compile_source(file: str, source: bytes, flags: tuple[str, ...]) -> bytes:
             library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             library.nvrtcGetProgramLog(program, log)
-            raise KernelError(f"{compiler()} could not compile {file} {' '.join(flags)}:\n{log.value.decode(errors='replace')}")
+            raise KernelError(
+                f"{compiler()} could not compile {file} "
+                f"{' '.join(flags)}:\n{log.value.decode(errors='replace')}"
+            )
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
         library.nvrtcGetCUBIN(program, image)
@@ -234,7 +271,9 @@ class _Config(ctypes.Structure):
 
 @cache
 def _nvrtc() -> Any:
-    """The compiler of torch's CUDA version: loaded already, on the library path, or in one of NVIDIA's packages."""
+    """The compiler of torch's CUDA version: loaded already, on the library path, or in one of NVIDIA's
+    packages.
+    """
     major = (torch.version.cuda or "13").partition(".")[0]
     name = f"libnvrtc.so.{major}"
     with suppress(OSError):

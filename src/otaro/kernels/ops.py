@@ -1,8 +1,9 @@
-"""The operations on packed planes, as torch sees them: `torch.ops.otaro.linear`, `decode`, `embedding` and `quantize`.
+"""The operations on packed planes, as torch sees them: `torch.ops.otaro.linear`, `decode`, `embedding` and
+`quantize`.
 
-This file is the contract. Arguments are checked here, by the same functions for real and for fake tensors; what is computed
-stands in `reference`, and every backend returns the same bits. `backend` says which one serves a device, and why; the
-environment variable OTARO_KERNELS overrides the choice:
+This file is the contract. Arguments are checked here, by the same functions for real and for fake tensors;
+what is computed stands in `reference`, and every backend returns the same bits. `backend` says which one
+serves a device, and why; the environment variable OTARO_KERNELS overrides the choice:
 
     reference       plain torch, on any device
     cpu             the C++ extension with the best instructions of this CPU
@@ -26,7 +27,9 @@ from otaro.sefp.codec import MAX_SCALE_EXPONENT, MIN_SCALE_EXPONENT
 
 OVERRIDE = "OTARO_KERNELS"
 FEW_TOKENS = 8
-"""Up to so many tokens a product is computed on integers, straight from the planes; for more, tiles of weights are decoded."""
+"""Up to so many tokens a product is computed on integers, straight from the planes; for more, tiles of
+weights are decoded.
+"""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,11 +44,17 @@ def backend(device: torch.device | str = "cpu") -> tuple[str, str]:
             return _on_cuda(device)
         if not on_cpu:
             return "reference", f"there are no kernels for {device.type} yet"
-        return ("reference", cpu.MISSING) if cpu.MISSING else (f"cpu:{cpu.best()}", "the best that this CPU can run")
+        return (
+            ("reference", cpu.MISSING)
+            if cpu.MISSING
+            else (f"cpu:{cpu.best()}", "the best that this CPU can run")
+        )
     if asked == "reference":
         return "reference", f"{OVERRIDE}={asked}"
     if asked == "cuda":
-        name, reason = _on_cuda(device) if device.type == "cuda" else ("reference", f"it does not serve {device.type}")
+        name, reason = (
+            _on_cuda(device) if device.type == "cuda" else ("reference", f"it does not serve {device.type}")
+        )
         if name != "cuda":
             raise KernelError(f"{OVERRIDE}={asked}, but {reason}")
         return name, reason
@@ -93,10 +102,12 @@ def linear(
     scale_exponent: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the activations.
+    """Activations [tokens, length] times packed rows, plus a bias [rows]: [tokens, rows], in the type of the
+    activations.
 
-    Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied with decoded
-    weights by the matrix product of the device's library, unless a backend has a faster way (`cuda.matmul`).
+    Up to `FEW_TOKENS` tokens the product is that of `reference.linear`, to the last bit; more are multiplied
+    with decoded weights by the matrix product of the device's library, unless a backend has a faster way
+    (`cuda.matmul`).
     """
     packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_activations(x, base, length, bias)
@@ -176,9 +187,12 @@ def embedding(
     packed = _checked(Packed(base, scales, planes, length, group_size, truncate, scale_exponent))
     _check_dtype(dtype)
     _check_ids(ids, base)
-    # A GPU would have to be waited for, which a graph that is being captured cannot: there, rows that do not exist are NaN.
+    # A GPU would have to be waited for, which a graph that is being captured cannot: there, rows that do not
+    # exist are NaN.
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(base):
-        raise KernelError(f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {len(base)} rows")
+        raise KernelError(
+            f"ids run from {int(ids.min())} to {int(ids.max())}, but there are {len(base)} rows"
+        )
     result: torch.Tensor = _serving(base.device).embedding(ids.long().contiguous(), packed, dtype)
     return result
 
@@ -203,7 +217,9 @@ def _(
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())
 def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, length] as 16-bit integers, and the power of two of each unit [tokens, units], float32."""
+    """Activations [tokens, length] as 16-bit integers, and the power of two of each unit [tokens, units],
+    float32.
+    """
     _check_quantize(x, group_size)
     codes, scales = _serving(x.device).quantize(x.detach().contiguous(), group_size)
     return codes, scales
@@ -229,7 +245,8 @@ def _check_packed(packed: Packed) -> None:
         raise KernelError(f"a row cannot have {length} weights")
     if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
         raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")
-    if not MIN_SCALE_EXPONENT <= scale_exponent <= MAX_SCALE_EXPONENT:  # with others, products would not be exact
+    # with others, products would not be exact
+    if not MIN_SCALE_EXPONENT <= scale_exponent <= MAX_SCALE_EXPONENT:
         between = f"from {MIN_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}"
         raise KernelError(f"scale_exponent is {scale_exponent}, and must be {between}")
     if len(planes) > len(PLANES):
@@ -241,8 +258,12 @@ def _check_packed(packed: Packed) -> None:
         _check(f"plane {number}", plane, torch.uint8, (rows, PLANE_BYTES * blocks(length)), base)
 
 
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, int], like: torch.Tensor) -> None:
-    wrong = tensor.dim() != 2 or any(want not in (None, have) for have, want in zip(tensor.shape, shape, strict=True))
+def _check(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, int], like: torch.Tensor
+) -> None:
+    wrong = tensor.dim() != 2 or any(
+        want not in (None, have) for have, want in zip(tensor.shape, shape, strict=True)
+    )
     if wrong or tensor.dtype != dtype:
         wanted = ", ".join("rows" if size is None else str(size) for size in shape)
         raise KernelError(f"{name} must be {dtype} [{wanted}], not {tensor.dtype} {list(tensor.shape)}")
@@ -258,7 +279,10 @@ def _check_strided(name: str, tensor: torch.Tensor) -> None:
 
 def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: torch.Tensor | None) -> None:
     if x.dim() != 2 or x.shape[1] != length or x.dtype not in _FLOATS:
-        raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, {length}], not {x.dtype} {list(x.shape)}")
+        raise KernelError(
+            f"activations must be float32, float16 or bfloat16 [tokens, {length}], not "
+            f"{x.dtype} {list(x.shape)}"
+        )
     if x.device != base.device:
         raise KernelError(f"activations are on {x.device}, the packed weight on {base.device}")
     _check_strided("activations", x)
@@ -272,7 +296,10 @@ def _check_activations(x: torch.Tensor, base: torch.Tensor, length: int, bias: t
 
 def _check_quantize(x: torch.Tensor, group_size: int) -> None:
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in _FLOATS:
-        raise KernelError(f"activations must be float32, float16 or bfloat16 [tokens, length], not {x.dtype} {list(x.shape)}")
+        raise KernelError(
+            "activations must be float32, float16 or bfloat16 [tokens, length], not "
+            f"{x.dtype} {list(x.shape)}"
+        )
     _check_strided("activations", x)
     if group_size < 1 or group_size % BLOCK or group_size >= 2**31:
         raise KernelError(f"group_size is {group_size}, and must be a positive multiple of {BLOCK}")

@@ -41,7 +41,9 @@ class Packed(NamedTuple):
 
     def rows(self, some: slice | torch.Tensor) -> Packed:
         """Some of its rows."""
-        return self._replace(base=self.base[some], scales=self.scales[some], planes=[p[some] for p in self.planes])
+        return self._replace(
+            base=self.base[some], scales=self.scales[some], planes=[p[some] for p in self.planes]
+        )
 
 
 class Stack(NamedTuple):

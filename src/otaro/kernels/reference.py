@@ -1,7 +1,8 @@
-"""Arithmetic on packed planes in plain torch: the fallback on any device, and the oracle of every faster backend.
+"""Arithmetic on packed planes in plain torch: the fallback on any device, and the oracle of every faster
+backend.
 
-The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruction's correction (`sefp.codec`); `decode` gives
-these values. `linear` multiplies without leaving the integers for long:
+The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruction's correction
+(`sefp.codec`); `decode` gives these values. `linear` multiplies without leaving the integers for long:
 
 1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is one or more of them.
 2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
@@ -13,8 +14,8 @@ these values. `linear` multiplies without leaving the integers for long:
    Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1.
    Each operation rounds once, to float32.
 
-So the result is the same to the last bit for every backend, instruction set and number of threads. A unit with an activation
-that is not finite gives NaN.
+So the result is the same to the last bit for every backend, instruction set and number of threads. A unit
+with an activation that is not finite gives NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _CHUNK = 1 << 18  # weights
 def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values [rows, length].
 
-    Some rows are decoded at a time, so that the intermediate words stay in the cache and only the result touches memory.
+    Some rows are decoded at a time, so that the intermediate words stay in the cache and only the result
+    touches memory.
     """
     count, device = len(packed.base), packed.base.device
     values = torch.empty(count, packed.length, dtype=dtype, device=device)
@@ -66,7 +68,9 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
 
 
 class Meaning(NamedTuple):
-    """A weight is (factor * code + constant) * scale * 2^-shift, its code raised by one where negative or not."""
+    """A weight is (factor * code + constant) * scale * 2^-shift, its code raised by one where negative or
+    not.
+    """
 
     factor: int
     constant: int
@@ -87,13 +91,19 @@ def unit_size(group_size: int) -> int:
 
 
 def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, length] as integers, int16 of the same shape, and a power of two for each unit, float32."""
+    """Activations [tokens, length] as integers, int16 of the same shape, and a power of two for each unit,
+    float32.
+    """
     unit = unit_size(group_size)
     units = pad(x.float(), (0, -x.shape[1] % unit)).unflatten(1, (-1, unit))
     finite = units.isfinite().all(-1, keepdim=True)
     units = units.where(finite, 0.0)
     largest = units.abs().amax(-1, keepdim=True)
-    exponents = torch.frexp(largest).exponent.where(largest > 0, MIN_ACTIVATION_EXPONENT).clamp(min=MIN_ACTIVATION_EXPONENT)
+    exponents = (
+        torch.frexp(largest)
+        .exponent.where(largest > 0, MIN_ACTIVATION_EXPONENT)
+        .clamp(min=MIN_ACTIVATION_EXPONENT)
+    )
     exponents += largest * power_of_two(ACTIVATION_BITS - exponents) >= MAX_ACTIVATION + 0.5
     codes = (units * power_of_two(ACTIVATION_BITS - exponents)).round().to(torch.int16)
     scales = power_of_two(exponents - ACTIVATION_BITS).where(finite, torch.nan)
@@ -101,7 +111,9 @@ def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """The integers of step 3, as float64 [tokens, rows, units]: doubles hold them exactly, and have a fast matrix product."""
+    """The integers of step 3, as float64 [tokens, rows, units]: doubles hold them exactly, and have a fast
+    matrix product.
+    """
     weights = unpack_codes(packed.base, packed.planes, packed.length)
     means = meaning(packed.bits, packed.reconstruction)
     if means.raise_negative:
@@ -120,7 +132,8 @@ def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     units_per_group = packed.group_size // unit_size(packed.group_size)
     count = len(packed.base)
     out = torch.empty(len(x), count, device=x.device)
-    size = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK << 6) // packed.length)  # elsewhere each chunk costs launches
+    # elsewhere each chunk costs launches
+    size = max(1, (_CHUNK if x.device.type == "cpu" else _CHUNK << 6) // packed.length)
     for start in range(0, count, size):
         some = slice(start, start + size)
         few = packed.rows(some)

@@ -183,7 +183,9 @@ class Steps(Protocol):
         Where there is a cap, a score s is cap * tanh(s / cap).
         """
 
-    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+    def quantize(
+        self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu"
+    ) -> None:
         """Numbers [tokens, length] as activations; with `up`, silu(x) * up or gelu_tanh(x) * up."""
 
     def route(self, x: torch.Tensor, router: torch.Tensor, normalize: bool, routing: Routing) -> None:
@@ -192,7 +194,9 @@ class Steps(Protocol):
         Of equals the first. Each counts by its score, or by its share of the scores of those chosen.
         """
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+    def multiply_experts(
+        self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing
+    ) -> None:
         """Products into `outs`, [tokens * chosen, rows] each.
 
         x has a row for each token, or one for each of its experts.
@@ -223,7 +227,11 @@ class ReferenceSteps:
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
         """Decoded, or looked up."""
-        x.copy_(weight[ids.long()] if isinstance(weight, torch.Tensor) else reference.embedding(ids.long(), weight))
+        x.copy_(
+            weight[ids.long()]
+            if isinstance(weight, torch.Tensor)
+            else reference.embedding(ids.long(), weight)
+        )
         if scale != 1:
             x *= scale
 
@@ -296,7 +304,9 @@ class ReferenceSteps:
         value: torch.Tensor,
     ) -> None:
         """Keys and values, [tokens, heads, head], into the cache."""
-        for token, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
+        for token, (position, sequence) in enumerate(
+            zip(positions.tolist(), sequences.tolist(), strict=True)
+        ):
             cache.write(0, layer, sequence, position, key[token : token + 1])
             cache.write(1, layer, sequence, position, value[token : token + 1])
 
@@ -312,13 +322,17 @@ class ReferenceSteps:
     ) -> None:
         """One token after the other, over keys and values as the cache decodes them."""
         positions, sequences = tokens.rows(len(queries))
-        for token, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
+        for token, (position, sequence) in enumerate(
+            zip(positions.tolist(), sequences.tolist(), strict=True)
+        ):
             some = slice(max(0, position + 1 - window) if window else 0, position + 1)
             keys, values = (cache.read(kind, layer, sequence, some) for kind in (0, 1))
             query = queries[token].view(cache.kv_heads, -1, cache.head)
             out.data[token] = capped(query @ keys.transpose(1, 2), cap).softmax(-1).matmul(values).flatten()
 
-    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+    def quantize(
+        self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu"
+    ) -> None:
         """Floats stay floats here."""
         if up is not None:
             x = (silu(x.float()) if activation == "silu" else gelu(x.float(), approximate="tanh")) * up
@@ -333,7 +347,9 @@ class ReferenceSteps:
         routing.experts.copy_(experts)
         routing.weights.copy_(weights / weights.sum(-1, keepdim=True) if normalize else weights)
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+    def multiply_experts(
+        self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing
+    ) -> None:
         """One pair of a token and an expert after the other."""
         experts = routing.experts.flatten().tolist()
         each = len(experts) // len(x.data)

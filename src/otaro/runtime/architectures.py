@@ -1,7 +1,8 @@
 """Which models of transformers the decoders serve, and how each is read.
 
-An architecture is an entry of `ARCHITECTURES`: its differences from LLaMA. `describe(model)` reads a loaded nested model by its
-entry; `why_not(model)` says what about a model no decoder does. CONTRIBUTING tells how to add one.
+An architecture is an entry of `ARCHITECTURES`: its differences from LLaMA. `describe(model)` reads a loaded
+nested model by its entry; `why_not(model)` says what about a model no decoder does. CONTRIBUTING tells how to
+add one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from otaro.runtime.modules import SefpModule
 MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _ROPES = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone,
-_GROWING_ROPES = ("dynamic", "longrope")  # and here as long as a text is no longer than the model was first trained for
+# and here as long as a text is no longer than the model was first trained for
+_GROWING_ROPES = ("dynamic", "longrope")
 
 
 def _window_of_model(config: Any, attention: Any) -> int:
@@ -121,10 +123,16 @@ def describe(model: Any) -> Description:
     """The description of a nested model that `why_not` has nothing against."""
     if reason := why_not(model):
         raise OtaroError(f"the decoder does not serve this model: {reason}")
-    config, entry, device = model.config, ARCHITECTURES[model.config.model_type], model.model.norm.weight.device
+    config, entry, device = (
+        model.config,
+        ARCHITECTURES[model.config.model_type],
+        model.model.norm.weight.device,
+    )
     first = model.model.layers[0].self_attn
     ropes = _ropes(model)
-    numbers: dict[str, Any] = {name: float(getattr(config, setting) or 0) for name, setting in entry.settings.items()}
+    numbers: dict[str, Any] = {
+        name: float(getattr(config, setting) or 0) for name, setting in entry.settings.items()
+    }
     described = Description(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -158,7 +166,9 @@ def packed_modules(model: Any) -> list[Any]:
     modules = [model.model.embed_tokens]
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        modules += [attention.qkv_proj] * 3 if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
+        modules += (
+            [attention.qkv_proj] * 3 if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
+        )
         modules.append(attention.o_proj)
         if hasattr(mlp, "experts"):
             modules += [mlp.experts.gate_up_proj] * 2 + [mlp.experts.down_proj]
@@ -205,7 +215,8 @@ def _layer(model: Any, layer: Any, entry: Architecture, ropes: list[str]) -> Lay
         normalize = getattr(mlp.gate, "norm_topk_prob", True)
         experts = Experts(_floats(mlp.gate.weight), mlp.gate.top_k, bool(normalize))
     norms: dict[str, Any] = {
-        part: None if norm is None else _norm(norm, entry) for part, norm in norm_modules(layer, entry).items()
+        part: None if norm is None else _norm(norm, entry)
+        for part, norm in norm_modules(layer, entry).items()
     }
     rope = ropes.index(getattr(attention, "layer_type", None) or "") if len(ropes) > 1 else 0
     return Layer(
@@ -220,7 +231,9 @@ def _layer(model: Any, layer: Any, entry: Architecture, ropes: list[str]) -> Lay
 
 def _of_attention(config: Any, attention: Any, entry: Architecture) -> dict[str, Any]:
     if entry.fused:
-        queries, keys = (count * attention.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        queries, keys = (
+            count * attention.head_dim for count in (config.num_attention_heads, config.num_key_value_heads)
+        )
         found = _split(attention.qkv_proj, {"query": queries, "key": keys, "value": keys})
     else:
         found = {name: _whole(getattr(attention, f"{name[0]}_proj")) for name in ("query", "key", "value")}
@@ -284,7 +297,9 @@ def rope_limit(model: Any) -> int | None:
         return None
     config = model.config
     parameters = config.rope_parameters
-    first = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    first = parameters.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
     return int(first or config.max_position_embeddings)
 
 
@@ -298,7 +313,10 @@ def _ropes(model: Any) -> dict[str, Rope]:
     kinds = getattr(rotary, "rope_type", None)
     prefixes = {kind: f"{kind}_" for kind in kinds} if isinstance(kinds, dict) else {"": ""}
     return {
-        kind: Rope(getattr(rotary, f"{prefix}inv_freq").detach(), float(getattr(rotary, f"{prefix}attention_scaling")))
+        kind: Rope(
+            getattr(rotary, f"{prefix}inv_freq").detach(),
+            float(getattr(rotary, f"{prefix}attention_scaling")),
+        )
         for kind, prefix in prefixes.items()
     }
 
@@ -321,6 +339,8 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
 
 
 def _hooked(module: Any) -> bool:
-    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states, stay for good."""
+    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states,
+    stay for good.
+    """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)

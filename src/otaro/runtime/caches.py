@@ -40,7 +40,9 @@ class DecoderCache:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be refused."""
+        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be
+        refused.
+        """
         with self._lock:
             return [int(native.length) for native in self.natives]
 
@@ -84,27 +86,45 @@ class DecoderCache:
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """What transformers' own attention would call: refused, as it cannot read this cache."""
-        raise OtaroError("a decoder's cache serves the decoder alone; leave it out to generate with beams or other options")
+        raise OtaroError(
+            "a decoder's cache serves the decoder alone; leave it out to generate with beams or other options"
+        )
 
 
 class GpuCache(DecoderCache):
-    """What `GpuDecoder.new_cache` makes: memory of a fixed size for each sequence, exchanged for more when it is full."""
+    """What `GpuDecoder.new_cache` makes: memory of a fixed size for each sequence, exchanged for more when it
+    is full.
+    """
 
     pooled = False
 
     def __init__(
-        self, weights: Description, precision: Precision | None, sequences: int, capacity: int, spare: KvCache | None = None
+        self,
+        weights: Description,
+        precision: Precision | None,
+        sequences: int,
+        capacity: int,
+        spare: KvCache | None = None,
     ) -> None:
         super().__init__(precision, sequences)
         self._lengths = [0] * sequences
         self._beside: Any = None  # a stream, to look at what others write
         bits = precision.mantissa_bits if precision else 0
-        self._make = (len(weights.layers), sequences, weights.kv_heads, weights.head_dim, bits, weights.device)
+        self._make = (
+            len(weights.layers),
+            sequences,
+            weights.kv_heads,
+            weights.head_dim,
+            bits,
+            weights.device,
+        )
         self._offsets = weights.key_offsets
         spare = spare or self._new(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
         self.holder = [spare]
-        """The memory, in a list that may outlive this object: graphs point into it, the next cache can have it."""
+        """The memory, in a list that may outlive this object: graphs point into it, the next cache can have
+        it.
+        """
 
     def _new(self, capacity: int) -> KvCache:
         layers, sequences, kv_heads, head, bits, device = self._make
@@ -151,7 +171,9 @@ class GpuCache(DecoderCache):
                 self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self, wait: bool = True) -> None:
-        """Refuse, if there was a number since the last time that the cache cannot hold; waits for steps under way, or not."""
+        """Refuse, if there was a number since the last time that the cache cannot hold; waits for steps under
+        way, or not.
+        """
         if self._beside is None and not wait and self.kv_cache.refused.is_cuda:
             self._beside = torch.cuda.Stream(self.kv_cache.refused.device)
         with torch.cuda.stream(None if wait else self._beside):
@@ -163,12 +185,15 @@ class GpuCache(DecoderCache):
 
 def cannot_hold(kv: Precision | None) -> OtaroError:
     """What to say where a cache, in float16 or at a precision, cannot hold a key or value."""
-    instead = "past_key_values=DynamicCache(config=model.config), transformers' own, keeps them in the model's type"
+    instead = (
+        "past_key_values=DynamicCache(config=model.config), transformers' own, keeps them in the model's type"
+    )
     if kv is None:
         return OtaroError(
             "a key or value is 65520 or more, or not finite: a cache in float16 cannot hold it; "
             f"kv='E5M8' holds less than 65536, and {instead}"
         )
     return OtaroError(
-        f"a key or value is 65536 or more, or not finite: a cache at {kv} cannot hold it, nor can any other kv; {instead}"
+        f"a key or value is 65536 or more, or not finite: a cache at {kv} cannot hold it, nor can any other "
+        f"kv; {instead}"
     )

@@ -1,16 +1,16 @@
 """A decoder for CPUs whose cost is the weights: all layers of a step are one call into the C++ extension.
 
-`Decoder.of(model)` points into the mapped planes of a nested model and copies none. It computes in float32 whatever the model's
-type is: norms and biases are pointed into where they are float32, else copied, exactly. A prompt leaves the same bits read at
-once, in pieces, token by token or beside others.
+`Decoder.of(model)` points into the mapped planes of a nested model and copies none. It computes in float32
+whatever the model's type is: norms and biases are pointed into where they are float32, else copied, exactly.
+A prompt leaves the same bits read at once, in pieces, token by token or beside others.
 
     decoder = Decoder.of(model)
     cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
     logits = decoder.forward(prompt, cache)
     logits = decoder.forward([int(logits.argmax())], cache)
 
-Threads may share a decoder, and take turns step by step; what grows (planes, positions, a cache) does so under the extension's
-locks. Why layers fused in the extension and not a compiled graph: see docs/decode.md.
+Threads may share a decoder, and take turns step by step; what grows (planes, positions, a cache) does so
+under the extension's locks. Why layers fused in the extension and not a compiled graph: see docs/decode.md.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ class Decoder(BaseDecoder):
         return DecoderCache(kv, sequences, [self._native.new_cache(bits) for _ in range(sequences)])
 
     def forward(
-        self, ids: Sequence[int], cache: DecoderCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
+        self,
+        ids: Sequence[int],
+        cache: DecoderCache,
+        all_logits: bool = False,
+        sequence: int = 0,
+        bits: bytes | None = None,
     ) -> torch.Tensor:
         """In one pass over the weights for every 64 tokens."""
         wanted = [self.description.precisions() if bits is None else bits]
@@ -90,7 +95,9 @@ class Decoder(BaseDecoder):
                 numbers = range(len(some)) if all_logits else range(len(some) - 1, len(some)) if last else ()
                 rows = logits[start : start + len(some)] if all_logits else logits
                 out = rows.numpy() if numbers else None
-                if self._native.step(some, [cache.natives[sequence]], [len(some)], wanted, list(numbers), out):
+                if self._native.step(
+                    some, [cache.natives[sequence]], [len(some)], wanted, list(numbers), out
+                ):
                     raise cannot_hold(cache.precision)
         return logits if all_logits else logits[0]
 
@@ -108,31 +115,44 @@ class Decoder(BaseDecoder):
         wanted, logits = list(of_each.values()), torch.empty(count, self.vocabulary)
         with cache._lock, self._restoring(cache, list(counts), max(counts.values()), wanted):
             natives, those = [cache.natives[sequence] for sequence in counts], list(range(count))
-            if self._native.step(np.array(some.ids), natives, list(counts.values()), wanted, those, logits.numpy()):
+            if self._native.step(
+                np.array(some.ids), natives, list(counts.values()), wanted, those, logits.numpy()
+            ):
                 raise cannot_hold(cache.precision)
         return logits if some.at == list(range(count)) else logits[some.at]
 
     def read(self, chunks: Sequence[Chunk], cache: DecoderCache) -> torch.Tensor:
         """In one pass over the weights."""
         sequences, bits = [chunk.sequence for chunk in chunks], [chunk.bits for chunk in chunks]
-        tokens = np.array(self._checked([token for chunk in chunks for token in chunk.ids], cache, sequences, bits))
+        tokens = np.array(
+            self._checked([token for chunk in chunks for token in chunk.ids], cache, sequences, bits)
+        )
         counts = [len(chunk.ids) for chunk in chunks]
         wanted = [end - 1 for chunk, end in zip(chunks, accumulate(counts), strict=True) if chunk.wanted]
         logits = torch.empty(len(wanted), self.vocabulary)
         with cache._lock, self._restoring(cache, sequences, max(counts), bits):
-            natives, out = [cache.natives[sequence] for sequence in sequences], logits.numpy() if wanted else None
+            natives, out = (
+                [cache.natives[sequence] for sequence in sequences],
+                logits.numpy() if wanted else None,
+            )
             if self._native.step(tokens, natives, counts, bits, wanted, out):
                 raise cannot_hold(cache.precision)
         return logits
 
-    def _checked(self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
+    def _checked(
+        self, ids: Sequence[int], cache: DecoderCache, sequences: list[int], bits: Sequence[bytes]
+    ) -> list[int]:
         if reason := _choose():
             raise OtaroError(f"the decoder needs the C++ extension: {reason}")
         return super()._checked(ids, cache, sequences, bits)
 
     @contextmanager
-    def _restoring(self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]) -> Iterator[None]:
-        """Have what so many more tokens of some sequences need; and if anything is refused, these as they were."""
+    def _restoring(
+        self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]
+    ) -> Iterator[None]:
+        """Have what so many more tokens of some sequences need; and if anything is refused, these as they
+        were.
+        """
         before = {sequence: cache.natives[sequence].length for sequence in sequences}
         for one in set(bits):
             self._attach(one)
@@ -189,7 +209,14 @@ class Decoder(BaseDecoder):
         layers = []
         for number, layer in enumerate(described.layers):
             parts: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in MATRICES}
-            for name in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm"):
+            for name in (
+                "attention_norm",
+                "attention_output_norm",
+                "mlp_norm",
+                "mlp_output_norm",
+                "query_norm",
+                "key_norm",
+            ):
                 parts[name] = floats(getattr(layer, name))
             norm, experts = layer.query_norm, layer.experts
             parts["norms_all_heads"] = norm is not None and len(norm) != described.head_dim
@@ -197,7 +224,11 @@ class Decoder(BaseDecoder):
             parts["rope"], parts["window"] = layer.rope, layer.window
             parts["router"] = None if experts is None else experts.router.flatten().numpy()
             if experts is not None:
-                parts |= {"experts": len(experts.router), "chosen": experts.chosen, "normalize": experts.normalize}
+                parts |= {
+                    "experts": len(experts.router),
+                    "chosen": experts.chosen,
+                    "normalize": experts.normalize,
+                }
             layers.append(parts)
         return _cpu.Decoder(model, layers)
 

@@ -2,8 +2,8 @@
 
 A decoder reads tokens into a cache of some sequences and returns logits. A chunk of one sequence is read by
 `forward`, a token or a few of each of several by `step`, every token at its own precision: `bits` is one byte
-of mantissa bits per matrix, in decoder order (`description`). What a step computes for a sequence depends on that
-sequence alone, to the last bit.
+of mantissa bits per matrix, in decoder order (`description`). What a step computes for a sequence depends on
+that sequence alone, to the last bit.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ class BaseDecoder(ABC):
 
     Otherwise that holds for up to `MAX_TOKENS` at a time."""
     together: ClassVar[bool]
-    """Whether a step reads chunks of prompts beside the tokens of others, all in one pass over the weights."""
+    """Whether a step reads chunks of prompts beside the tokens of others, all in one pass over the weights.
+    """
     several: ClassVar[tuple[float, float]]
-    """What a step with several tokens costs more than one with one, and what each further one does, as shares of the latter."""
+    """What a step with several tokens costs more than one with one, and what each further one does, as shares
+    of the latter.
+    """
     ahead: ClassVar[int]
-    """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells how."""
+    """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells
+    how.
+    """
 
     def __init__(self, description: Description) -> None:
         self.description, self.vocabulary = description, description.lm_head.rows
@@ -75,7 +80,9 @@ class BaseDecoder(ABC):
 
     @classmethod
     def of(cls, model: Any, *args: Any) -> Self:
-        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free to go."""
+        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free
+        to go.
+        """
         if reason := cls.why_not(model):
             raise OtaroError(f"the decoder does not serve this model: {reason}")
         return cls(describe(model), *args)
@@ -95,31 +102,46 @@ class BaseDecoder(ABC):
 
     @abstractmethod
     def forward(
-        self, ids: Sequence[int], cache: Any, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
+        self,
+        ids: Sequence[int],
+        cache: Any,
+        all_logits: bool = False,
+        sequence: int = 0,
+        bits: bytes | None = None,
     ) -> torch.Tensor:
-        """Read a chunk of one sequence: float32 logits [vocabulary] after it, or [ids, vocabulary] after each.
+        """Read a chunk of one sequence: float32 logits [vocabulary] after it, or [ids, vocabulary] after
+        each.
 
-        They are on the device. `bits` are by default those that are set now. If anything is refused the cache is as before.
+        They are on the device. `bits` are by default those that are set now. If anything is refused the cache
+        is as before.
         """
 
     @abstractmethod
     def step(
-        self, ids: Sequence[int], cache: Any, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
+        self,
+        ids: Sequence[int],
+        cache: Any,
+        sequences: Sequence[int] | None = None,
+        bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
-        """Read one token of each of some sequences, by default of all: float32 logits [tokens, vocabulary], as `forward`.
+        """Read one token of each of some sequences, by default of all: float32 logits [tokens, vocabulary],
+        as `forward`.
 
-        A sequence that is named several times in a row has so many tokens, at one precision. `bits` are those of each token;
-        tokens of one precision share a pass over the weights.
+        A sequence that is named several times in a row has so many tokens, at one precision. `bits` are those
+        of each token; tokens of one precision share a pass over the weights.
         """
 
     def read(self, chunks: Sequence[Chunk], cache: Any) -> torch.Tensor:
-        """Where `together` holds, read a token or more of each of some sequences: logits [those that are wanted, vocabulary].
+        """Where `together` holds, read a token or more of each of some sequences: logits [those that are
+        wanted, vocabulary].
 
         They are in the order of the chunks, `max_sequences` tokens at most.
         """
         raise NotImplementedError
 
-    def _checked(self, ids: Sequence[int], cache: Any, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
+    def _checked(
+        self, ids: Sequence[int], cache: Any, sequences: list[int], bits: Sequence[bytes]
+    ) -> list[int]:
         """Tokens, if all of this can be."""
         tokens = [int(one) for one in ids] if all(not isinstance(one, list | tuple) for one in ids) else []
         if not tokens:
@@ -129,7 +151,9 @@ class BaseDecoder(ABC):
             raise OtaroError(f"token {strange} is not in the vocabulary of {self.vocabulary}")
         for sequence in sequences:
             if not 0 <= sequence < cache.sequences:
-                raise OtaroError(f"sequence {sequence} is none of the {cache.sequences} of this cache, counted from 0")
+                raise OtaroError(
+                    f"sequence {sequence} is none of the {cache.sequences} of this cache, counted from 0"
+                )
         for one in bits:
             if len(one) != self._matrices:
                 told = f"precisions of {len(one)} matrices were given for {self._matrices}"
@@ -145,7 +169,9 @@ class BaseDecoder(ABC):
         runs = [one for one, _ in groupby(those)]
         if len(those) != len(tokens) or len(set(runs)) != len(runs) or len(tokens) > self.max_sequences:
             told = f"{len(tokens)} tokens for {len(those)} sequences"
-            raise OtaroError(f"{told}: a step takes those of each one after the other, and {self.max_sequences} at most")
+            raise OtaroError(
+                f"{told}: a step takes those of each one after the other, and {self.max_sequences} at most"
+            )
         if bits is None:
             return Arranged(tokens, those, None, list(range(len(tokens))), cache)
         if len(bits) != len(tokens):
@@ -154,4 +180,6 @@ class BaseDecoder(ABC):
             raise OtaroError("the tokens of a sequence are read at one precision in a step")
         order = sorted(range(len(tokens)), key=bits.__getitem__)
         at = sorted(range(len(tokens)), key=order.__getitem__)
-        return Arranged([tokens[i] for i in order], [those[i] for i in order], [bits[i] for i in order], at, cache)
+        return Arranged(
+            [tokens[i] for i in order], [those[i] for i in order], [bits[i] for i in order], at, cache
+        )

@@ -1,7 +1,9 @@
-"""`decoder.json`: a nested directory's description, for programs without Python (`otaro.h`, `otaro-run`, the browser).
+"""`decoder.json`: a nested directory's description, for programs without Python (`otaro.h`, `otaro-run`, the
+browser).
 
-It is what `description.py` says, with tensors by their names in the base shard; FORMAT.md lists its fields. So no other program
-has to know architectures. Numbers are written as the float32 that every decoder takes them for.
+It is what `description.py` says, with tensors by their names in the base shard; FORMAT.md lists its fields.
+So no other program has to know architectures. Numbers are written as the float32 that every decoder takes
+them for.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def decoder_text(model: Any) -> str:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = []
     for layer, module in zip(described.layers, model.model.layers, strict=True):
-        norms = {part: names[id(norm.weight)] for part, norm in norm_modules(module, entry).items() if norm is not None}
+        norms = {
+            part: names[id(norm.weight)]
+            for part, norm in norm_modules(module, entry).items()
+            if norm is not None
+        }
         router = None if layer.experts is None else names[id(module.mlp.gate.weight)]
         layers.append(_layer(layer, names, router) | norms)
     stated = {

@@ -1,7 +1,7 @@
 """A model as plain data: all that a decoder knows of it.
 
-`architectures.describe` makes one of a loaded model; benchmarks make them by hand. Decoders know nothing of transformers, and
-this page knows nothing of how anything is computed.
+`architectures.describe` makes one of a loaded model; benchmarks make them by hand. Decoders know nothing of
+transformers, and this page knows nothing of how anything is computed.
 
     x = embedding[token] * embedding_scale
     for each layer:
@@ -9,8 +9,8 @@ this page knows nothing of how anything is computed.
         x += residual * output_norm(mlp(norm(x)))          # or experts
     logits = cap(lm_head(norm(x)) * logit_scale)
 
-Every norm is an RMS norm with the model's `eps`, and may be missing. Precisions are one byte of mantissa bits per matrix in
-*decoder order*: embedding, the seven of every layer (`MATRICES`), head.
+Every norm is an RMS norm with the model's `eps`, and may be missing. Precisions are one byte of mantissa bits
+per matrix in *decoder order*: embedding, the seven of every layer (`MATRICES`), head.
 """
 
 from __future__ import annotations
@@ -50,12 +50,18 @@ class Matrix:
     """One matrix: plain, or packed and seen at any precision. It may be some rows of a larger one."""
 
     def __init__(
-        self, source: Any, bias: torch.Tensor | None = None, first: int = 0, rows: int | None = None, stride: int = 0
+        self,
+        source: Any,
+        bias: torch.Tensor | None = None,
+        first: int = 0,
+        rows: int | None = None,
+        stride: int = 0,
     ) -> None:
-        """The source is a plain tensor, a `Packed` with all planes there are, or a packed module of a nested model.
+        """The source is a plain tensor, a `Packed` with all planes there are, or a packed module of a nested
+        model.
 
-        Rows are `rows` from `first` on, by default all. Of a stack of experts they are those of the first one; the next
-        expert's begin `stride` rows later.
+        Rows are `rows` from `first` on, by default all. Of a stack of experts they are those of the first
+        one; the next expert's begin `stride` rows later.
         """
         self.plain = source if isinstance(source, torch.Tensor) else None
         self._packed = source if isinstance(source, Packed) else None
@@ -63,10 +69,16 @@ class Matrix:
         self._wholes: dict[int, Packed] = {}
         self._seen: dict[tuple[int, int], Packed] = {}
         self.first, self.stride = first, stride
-        self.rows = len(self.plain if self.plain is not None else self.whole(COARSEST).base) if rows is None else rows
+        self.rows = (
+            len(self.plain if self.plain is not None else self.whole(COARSEST).base) if rows is None else rows
+        )
         """Outputs, of one expert."""
         # Products of packed weights are float32, those of plain ones float16.
-        self.bias = None if bias is None else bias.detach().to(torch.float32 if self.plain is None else self.plain.dtype)
+        self.bias = (
+            None
+            if bias is None
+            else bias.detach().to(torch.float32 if self.plain is None else self.plain.dtype)
+        )
 
     @property
     def length(self) -> int:
@@ -117,7 +129,9 @@ class Experts:
 
 @dataclass
 class Layer:
-    """One layer. Where matrices are plain, `query` holds keys and values too and `gate` holds up: those are None then."""
+    """One layer. Where matrices are plain, `query` holds keys and values too and `gate` holds up: those are
+    None then.
+    """
 
     query: Matrix
     key: Matrix | None
@@ -163,7 +177,9 @@ class Taken(NamedTuple):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is the one that was taken, unchanged."""
-        same = tensor is self.tensor and tensor.data_ptr() == self.address and _version(tensor) == self.version
+        same = (
+            tensor is self.tensor and tensor.data_ptr() == self.address and _version(tensor) == self.version
+        )
         return same and (self.values is None or torch.equal(tensor, self.values))
 
 
@@ -211,8 +227,10 @@ class Description:
         """Refuse a text of so many tokens, if the ropes do not hold so far."""
         if self.positions is not None and count > self.positions:
             raise OtaroError(
-                f"the decoder knows rotary positions of type {self.rope_type} up to {self.positions} tokens, and this text has "
-                f"{count}: shorten it, or let transformers keep the cache, past_key_values=DynamicCache(config=model.config)"
+                f"the decoder knows rotary positions of type {self.rope_type} up to {self.positions} "
+                "tokens, and this text has "
+                f"{count}: shorten it, or let transformers keep the cache, "
+                "past_key_values=DynamicCache(config=model.config)"
             )
 
     def precisions(self) -> bytes:

@@ -1,21 +1,25 @@
-"""Speculative decoding from one file: a draft says what may follow, and its judge checks all of it in one pass.
+"""Speculative decoding from one file: a draft says what may follow, and its judge checks all of it in one
+pass.
 
-The draft is the same weights at a coarser precision, on the same cache, or what followed the same tokens earlier in the text
-(`prompt`), or both: the text where it has something, else the weights. The judge is the precision that was asked for. It reads
-the last token and all that was drafted together, and chooses after each as it would choose alone. Up to the first choice that
-differs, the draft was right; the tokens after it are forgotten. Reading them, the judge has written its own keys and values
-over the draft's. As a token's bits do not depend on the tokens it is read with, nothing shows that there was a draft.
+The draft is the same weights at a coarser precision, on the same cache, or what followed the same tokens
+earlier in the text (`prompt`), or both: the text where it has something, else the weights. The judge is the
+precision that was asked for. It reads the last token and all that was drafted together, and chooses after
+each as it would choose alone. Up to the first choice that differs, the draft was right; the tokens after it
+are forgotten. Reading them, the judge has written its own keys and values over the draft's. As a token's bits
+do not depend on the tokens it is read with, nothing shows that there was a draft.
 
-Where tokens are drawn, so are the draft's, from its own distribution q; `Sampler.choose` keeps a token x with probability
-min(1, p(x) / q(x)), p being the judge's, or else draws from what p has more than q. So tokens are drawn from p. (Leviathan,
-Kalman, Matias 2023, "Fast inference from transformers via speculative decoding".) A text's continuation has q = 1.
+Where tokens are drawn, so are the draft's, from its own distribution q; `Sampler.choose` keeps a token x with
+probability min(1, p(x) / q(x)), p being the judge's, or else draws from what p has more than q. So tokens are
+drawn from p. (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative decoding".) A
+text's continuation has q = 1.
 
-How many tokens are drafted: as many as pay. If a token is right with chance a, k tokens are followed by 1 + a + ... + a^k on
-average, and cost 1 + s + k (c + e) passes of the judge, c being the draft's share of its bits, and s and e what several
-tokens in a pass cost (`BaseDecoder.several`). The k of the best ratio is taken, 0 if that is it; a is a running mean of what
-was right, and what is not tried is slowly believed again. Besides, the weights stop after a token that they give less than
-half of the probability: many of those are wrong, and few of the others. (A GPU that goes on by itself is not asked.) No
-clock has a say: what a request says, and how, depends on the request alone.
+How many tokens are drafted: as many as pay. If a token is right with chance a, k tokens are followed by 1 + a
++ ... + a^k on average, and cost 1 + s + k (c + e) passes of the judge, c being the draft's share of its bits,
+and s and e what several tokens in a pass cost (`BaseDecoder.several`). The k of the best ratio is taken, 0 if
+that is it; a is a running mean of what was right, and what is not tried is slowly believed again. Besides,
+the weights stop after a token that they give less than half of the probability: many of those are wrong, and
+few of the others. (A GPU that goes on by itself is not asked.) No clock has a say: what a request says, and
+how, depends on the request alone.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class Draft:
         try:
             return cls(Precision(precisions[0]) if precisions else None, len(names) > len(precisions))
         except PrecisionError as error:
-            raise PrecisionError(f"draft={given!r}: give a precision, prompt, or prompt+E5M3; {error}") from None
+            raise PrecisionError(
+                f"draft={given!r}: give a precision, prompt, or prompt+E5M3; {error}"
+            ) from None
 
     def __str__(self) -> str:
         return "+".join([PROMPT] * self.prompt + [str(one) for one in (self.precision,) if one])
@@ -76,7 +82,10 @@ class Drafter:
         """`judges` have the mantissa bits that it is to serve, and `report` is told how it does."""
         self.draft, self._report = draft, report
         if draft.precision is not None and all(self.bits(judge) == judge for judge in judges):
-            raise OtaroError(f"draft={draft}: a draft is coarser than what it serves; choose a coarser one, or leave it out")
+            raise OtaroError(
+                f"draft={draft}: a draft is coarser than what it serves; choose a coarser one, "
+                "or leave it out"
+            )
         report.draft = str(draft)
         self._right = dict.fromkeys(MOST, _BELIEVED)
         self._seen: dict[tuple[int, ...], int] = {}
@@ -151,7 +160,9 @@ class Drafter:
         return None
 
 
-def propose(decoder: BaseDecoder, cache: Any, some: list[Any], bits: list[bytes]) -> dict[Any, list[Proposal]]:
+def propose(
+    decoder: BaseDecoder, cache: Any, some: list[Any], bits: list[bytes]
+) -> dict[Any, list[Proposal]]:
     """What drafts say of each of these, where they say anything; the cache is as before."""
     found: dict[Any, list[Proposal]] = {}
     writing: list[tuple[Any, bytes, int]] = []
@@ -176,7 +187,9 @@ def propose(decoder: BaseDecoder, cache: Any, some: list[Any], bits: list[bytes]
     return found
 
 
-def _write(decoder: Any, cache: Any, writing: list[tuple[Any, bytes, int]], found: dict[Any, list[Proposal]]) -> None:
+def _write(
+    decoder: Any, cache: Any, writing: list[tuple[Any, bytes, int]], found: dict[Any, list[Proposal]]
+) -> None:
     """By the weights; all sequences that still draft in one step."""
     done = 0
     while some := [one for one in writing if one[2] > done and (not done or found[one[0]][-1].sure)]:

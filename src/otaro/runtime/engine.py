@@ -25,8 +25,8 @@ from otaro.sefp.precision import Precision
 class Engine:
     """Answers requests from a thread of its own; any thread may submit. See the head of this module.
 
-    `max_sequences` run at once, others wait. `cache_bytes` bounds the memory of keys and values, which `kv` keeps
-    at a precision instead of in float16. Prompts are read `chunk` tokens at a time.
+    `max_sequences` run at once, others wait. `cache_bytes` bounds the memory of keys and values, which `kv`
+    keeps at a precision instead of in float16. Prompts are read `chunk` tokens at a time.
     """
 
     def __init__(
@@ -39,13 +39,22 @@ class Engine:
         chunk: int | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Without `cache_bytes` there is memory for 2,048 tokens of every sequence; the tokenizer is the model's own."""
+        """Without `cache_bytes` there is memory for 2,048 tokens of every sequence; the tokenizer is the
+        model's own.
+        """
         self.scheduler = Scheduler(
-            model, max_sequences=max_sequences, cache_bytes=cache_bytes, kv=kv, chunk=chunk, tokenizer=tokenizer
+            model,
+            max_sequences=max_sequences,
+            cache_bytes=cache_bytes,
+            kv=kv,
+            chunk=chunk,
+            tokenizer=tokenizer,
         )
         wake, closed, self._lock = Event(), Event(), Lock()
         self.scheduler.wake, self._closed = wake.set, closed
-        self._thread = Thread(target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True)
+        self._thread = Thread(
+            target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True
+        )
         self._thread.start()
         self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
 

@@ -17,7 +17,9 @@ from otaro.sefp.precision import FINEST, Precision
 
 
 def weight_bytes_per_token(model: Any, precision: Precision | Fit) -> int:
-    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up in."""
+    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up
+    in.
+    """
     attached = attachment(model)
     schema, shares = attached.nested.schema, read_shares(model)
     packed = {module.packed.name: module.packed for module in attached.modules.values()}
@@ -26,17 +28,24 @@ def weight_bytes_per_token(model: Any, precision: Precision | Fit) -> int:
     for name, share in shares.items():
         bits = (precision.precisions[name] if isinstance(precision, Fit) else precision).mantissa_bits
         # Scales as they lie in memory: a byte each.
-        size = packed[name].scales.nbytes + sum(prod(entries[plane][name][1]) for plane in range(BASE, bits + 1))
+        size = packed[name].scales.nbytes + sum(
+            prod(entries[plane][name][1]) for plane in range(BASE, bits + 1)
+        )
         total += int(size * share)
     text = _text_modules(model)
     plain: set[torch.Tensor] = {
-        p for m in text for p in m.parameters(recurse=False) if p.dim() > 1 and not isinstance(m, torch.nn.Embedding)
+        p
+        for m in text
+        for p in m.parameters(recurse=False)
+        if p.dim() > 1 and not isinstance(m, torch.nn.Embedding)
     }
     return total + sum(matrix.nbytes for matrix in plain)
 
 
 def read_shares(model: Any) -> dict[str, Fraction]:
-    """The share of every packed tensor that computing one token reads: of an embedding a row, which is nothing."""
+    """The share of every packed tensor that computing one token reads: of an embedding a row, which is
+    nothing.
+    """
     shares, text = dict[str, Fraction](), _text_modules(model)
     for module in attachment(model).modules.values():
         share = Fraction(0 if isinstance(module, SefpEmbedding) or module not in text else 1)
@@ -53,10 +62,11 @@ def _text_modules(model: Any) -> set[Any]:
 
 
 def resident_planes(model: Any) -> dict[int, int] | None:
-    """Bytes of the base shard (3) and of each plane (4 to 8) that are in memory; None where the system does not tell.
+    """Bytes of the base shard (3) and of each plane (4 to 8) that are in memory; None where the system does
+    not tell.
 
-    Shards are mapped: what was read of one is in memory until the system wants it back, or `trim` gives it back. The
-    process's maps say how much that is, file by file (Linux). On a GPU it is what was copied there.
+    Shards are mapped: what was read of one is in memory until the system wants it back, or `trim` gives it
+    back. The process's maps say how much that is, file by file (Linux). On a GPU it is what was copied there.
     """
     attached = attachment(model)
     weights = {module.packed for module in attached.modules.values()}

@@ -1,9 +1,10 @@
-"""`generate` of a nested model: transformers' own, with the loop of `rows.Batch` in place of its innermost one.
+"""`generate` of a nested model: transformers' own, with the loop of `rows.Batch` in place of its innermost
+one.
 
-transformers prepares inputs, generation options, logits processors, stopping criteria and streamers, then calls `_sample`
-once. `Generates`, mixed into the class of a nested model, answers that call by a decoder where one can serve, and passes it on
-where not; `model.generation` then tells which it was, why, and how long it took. Who did not ask for what keeps the decoder
-from serving is warned, once for each model and reason.
+transformers prepares inputs, generation options, logits processors, stopping criteria and streamers, then
+calls `_sample` once. `Generates`, mixed into the class of a nested model, answers that call by a decoder
+where one can serve, and passes it on where not; `model.generation` then tells which it was, why, and how long
+it took. Who did not ask for what keeps the decoder from serving is warned, once for each model and reason.
 
 On both ways the precision may change while tokens are produced:
 
@@ -14,12 +15,14 @@ On both ways the precision may change while tokens are produced:
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
     model.generate(ids, precision="E5M8", draft="E5M3")            # what E5M8 says, drafted at E5M3 (decoder only)
 
-and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the precision when a step
-begins; reading the prompt is one step. From its first phase on a generation minds only its own precisions, and it sets none
-on the model: threads that generate at different precisions with one model each get what one thread alone would get. (What a
-mapping leaves out stays as it was when the phase began.)
+and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the
+precision when a step begins; reading the prompt is one step. From its first phase on a generation minds only
+its own precisions, and it sets none on the model: threads that generate at different precisions with one
+model each get what one thread alone would get. (What a mapping leaves out stays as it was when the phase
+began.)
 
-Through transformers every module asks when it is called: a switch by another thread takes effect in the midst of a step.
+Through transformers every module asks when it is called: a switch by another thread takes effect in the midst
+of a step.
 """
 
 from __future__ import annotations
@@ -85,19 +88,25 @@ class Generates:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OtaroError(
-            "a nested model is not pickled, by torch.save neither: its planes are files; write them again with "
+            "a nested model is not pickled, by torch.save neither: its planes are files; write them again "
+            "with "
             "model.save_pretrained(DIR), and open them where they are needed with otaro.load(DIR)"
         )
 
     def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Refused, unless it changes nothing: a packed embedding has the rows of its file."""
         embedding = self.get_input_embeddings()  # type: ignore[attr-defined]
         if pad_to_multiple_of is None and new_num_tokens in (None, embedding.num_embeddings):
             return embedding
         raise OtaroError(
-            "the embedding of a nested model is packed and cannot be resized: resize the checkpoint it was packed from "
+            "the embedding of a nested model is packed and cannot be resized: resize the checkpoint it was "
+            "packed from "
             "(resize_token_embeddings, then save_pretrained) and pack that again with otaro pack"
         )
 
@@ -118,8 +127,12 @@ class Generates:
         phases = Phases(attachment(self), steps)
         cache = kwargs.get("past_key_values")
         if kv is not None and cache is not None:
-            raise OtaroError("kv chooses the precision of a new cache, and past_key_values brings one: give either")
-        call = Call(phases, None if kv is None else Precision(kv), rows, report or Generation(), Draft.of(draft))
+            raise OtaroError(
+                "kv chooses the precision of a new cache, and past_key_values brings one: give either"
+            )
+        call = Call(
+            phases, None if kv is None else Precision(kv), rows, report or Generation(), Draft.of(draft)
+        )
         if cache is not None and not isinstance(cache, DecoderCache):
             call.obstacle = Obstacle(f"the cache given is a {type(cache).__name__}")
         elif kwargs.get("position_ids") is not None:
@@ -142,28 +155,52 @@ class Generates:
         **model_kwargs: Any,
     ) -> Any:
         call = _call.get() or self._no_call(Obstacle("another library called it"))
-        options = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        options = {
+            "generation_config": generation_config,
+            "synced_gpus": synced_gpus,
+            "streamer": streamer,
+            **model_kwargs,
+        }
         # The model's own first: what is advised must help.
         obstacle = call.obstacle or obstacles.of_model(self) or obstacles.of_call(self, input_ids, options)
         if obstacle:
-            return self._by_transformers("_sample", obstacle, input_ids, logits_processor, stopping_criteria, options)
+            return self._by_transformers(
+                "_sample", obstacle, input_ids, logits_processor, stopping_criteria, options
+            )
         cache = model_kwargs.get("past_key_values")
         given = cache if isinstance(cache, DecoderCache) else None
         mask = model_kwargs.get("attention_mask")
         # What a decoder keeps must stay writable when the caller's mode ends.
         with given.claimed() if given else nullcontext(), torch.inference_mode(False), torch.no_grad():
-            batch = Batch(self, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer, given, call)
+            batch = Batch(
+                self,
+                input_ids,
+                mask,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                given,
+                call,
+            )
             return batch.run()
 
     def _no_call(self, obstacle: Obstacle | None = None) -> Call:
         return Call(Phases(attachment(self), {}), None, None, Generation(), None, obstacle)
 
     def _beam_search(
-        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **options: Any,
     ) -> Any:
         options["generation_config"] = generation_config
         obstacle = obstacles.of_model(self) or Obstacle("it searches with beams", "leave out num_beams")
-        return self._by_transformers("_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options)
+        return self._by_transformers(
+            "_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options
+        )
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         call = _call.get() or self._no_call()
@@ -175,7 +212,13 @@ class Generates:
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
     def _by_transformers(
-        self, method: str, obstacle: Obstacle, input_ids: torch.Tensor, processors: Any, criteria: Any, options: dict[str, Any]
+        self,
+        method: str,
+        obstacle: Obstacle,
+        input_ids: torch.Tensor,
+        processors: Any,
+        criteria: Any,
+        options: dict[str, Any],
     ) -> Any:
         """Pass the call on, watching it from a logits processor: that is called once after every step."""
         call, reason = _call.get() or self._no_call(), obstacle.reason
@@ -184,13 +227,20 @@ class Generates:
         if call.draft is not None:
             raise OtaroError(f"draft={call.draft} needs the decoder, which does not serve here: {reason}")
         if call.rows is not None:
-            raise OtaroError(f"a precision for each row needs the decoder, which does not serve here: {reason}")
+            raise OtaroError(
+                f"a precision for each row needs the decoder, which does not serve here: {reason}"
+            )
         if isinstance(options.get("past_key_values"), DecoderCache):
-            raise OtaroError(f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}")
+            raise OtaroError(
+                f"past_key_values is a decoder's cache, but the decoder does not serve here: {reason}"
+            )
         cache = options.get("past_key_values")
         if call.phases:
             if any(map(_compiled, self.modules())):  # type: ignore[attr-defined]
-                raise OtaroError("a compiled model runs as it is set: use otaro.set_precision, or generate without compiling")
+                raise OtaroError(
+                    "a compiled model runs as it is set: use otaro.set_precision, or generate "
+                    "without compiling"
+                )
             options["generation_config"].disable_compile = True
         warn_slow(self, obstacle)
         report = self.generation = call.report
@@ -200,15 +250,23 @@ class Generates:
         limit = tokens_at_most(self)
         if limit is not None and (asked is None or asked > limit):
             if input_ids.shape[1] >= limit:
-                raise OtaroError(f"the prompt has {input_ids.shape[1]} tokens, and this model has positions for {limit - 1}")
+                raise OtaroError(
+                    f"the prompt has {input_ids.shape[1]} tokens, and this model has positions "
+                    f"for {limit - 1}"
+                )
             criteria = StoppingCriteriaList([*criteria, MaxLengthCriteria(limit)])
             options["generation_config"].max_length = limit
         watch = _Watch(self, call.phases, report)
-        result = getattr(super(), method)(input_ids, LogitsProcessorList([*processors, watch]), criteria, **options)
+        result = getattr(super(), method)(
+            input_ids, LogitsProcessorList([*processors, watch]), criteria, **options
+        )
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         watch.close(sequences)
         if limit is not None and sequences.shape[1] >= limit and asked != limit:
-            told = f"stopped after {report.new_tokens} new tokens: this model has positions for {limit - 1} tokens"
+            told = (
+                f"stopped after {report.new_tokens} new tokens: this model has positions for {limit - 1} "
+                "tokens"
+            )
             warnings.warn(told, PositionsWarning, stacklevel=2)
         return result
 
@@ -244,4 +302,6 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped 
 
 
 def _compiled(module: Any) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    return module._compiled_call_impl is not None or hasattr(
+        module.__dict__.get("forward"), "_torchdynamo_orig_callable"
+    )

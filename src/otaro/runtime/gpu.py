@@ -12,9 +12,10 @@ prompts are read in chunks, with decoded weights and the device's library. Both 
     first, second = decoder.advance(), decoder.advance()
     tokens = decoder.chosen(first)                  # waits for the first step only
 
-Every call has the decoder for itself, and `lock` keeps it over several. What is launched depends on the number of tokens,
-the precisions and the cache: there is a graph for each combination that occurs twice; `graph_bytes` counts their memory. The
-same code runs on the steps in torch (`kernels.steps`), without graphs, on any device.
+Every call has the decoder for itself, and `lock` keeps it over several. What is launched depends on the
+number of tokens, the precisions and the cache: there is a graph for each combination that occurs twice;
+`graph_bytes` counts their memory. The same code runs on the steps in torch (`kernels.steps`), without graphs,
+on any device.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class GpuDecoder(BaseDecoder):
         self._routed = any(layer.experts is not None for layer in description.layers)
         self._events = [torch.cuda.Event() for _ in range(RING)] if self._on_gpu else []
         self._stream: Any = None
-        # What decodes weights beside it has to leave the GPU to it, and no stream's priority is below the usual one.
+        # What decodes weights beside it has to leave the GPU to it, and no stream's priority is below the
+        # usual one.
         self._prompts = torch.cuda.Stream(description.device, priority=-1) if self._on_gpu else None
         self._step = 0
         self._going: Arranged | None = None
@@ -121,7 +123,9 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
-        """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of each."""
+        """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of
+        each.
+        """
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
         self._enter_stream()
@@ -144,14 +148,21 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def forward(
-        self, ids: Sequence[int], cache: GpuCache, all_logits: bool = False, sequence: int = 0, bits: bytes | None = None
+        self,
+        ids: Sequence[int],
+        cache: GpuCache,
+        all_logits: bool = False,
+        sequence: int = 0,
+        bits: bytes | None = None,
     ) -> torch.Tensor:
         """Up to 16 tokens as one step, more in chunks by the library's products."""
         now = self.description.precisions() if bits is None else bits
         tokens = self._checked(ids, cache, [sequence], [now])
         self._going, before = None, cache.lengths[sequence]
         self.reserve(cache, before + len(tokens))
-        logits = torch.empty(len(tokens) if all_logits else 1, self.vocabulary, device=self.description.device)
+        logits = torch.empty(
+            len(tokens) if all_logits else 1, self.vocabulary, device=self.description.device
+        )
         try:
             start = 0
             while start < len(tokens):
@@ -164,7 +175,11 @@ class GpuDecoder(BaseDecoder):
                         found = self._read(some, cache, sequence, now, wanted)
                     self._enter_stream()
                 else:
-                    self._set(some, range(cache.lengths[sequence], cache.lengths[sequence] + len(some)), [sequence] * len(some))
+                    self._set(
+                        some,
+                        range(cache.lengths[sequence], cache.lengths[sequence] + len(some)),
+                        [sequence] * len(some),
+                    )
                     found = self._run(len(some), [Span(slice(0, len(some)), now)], cache, wanted)
                 cache.lengths[sequence] += len(some)
                 self.precisions = now
@@ -178,11 +193,17 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def step(
-        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
+        self,
+        ids: Sequence[int],
+        cache: GpuCache,
+        sequences: Sequence[int] | None = None,
+        bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
         """As one launch."""
         going = self._arranged(ids, cache, sequences, bits)
-        positions = [cache.lengths[sequence] + at for sequence, count in going.counts.items() for at in range(count)]
+        positions = [
+            cache.lengths[sequence] + at for sequence, count in going.counts.items() for at in range(count)
+        ]
         self._set(going.ids, positions, going.sequences)
         logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
         cache.check()
@@ -192,7 +213,11 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def begin(
-        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None = None, bits: Sequence[bytes] | None = None
+        self,
+        ids: Sequence[int],
+        cache: GpuCache,
+        sequences: Sequence[int] | None = None,
+        bits: Sequence[bytes] | None = None,
     ) -> object:
         """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
@@ -238,7 +263,9 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def chosen(self, number: int) -> list[int]:
-        """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is done."""
+        """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is
+        done.
+        """
         if not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
@@ -247,13 +274,19 @@ class GpuDecoder(BaseDecoder):
         return [row[index] for index in self._order[number % RING]]
 
     def _arranged(
-        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int] | None, bits: Sequence[bytes] | None
+        self,
+        ids: Sequence[int],
+        cache: GpuCache,
+        sequences: Sequence[int] | None,
+        bits: Sequence[bytes] | None,
     ) -> Arranged:
         some = super()._arranged(ids, cache, sequences, bits)
         self.reserve(cache, max(cache.lengths[sequence] + count for sequence, count in some.counts.items()))
         return some
 
-    def _checked(self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]) -> list[int]:
+    def _checked(
+        self, ids: Sequence[int], cache: GpuCache, sequences: list[int], bits: Sequence[bytes]
+    ) -> list[int]:
         if not isinstance(cache, GpuCache) or not cache.fits(self.description):
             raise OtaroError("this cache was made by the decoder of another model")
         return super()._checked(ids, cache, sequences, bits)
@@ -322,7 +355,9 @@ class GpuDecoder(BaseDecoder):
         return logits
 
     def _run(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> torch.Tensor:
-        """One step: from its graph if there is one, else launch by launch; the second time a graph is captured."""
+        """One step: from its graph if there is one, else launch by launch; the second time a graph is
+        captured.
+        """
         self._enter_stream()
         self.precisions = spans[0].bits
         key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.kv_cache.number, wanted)
@@ -353,7 +388,9 @@ class GpuDecoder(BaseDecoder):
             finally:
                 graph.capture_end()
         torch.cuda.synchronize(device)
-        found = self._graphs[key] = _Graph(graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.kv_cache)
+        found = self._graphs[key] = _Graph(
+            graph, max(0, before - torch.cuda.mem_get_info(device)[0]), cache.kv_cache
+        )
         if len(self._graphs) > _GRAPHS:
             self._graphs.popitem(last=False)
         return found

@@ -130,7 +130,11 @@ class Layers:
         return Delta(self.delta[some], self.weights.layers[-1].mlp_output_norm, self.weights.residual_scale)
 
     def _normed(
-        self, x: torch.Tensor, delta: Delta | None, norm: torch.Tensor | None, floats: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        delta: Delta | None,
+        norm: torch.Tensor | None,
+        floats: torch.Tensor | None = None,
     ) -> Activations:
         hidden = self._hidden.rows(slice(0, len(x)))
         self.steps.rms_norm(x, delta, norm, self.weights.eps, hidden, floats)
@@ -140,17 +144,23 @@ class Layers:
         gated, some = self._gated[_kind(layer)], slice(0, count)
         multiply(self.steps, hidden, layer.those("gate", "up", first=first), gated.projected, spans)
         result = gated.result.rows(some)
-        self.steps.quantize(rows_of(gated.gate, some), result, rows_of(gated.up, some), self.weights.activation)
+        self.steps.quantize(
+            rows_of(gated.gate, some), result, rows_of(gated.up, some), self.weights.activation
+        )
         multiply(self.steps, result, [(layer.down, first + 2)], [self.delta], spans)
 
-    def _experts(self, count: int, hidden: Activations, layer: Layer, experts: Experts, first: int, spans: list[Span]) -> None:
+    def _experts(
+        self, count: int, hidden: Activations, layer: Layer, experts: Experts, first: int, spans: list[Span]
+    ) -> None:
         steps, gated, each = self.steps, self._gated[_kind(layer)], experts.chosen
         assert self._floats is not None
         assert gated.routing is not None
         assert gated.parts is not None
         routing, some = gated.routing.rows(slice(0, count)), slice(0, count * each)
         steps.route(self._floats[:count], experts.router, experts.normalize, routing)
-        self._multiply_experts(hidden, 1, layer.those("gate", "up", first=first), gated.projected, spans, routing)
+        self._multiply_experts(
+            hidden, 1, layer.those("gate", "up", first=first), gated.projected, spans, routing
+        )
         result = gated.result.rows(some)
         steps.quantize(gated.gate[some], result, gated.up[some], self.weights.activation)
         self._multiply_experts(result, each, [(layer.down, first + 2)], [gated.parts], spans, routing)
@@ -198,7 +208,11 @@ class Head:
 
 
 def multiply(
-    steps: Steps, x: Activations, matrices: list[tuple[Matrix, int]], outs: Sequence[torch.Tensor], spans: list[Span]
+    steps: Steps,
+    x: Activations,
+    matrices: list[tuple[Matrix, int]],
+    outs: Sequence[torch.Tensor],
+    spans: list[Span],
 ) -> None:
     """Products of some matrices, each with its number among the precisions, once for each precision."""
     for some, bits in parts_of(spans, [number for _, number in matrices]):

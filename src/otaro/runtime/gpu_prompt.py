@@ -1,11 +1,13 @@
-"""The steps of a decoder for prompts: many tokens of one sequence, by decoded weights and the library's attention.
+"""The steps of a decoder for prompts: many tokens of one sequence, by decoded weights and the library's
+attention.
 
 Between products numbers are float32 as in a decoder's other steps; products and attention are in the model's
 own type. Weights are decoded for one product and forgotten; on a GPU of ours a second stream decodes those of
-the next layer while those of this one are multiplied with. Short prompts can be multiplied straight from the planes.
+the next layer while those of this one are multiplied with. Short prompts can be multiplied straight from the
+planes.
 
-A prompt of some hundred tokens takes a GPU no longer than it takes the host to ask for it. So what is asked for
-at every layer is made once for all of them (`CudaPromptSteps`), and but for addresses stays as it is.
+A prompt of some hundred tokens takes a GPU no longer than it takes the host to ask for it. So what is asked
+for at every layer is made once for all of them (`CudaPromptSteps`), and but for addresses stays as it is.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ class _Attention:
         self._sequence, self._past = sequence, past
 
     def attend(
-        self, queries: torch.Tensor, tokens: Tokens, cache: KvCache, layer: int, window: int, cap: float, out: Activations
+        self,
+        queries: torch.Tensor,
+        tokens: Tokens,
+        cache: KvCache,
+        layer: int,
+        window: int,
+        cap: float,
+        out: Activations,
     ) -> None:
         """The library's attention, where scores are not capped."""
         # Keys are float16, or packed at less: bfloat16 could not hold them.
@@ -66,7 +75,10 @@ class _Attention:
                 mask &= seen > positions - window
         if mask is not None and cap:
             size = max(1, _SCORES // (len(query) * (end - first)))
-            some = [_capped(*both, keys, values, cap) for both in zip(query.split(size, 1), mask.split(size), strict=True)]
+            some = [
+                _capped(*both, keys, values, cap)
+                for both in zip(query.split(size, 1), mask.split(size), strict=True)
+            ]
             result = torch.cat(some, 1)
         else:
             result = scaled_dot_product_attention(
@@ -86,7 +98,9 @@ class PromptSteps(_Attention, ReferenceSteps):
 
     def embed(self, ids: torch.Tensor, weight: Packed | torch.Tensor, scale: float, x: torch.Tensor) -> None:
         """By the device's kernel."""
-        x.copy_(weight[ids] if isinstance(weight, torch.Tensor) else ops.embedding(ids, *weight, torch.float32))
+        x.copy_(
+            weight[ids] if isinstance(weight, torch.Tensor) else ops.embedding(ids, *weight, torch.float32)
+        )
         if scale != 1:
             x *= scale
 
@@ -119,7 +133,9 @@ class PromptSteps(_Attention, ReferenceSteps):
         those, counts = (one.tolist() for one in order.values.unique_consecutive(return_counts=True))
         self._chosen = list(zip(those, order.indices.split(counts), strict=True))
 
-    def multiply_experts(self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing) -> None:
+    def multiply_experts(
+        self, x: Activations, stacks: Sequence[Stack], outs: Sequence[torch.Tensor], routing: Routing
+    ) -> None:
         """Expert by expert, with all tokens that chose it."""
         each = routing.experts.numel() // len(x.data)
         for expert, pairs in self._chosen:
@@ -169,7 +185,8 @@ class Parts:
         self._scratch, self._made = cuda.Scratch(description.device), dict[tuple[int, ...], nvrtc.Launch]()
         self._arranged: dict[bytes, bool] = {}
         self._served = description.dtype == torch.float16 and all(
-            one.group_size is None or (one.group_size % halves.UNIT == 0 and one.length % 8 == 0) for one in matrices
+            one.group_size is None or (one.group_size % halves.UNIT == 0 and one.length % 8 == 0)
+            for one in matrices
         )
 
     def of(self, bits: bytes, tokens: int) -> Ahead | Straight:
@@ -178,11 +195,15 @@ class Parts:
             return self.ahead(bits)
         if bits not in self._arranged:
             layers = enumerate(self._description.layers)
-            those = [one for n, layer in layers for one in layer.those(*MATRICES, first=1 + len(MATRICES) * n)]
+            those = [
+                one for n, layer in layers for one in layer.those(*MATRICES, first=1 + len(MATRICES) * n)
+            ]
             seen = [matrix.at(bits[number]) for matrix, number in those]
             packed = [one for one in seen if isinstance(one, Packed)]
             self._arranged[bits] = len(packed) == len(seen) and hopper_halves.serves(packed)
-        return Straight(self._scratch, self._made, hopper_halves.columns_of(tokens) if self._arranged[bits] else 0)
+        return Straight(
+            self._scratch, self._made, hopper_halves.columns_of(tokens) if self._arranged[bits] else 0
+        )
 
     def ahead(self, bits: bytes) -> Ahead:
         """All parts at these precisions, for a chunk."""
@@ -228,14 +249,17 @@ class Ahead:
         self._buffers = []
         for turn in range(_TURNS):
             size = max((part.size for part in parts[turn::_TURNS]), default=0)
-            # Memory of the other stream: it has its next owner there, should a prompt be given up while it is written to.
+            # Memory of the other stream: it has its next owner there, should a prompt be given up while it is
+            # written to.
             with torch.cuda.stream(stream):
                 self._buffers.append(torch.empty(size, dtype=dtype, device=device))
             self._multiplied[turn].record(self._now)  # whatever had this memory before is done then
             self._decode(turn)
 
     def matrix(self, weight: Packed, rows: int) -> torch.Tensor:
-        """Decoded, and those that follow up to so many rows, transposed. Whatever is launched next may read it."""
+        """Decoded, and those that follow up to so many rows, transposed. Whatever is launched next may read
+        it.
+        """
         if not self._left:
             self._number += 1
             self._left = len(self._parts[self._number].places)
@@ -248,7 +272,9 @@ class Ahead:
         return self._views[key]
 
     def done(self, matrices: int) -> None:
-        """With so many; where it was the last of its part, the same part of the next layer is decoded over it."""
+        """With so many; where it was the last of its part, the same part of the next layer is decoded over
+        it.
+        """
         self._left -= matrices
         if not self._left:
             self._multiplied[self._number % _TURNS].record(self._now)
@@ -263,9 +289,13 @@ class Ahead:
 
 
 class Straight:
-    """Products with few enough tokens to take weights as they are packed; launches are made once for all prompts."""
+    """Products with few enough tokens to take weights as they are packed; launches are made once for all
+    prompts.
+    """
 
-    def __init__(self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: int) -> None:
+    def __init__(
+        self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: int
+    ) -> None:
         self._scratch, self._made, self.arranged = scratch, made, arranged
         """Tokens of a pass, where kernels before it may leave activations in the order of Hopper's kernel."""
 
@@ -281,11 +311,18 @@ class Straight:
         x, arranged, now = activations.data, activations.arranged, len(outs[0])
         tokens, bits = halves.as_many(now), weights[0].bits
         parts = [part for one in weights for part in (one.base, one.scales, *one.planes)]
-        key = (tokens, arranged, bits, *(0 if part is None else part.data_ptr() for part in (*parts, *biases)))
+        key = (
+            tokens,
+            arranged,
+            bits,
+            *(0 if part is None else part.data_ptr() for part in (*parts, *biases)),
+        )
         if key not in self._made:
             if len(self._made) > _PARTS:
                 self._made.clear()
-            self._made[key] = cuda.halves_launch(tokens, weights, outs[0].dtype, self._scratch, biases, arranged=arranged > 0)
+            self._made[key] = cuda.halves_launch(
+                tokens, weights, outs[0].dtype, self._scratch, biases, arranged=arranged > 0
+            )
         launch = self._made[key]
         fields = launch.fields
         fields.tokens, fields.x = now, x.data_ptr()
@@ -299,7 +336,9 @@ class CudaPromptSteps(_Attention, CudaSteps):
 
     query_dtype = torch.float16
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead | Straight) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, sequence: int, past: int, weights: Ahead | Straight
+    ) -> None:
         CudaSteps.__init__(self, device)
         _Attention.__init__(self, dtype, sequence, past)
         if device.type == "cuda":
@@ -313,7 +352,9 @@ class CudaPromptSteps(_Attention, CudaSteps):
         kind = torch.float16 if group_size is None else self.product_dtype
         arranged = self._weights.arranged if isinstance(self._weights, Straight) else 0
         tokens += -tokens % max(arranged, 1)
-        return Activations(length, None, torch.empty(tokens, length, dtype=kind, device=self.device), arranged)
+        return Activations(
+            length, None, torch.empty(tokens, length, dtype=kind, device=self.device), arranged
+        )
 
     def rms_norm(
         self,
@@ -326,7 +367,16 @@ class CudaPromptSteps(_Attention, CudaSteps):
     ) -> None:
         """The first of its kind, with other weights."""
         values, norm, scale = delta or (None, None, 1.0)
-        key = ("rms_norm", x.data_ptr(), _address(values), out.data.data_ptr(), weight is None, norm is None, eps, scale)
+        key = (
+            "rms_norm",
+            x.data_ptr(),
+            _address(values),
+            out.data.data_ptr(),
+            weight is None,
+            norm is None,
+            eps,
+            scale,
+        )
         launch = self._made.get(key)
         if launch is None:
             launch = self._made[key] = self._rms_norm(x, delta, weight, eps, out, floats)
@@ -348,7 +398,9 @@ class CudaPromptSteps(_Attention, CudaSteps):
         key = ("rope_and_cache", vectors[0].data_ptr(), queries.data_ptr(), _address(rope.cosines), *sizes)
         launch = self._made.get(key)
         if launch is None:
-            launch = self._made[key] = self._rope_and_cache(vectors, norms, rope, tokens, queries, cache, layer)
+            launch = self._made[key] = self._rope_and_cache(
+                vectors, norms, rope, tokens, queries, cache, layer
+            )
         fields = launch.fields
         fields.norms[0], fields.norms[1] = _address(norms[0]), _address(norms[1])
         fields.rows[0], fields.rows[1] = (cache_rows("decode.cu", cache, kind, layer) for kind in (0, 1))
@@ -356,7 +408,9 @@ class CudaPromptSteps(_Attention, CudaSteps):
             fields.offsets = cache.offsets[layer].data_ptr()
         launch.on(self._stream)
 
-    def quantize(self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu") -> None:
+    def quantize(
+        self, x: torch.Tensor, out: Activations, up: torch.Tensor | None = None, activation: str = "silu"
+    ) -> None:
         """The first of its kind."""
         key = ("quantize", x.data_ptr(), out.data.data_ptr(), _address(up))
         launch = self._made.get(key)
@@ -410,12 +464,15 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 def _side_by_side(outs: Sequence[torch.Tensor]) -> bool:
     """Whether they are neighbouring columns of one tensor."""
     return all(
-        one.stride() == next_one.stride() and one.data_ptr() + one.shape[1] * one.element_size() == next_one.data_ptr()
+        one.stride() == next_one.stride()
+        and one.data_ptr() + one.shape[1] * one.element_size() == next_one.data_ptr()
         for one, next_one in pairwise(outs)
     )
 
 
-def _capped(query: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cap: float) -> torch.Tensor:
+def _capped(
+    query: torch.Tensor, mask: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cap: float
+) -> torch.Tensor:
     """Attention whose scores are capped, of queries [heads, tokens, head]."""
     scores = capped((query @ keys.transpose(1, 2)).float(), cap).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).to(values.dtype) @ values

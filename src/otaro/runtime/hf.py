@@ -1,13 +1,14 @@
-"""The transformers plug-in: `AutoModelForCausalLM.from_pretrained(DIR)` opens a nested directory, `save_pretrained` writes one.
+"""The transformers plug-in: `AutoModelForCausalLM.from_pretrained(DIR)` opens a nested directory,
+`save_pretrained` writes one.
 
-transformers sees an ordinary checkpoint of norms and biases. Before it loads them, packed modules take the place of linears,
-embedding and experts; after it, they are mapped from the shards by our own reader, which checks headers, as far as the
-precision needs. No tensor of the file is copied, and none can be left at a random initial value: a tensor that neither
-the file nor a tied partner provides is refused by name.
+transformers sees an ordinary checkpoint of norms and biases. Before it loads them, packed modules take the
+place of linears, embedding and experts; after it, they are mapped from the shards by our own reader, which
+checks headers, as far as the precision needs. No tensor of the file is copied, and none can be left at a
+random initial value: a tensor that neither the file nor a tied partner provides is refused by name.
 
-Without `import otaro` transformers does not know the method "sefp". It then finds base nibbles under the names of the weights,
-in another shape, and stops with a size mismatch instead of carrying on with random weights: that is why FORMAT.md
-names them so.
+Without `import otaro` transformers does not know the method "sefp". It then finds base nibbles under the
+names of the weights, in another shape, and stops with a size mismatch instead of carrying on with random
+weights: that is why FORMAT.md names them so.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from otaro.sefp.precision import GROUP_SIZE, Precision
 @register_quantization_config("sefp")
 @dataclass
 class SefpConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a nested model. `precision` chooses how to open it: by default as fine as it can."""
+    """The `quantization_config` of a nested model. `precision` chooses how to open it: by default as fine as
+    it can.
+    """
 
     group_size: int = GROUP_SIZE
     reconstruction: Reconstruction = "midpoint"
@@ -59,7 +62,8 @@ class SefpConfig(QuantizationConfigMixin):
     def get_apply_tensor_subclass(self) -> Any:
         """What peft asks every quantized model for before it adds LoRA: packed weights do not take any."""
         raise OtaroError(
-            "packed weights are for running and take no LoRA: tune the checkpoint they were packed from, with "
+            "packed weights are for running and take no LoRA: tune the checkpoint they were packed from, "
+            "with "
             "otaro tune --lora or peft, merge, and pack that"
         )
 
@@ -78,12 +82,16 @@ _hub: ContextVar[Hub] = ContextVar("_hub")  # as the running `from_pretrained` w
 
 
 def _remember_hub() -> None:
-    """Let planes be fetched as the base shard was: a quantizer is not told the arguments of `from_pretrained`."""
+    """Let planes be fetched as the base shard was: a quantizer is not told the arguments of
+    `from_pretrained`.
+    """
     original = PreTrainedModel.from_pretrained.__func__
 
     @wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        told = {name: kwargs[name] for name in ("token", "local_files_only", "force_download") if name in kwargs}
+        told = {
+            name: kwargs[name] for name in ("token", "local_files_only", "force_download") if name in kwargs
+        }
         before = _hub.set(Hub(**told))
         try:
             return original(cls, *args, **kwargs)
@@ -105,7 +113,9 @@ class SefpQuantizer(HfQuantizer):
 
     nested: NestedDirectory
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: list[str], **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str], **kwargs: Any
+    ) -> None:
         opened = [Path(file) for file in checkpoint_files]
         if not Path(model.config.name_or_path).is_dir():  # transformers has fetched the base shard alone
             asked = self.quantization_config.precision
@@ -113,21 +123,25 @@ class SefpQuantizer(HfQuantizer):
         self.nested = NestedDirectory(opened[0].parent)
         if [path.name for path in opened] != [shard_name(BASE)]:
             raise FormatError(
-                f"{self.nested.path}: config.json points transformers to {opened[0].name} instead of {shard_name(BASE)}; "
+                f"{self.nested.path}: config.json points transformers to {opened[0].name} instead of "
+                f"{shard_name(BASE)}; "
                 "fetch it from where the shards came from"
             )
         schema = self.nested.schema
         stated = (self.quantization_config.group_size, self.quantization_config.reconstruction)
         if stated != (schema.group_size, schema.reconstruction):
             raise FormatError(
-                f"{self.nested.path}: config.json says group size and reconstruction are {stated}, {shard_name(BASE)} says "
+                f"{self.nested.path}: config.json says group size and reconstruction are {stated}, "
+                f"{shard_name(BASE)} says "
                 f"{(schema.group_size, schema.reconstruction)}; the files are of different models"
             )
         tied, rule = dict(model.all_tied_weights_keys), {one.name: one for one in packable(model)}
         _check_complete(model, self.nested, tied, rule)
         self._modules = _swap_modules(model, self.nested, tied, rule)
         # What we swapped is neither missing nor unexpected nor tied by transformers.
-        model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in schema.packed}
+        model.all_tied_weights_keys = {
+            target: source for target, source in tied.items() if source not in schema.packed
+        }
         names = "|".join(map(re.escape, schema.packed))
         model._keys_to_ignore_on_load_unexpected = {rf"^(?:{names})(?:{re.escape(SCALES)})?$"}
 
@@ -144,13 +158,16 @@ class SefpQuantizer(HfQuantizer):
         model.tie_weights = MethodType(tie_weights, model)
         set_precision(model, Precision(self.quantization_config.precision or self.nested.finest))
         if model.can_generate():
-            from otaro.runtime.generate import serve_with_decoder  # transformers' generation is slow to import
+            # transformers' generation is slow to import
+            from otaro.runtime.generate import serve_with_decoder
 
             serve_with_decoder(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """Saving goes through the model's own `save_pretrained`, which we replaced: this path would lose the planes."""
+        """Saving goes through the model's own `save_pretrained`, which we replaced: this path would lose the
+        planes.
+        """
         raise OtaroError("save a nested model with model.save_pretrained(DIR)")
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -164,7 +181,9 @@ class SefpQuantizer(HfQuantizer):
 
 
 class _Anchor(nn.Module):
-    """Tells device and type of a model that has no parameter left to tell them by: all of an OLMo's weights are packed."""
+    """Tells device and type of a model that has no parameter left to tell them by: all of an OLMo's weights
+    are packed.
+    """
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -182,14 +201,19 @@ def save_pretrained(
     push_to_hub: bool = False,
     **ignored: Any,
 ) -> None:
-    """Write the nested model again: the same planes, the same bytes, as far as the model's own directory has them.
+    """Write the nested model again: the same planes, the same bytes, as far as the model's own directory has
+    them.
 
-    Replaces the method of that name on nested models. Tensors outside the planes that were changed since loading are written
-    as they are now, and give the model an identity of its own; unchanged ones as they were stored. A nested model in that
-    directory is replaced, other files in it, a tokenizer's say, stay, and one that holds other weights is refused.
+    Replaces the method of that name on nested models. Tensors outside the planes that were changed since
+    loading are written as they are now, and give the model an identity of its own; unchanged ones as they
+    were stored. A nested model in that directory is replaced, other files in it, a tokenizer's say, stay, and
+    one that holds other weights is refused.
     """
     if state_dict is not None or push_to_hub:
-        raise OtaroError("a nested model is saved from its own planes: call save_pretrained(DIR) alone, then push_to_hub(...)")
+        raise OtaroError(
+            "a nested model is saved from its own planes: call save_pretrained(DIR) alone, "
+            "then push_to_hub(...)"
+        )
     if not is_main_process:
         return
     nested = attachment(model).nested
@@ -198,7 +222,9 @@ def save_pretrained(
     tensors = _unpacked_now(model, nested)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     target, original = Path(save_directory), nested.base.header
-    with NestedWriter.create(target, nested.schema, layout, finest=finest, original=original, overwrite=True) as writer:
+    with NestedWriter.create(
+        target, nested.schema, layout, finest=finest, original=original, overwrite=True
+    ) as writer:
         for name in nested.schema.packed:
             writer.append_stored(BASE, name + SCALES, nested.base.tensor(name + SCALES))
             for plane in range(BASE, finest.mantissa_bits + 1):
@@ -207,7 +233,8 @@ def save_pretrained(
             writer.append_stored(BASE, name, tensor)
         _save_configs(model, nested.path, writer.directory)
     if (nested.path / DECODER_FILE).is_file():
-        from otaro.runtime.decoder_file import write_decoder_file  # which loads models, and so needs this module
+        # which loads models, and so needs this module
+        from otaro.runtime.decoder_file import write_decoder_file
 
         write_decoder_file(target)
 
@@ -222,19 +249,24 @@ def _unpacked_now(model: Any, nested: NestedDirectory) -> dict[str, torch.Tensor
                 tensors[name] = now
         elif (source := model.all_tied_weights_keys.get(name)) is None or not torch.equal(now, state[source]):
             was = "is none of the nested model's" if source is None else f"is no longer tied to {source}"
-            raise OtaroError(f"{name} {was}; save_pretrained writes the tensors that the model was loaded with")
+            raise OtaroError(
+                f"{name} {was}; save_pretrained writes the tensors that the model was loaded with"
+            )
     return tensors
 
 
 def tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
     """Nothing: tied modules share a packed weight, and other tensors were tied when the model was loaded.
 
-    Replaces the method of that name, which looks for parameters. Other libraries call it to be sure (lm-evaluation-harness).
+    Replaces the method of that name, which looks for parameters. Other libraries call it to be sure
+    (lm-evaluation-harness).
     """
 
 
 def _save_configs(model: Any, source: Path, directory: Path) -> None:
-    """Write config.json and generation_config.json; copied where they still say what they said when the model was loaded."""
+    """Write config.json and generation_config.json; copied where they still say what they said when the model
+    was loaded.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     config = copy.deepcopy(model.config)
@@ -249,12 +281,17 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
             model.generation_config.save_pretrained(directory)
 
 
-def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]) -> None:
-    """Every tensor of the model must come from the file or from a tied partner, in the right shape; and none be left over."""
+def _check_complete(
+    model: nn.Module, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
+) -> None:
+    """Every tensor of the model must come from the file or from a tied partner, in the right shape; and none
+    be left over.
+    """
     expected = model.state_dict()
     if left := (nested.schema.packed.keys() | nested.unpacked.keys()) - expected.keys():
         raise FormatError(
-            f"{nested.path}: {shard_name(BASE)} holds {min(left)}, which {type(model).__name__} by config.json lacks; "
+            f"{nested.path}: {shard_name(BASE)} holds {min(left)}, which {type(model).__name__} by "
+            "config.json lacks; "
             "open nested models with AutoModelForCausalLM"
         )
     for name, tensor in expected.items():
@@ -283,14 +320,17 @@ def _check_complete(model: nn.Module, nested: NestedDirectory, tied: dict[str, s
 def _swap_modules(
     model: Any, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
 ) -> dict[str, SefpModule]:
-    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing a weight."""
+    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing a
+    weight.
+    """
     weights = {name: PackedWeight(nested, name) for name in nested.schema.packed}
     modules: dict[str, SefpModule] = {}
     for name, packed in _with_tied(weights, tied):
         path, parameter, kind, owner = rule[name]
         dtype = getattr(owner, parameter).dtype
         if kind is Kind.EXPERTS:
-            # The stack replaces one parameter of the experts module, whose plain forward indexes it expert by expert.
+            # The stack replaces one parameter of the experts module, whose plain forward indexes it expert by
+            # expert.
             modules[name] = SefpExperts(packed, dtype)
             delattr(owner, parameter)
             owner._is_hf_initialized = True
@@ -308,10 +348,16 @@ def _swap_modules(
 
 def _with_tied(weights: dict[str, PackedWeight], tied: dict[str, str]) -> Iterator[tuple[str, PackedWeight]]:
     yield from weights.items()
-    yield from ((target, weights[source]) for target, source in tied.items() if source in weights and target not in weights)
+    yield from (
+        (target, weights[source])
+        for target, source in tied.items()
+        if source in weights and target not in weights
+    )
 
 
 def _device_of(name: str, devices: dict[str, Any]) -> Any:
     """The device of the longest prefix of `name` in a device map."""
-    prefixes = [prefix for prefix in devices if prefix == "" or name == prefix or name.startswith(prefix + ".")]
+    prefixes = [
+        prefix for prefix in devices if prefix == "" or name == prefix or name.startswith(prefix + ".")
+    ]
     return devices[max(prefixes, key=len)] if prefixes else "cpu"

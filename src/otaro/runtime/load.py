@@ -34,11 +34,11 @@ def load(
 ) -> Any:
     """Open a nested directory (or the Hub id of one) as a transformers model, ready to run at `precision`.
 
-    Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest that the
-    directory, or the repository on the Hub, has. `revision`, `token` and `cache_dir` are those of transformers.
-    It may be a mapping as `set_precision` takes it; the pattern "*" then says what other modules run at. `fit:90MB` is a
-    fit that `otaro fit` made for the directory.
-    `dtype` is the type of activations: float32 on the CPU unless said otherwise, elsewhere the checkpoint's own.
+    Only the shards that `precision` needs are mapped (and, from the Hub, fetched); the default is the finest
+    that the directory, or the repository on the Hub, has. `revision`, `token` and `cache_dir` are those of
+    transformers. It may be a mapping as `set_precision` takes it; the pattern "*" then says what other
+    modules run at. `fit:90MB` is a fit that `otaro fit` made for the directory. `dtype` is the type of
+    activations: float32 on the CPU unless said otherwise, elsewhere the checkpoint's own.
 
     >>> model = otaro.load("my-model-sefp", "E5M4")                          # doctest: +SKIP
     """
@@ -48,7 +48,9 @@ def load(
     _warn_of_slowness(torch.device(device))
     by_pattern = {"*": precision} if isinstance(precision, str | Precision | Fit) else dict(precision or {})
     if str(model) == BUILTIN:
-        raise FormatError("the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR")
+        raise FormatError(
+            "the built-in model is an ordinary checkpoint; pack it first: otaro pack builtin DIR"
+        )
     hub = Hub(revision, token, cache_dir)
     found = {pattern: _known(one, model, hub) for pattern, one in by_pattern.items()}
     named = [finest_of(one) for one in found.values()]
@@ -71,7 +73,9 @@ def load(
     except (OtaroError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the shards were checked, so it is the config that transformers stumbles over
-        raise FormatError(f"{path}: transformers cannot build what config.json describes: {brief(error)}") from error
+        raise FormatError(
+            f"{path}: transformers cannot build what config.json describes: {brief(error)}"
+        ) from error
     if found:
         set_precision(loaded, found)
     return loaded
@@ -88,7 +92,9 @@ def load_tokenizer(path: Path) -> Any:
     """The tokenizer in a model's directory; refused by name where there is none."""
     from transformers import AutoTokenizer
 
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         raise OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -105,17 +111,23 @@ def check_device(device: str | torch.device) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         raise OtaroError(f"device {device!r}: this torch sees no NVIDIA GPU; use cpu")
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise OtaroError(f"device {device!r}: this machine has {torch.cuda.device_count()} of them, counted from 0")
+        raise OtaroError(
+            f"device {device!r}: this machine has {torch.cuda.device_count()} of them, counted from 0"
+        )
     try:
         usable = kind != "meta" and torch.zeros(1, device=device).item() == 0
     except (RuntimeError, NotImplementedError, AssertionError):  # as torch says that it was built without
         usable = False
     if not usable:
-        raise OtaroError(f"device {device!r}: this torch cannot compute on {kind}; use cpu, cuda, cuda:1, ...")
+        raise OtaroError(
+            f"device {device!r}: this torch cannot compute on {kind}; use cpu, cuda, cuda:1, ..."
+        )
 
 
 def _warn_of_slowness(device: torch.device) -> None:
-    """A GPU without kernels computes the same, hundreds of times slower: whoever did not ask for that should know."""
+    """A GPU without kernels computes the same, hundreds of times slower: whoever did not ask for that should
+    know.
+    """
     if device.type == "cuda" and ops.OVERRIDE not in os.environ:
         name, reason = ops.backend(device)
         if name == "reference":
@@ -135,8 +147,12 @@ def _read_config(path: Path) -> Any:
     except (ValueError, KeyError, TypeError):
         stated = None
     if stated != ("sefp", shard_name(BASE)):
-        raise FormatError(f"{path}: config.json does not describe a nested model; fetch it from where the shards came from")
+        raise FormatError(
+            f"{path}: config.json does not describe a nested model; fetch it from where the shards came from"
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a strange config makes transformers stumble over
-        raise FormatError(f"{path}: config.json describes no model that transformers knows: {brief(error)}") from error
+        raise FormatError(
+            f"{path}: config.json describes no model that transformers knows: {brief(error)}"
+        ) from error

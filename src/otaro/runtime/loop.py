@@ -1,18 +1,21 @@
 """The loop that all tokens come from: sequences, each at its own precision, by one decoder and one cache.
 
-A step reads a chunk of a prompt, then one token of every sequence whose prompt was read; on a CPU, where a token's bits depend
-on no other's, all of that in one pass over the weights. So sequences join and leave between steps, and a long prompt holds
-nobody up for longer than a chunk. `Scheduler` says who joins, for `otaro.Engine`; `rows.Batch`
-is the loop of one call of `generate`, whose rows go on in step. They say what follows from logits, too.
+A step reads a chunk of a prompt, then one token of every sequence whose prompt was read; on a CPU, where a
+token's bits depend on no other's, all of that in one pass over the weights. So sequences join and leave
+between steps, and a long prompt holds nobody up for longer than a chunk. `Scheduler` says who joins, for
+`otaro.Engine`; `rows.Batch` is the loop of one call of `generate`, whose rows go on in step. They say what
+follows from logits, too.
 
-What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token whatever else is in the
-step, and chunks end at the same positions whoever is there.
+What a sequence says depends on itself alone, to the last bit: a decoder computes the same for a token
+whatever else is in the step, and chunks end at the same positions whoever is there.
 
-Where a sequence has a draft (`draft`), a step may read several tokens of it: those that turn out to be right stay.
+Where a sequence has a draft (`draft`), a step may read several tokens of it: those that turn out to be right
+stay.
 
-A GPU finds the argmax by itself. Where that is all that is asked for, it begins a step before the host knows the
-last one's token (`Ahead`). What was begun counts only if nothing has changed when its turn comes: a sequence that ends or
-joins, or another precision, and it is dropped, so going ahead makes no difference to what is said.
+A GPU finds the argmax by itself. Where that is all that is asked for, it begins a step before the host knows
+the last one's token (`Ahead`). What was begun counts only if nothing has changed when its turn comes: a
+sequence that ends or joins, or another precision, and it is dropped, so going ahead makes no difference to
+what is said.
 """
 
 from __future__ import annotations
@@ -102,13 +105,20 @@ class Loop(ABC):
 
     def __init__(self, decoder: BaseDecoder, cache: Any, chunks: Chunks, together: bool = False) -> None:
         """`together`: prompts are read in the pass of the others' tokens, as far as the decoder can."""
-        self.decoder, self.cache, self._chunks, self._together = decoder, cache, chunks, together and decoder.together
+        self.decoder, self.cache, self._chunks, self._together = (
+            decoder,
+            cache,
+            chunks,
+            together and decoder.together,
+        )
         self._running: list[Any] = []
         self._turns = 0
         self._ahead = Ahead(decoder, cache) if decoder.ahead else None
 
     def step(self) -> bool:
-        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to do."""
+        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to
+        do.
+        """
         if self._together and self._read_together():
             return bool(self._running)
         self._read_prompts()
@@ -144,7 +154,9 @@ class Loop(ABC):
             self._ahead.drop()
 
     def _read_together(self) -> bool:
-        """Prompts, and a token of each that goes on, in one pass; False if that cannot be, and then nothing was read."""
+        """Prompts, and a token of each that goes on, in one pass; False if that cannot be, and then nothing
+        was read.
+        """
         ready = [one for one in self._running if one.new]
         left = min(self._chunks.length, self.decoder.max_sequences - len(ready))
         prompts = [one for one in self._running if one.unread > 0]
@@ -209,7 +221,9 @@ class Loop(ABC):
         try:
             bits = self.bits(some)
             if ahead and self._ahead is not None:
-                tokens = self._ahead.tokens(some, bits, lambda: self._go_on(some) and self.bits(some, 1) == bits)
+                tokens = self._ahead.tokens(
+                    some, bits, lambda: self._go_on(some) and self.bits(some, 1) == bits
+                )
             else:
                 self._drop()
                 read = [one.ids[-1] for one in some]
@@ -244,11 +258,15 @@ class Loop(ABC):
 
     def _judge(self, some: list[tuple[Any, bytes]], drafts: dict[Any, list[Proposal]]) -> None:
         """Read these with their drafts in one step."""
-        read = [(one, bits, [one.ids[-1], *(each.token for each in drafts.get(one, ()))]) for one, bits in some]
+        read = [
+            (one, bits, [one.ids[-1], *(each.token for each in drafts.get(one, ()))]) for one, bits in some
+        ]
         numbers = [one.slot.number for one, _, ids in read for _ in ids]
         try:
             every = [bits for _, bits, ids in read for _ in ids]
-            logits = self.decoder.step([token for _, _, ids in read for token in ids], self.cache, numbers, every)
+            logits = self.decoder.step(
+                [token for _, _, ids in read for token in ids], self.cache, numbers, every
+            )
         except Exception:  # by a token, perhaps, that nobody would have said
             return self._decode([one for one, _ in some], ahead=False)
         start = 0
@@ -256,12 +274,15 @@ class Loop(ABC):
             self._accept(one, bits, ids, drafts.get(one, []), logits[start : start + len(ids)])
             start += len(ids)
 
-    def _accept(self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor) -> None:
+    def _accept(
+        self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor
+    ) -> None:
         """Say what follows each of these tokens, as long as it is the next of them."""
         one.ran_at = bits
         if draft:
             one.drafter.begin(len(draft))
-        chosen = argmax(logits) if one.argmax and self._ahead is not None else None  # a GPU is waited for once
+        # a GPU is waited for once
+        chosen = argmax(logits) if one.argmax and self._ahead is not None else None
         for number, token in enumerate(ids):
             one.slot.tokens.append(token)
             one.slot.how.append(bits)
@@ -272,7 +293,8 @@ class Loop(ABC):
                 self.take([one], chosen[number : number + 1])
             if number == len(draft) or one.ids[-1] != draft[number].token:
                 break
-            if one not in self._running or self.bits([one]) != [bits]:  # it has ended, or somebody has switched
+            # it has ended, or somebody has switched
+            if one not in self._running or self.bits([one]) != [bits]:
                 break
         one.proposal = None
         self.cache.crop(len(one.slot.tokens), one.slot.number)
@@ -293,7 +315,9 @@ class Ahead:
         self._under_way: deque[int] = deque()
 
     def tokens(self, some: list[Any], bits: list[bytes], further: Callable[[], bool]) -> list[int]:
-        """What follows these sequences at these mantissa bits; `further` tells whether they go on in the next step."""
+        """What follows these sequences at these mantissa bits; `further` tells whether they go on in the next
+        step.
+        """
         decoder, under_way = self._decoder, self._under_way
         with decoder.lock:  # others may read between two steps, but not within one
             if some != self._some or bits != self._bits or (under_way and not decoder.knows(under_way[0])):

@@ -1,11 +1,11 @@
 """Packed stand-ins for a model's linears, embedding and expert stacks.
 
-A `PackedWeight` is one tensor of the nested file, mapped and not copied. The stand-ins are thin: each knows a packed weight and
-its own mantissa bits, decodes what a call needs, and forgets it. A tied head and embedding share one packed weight and
-may still run at different precisions.
+A `PackedWeight` is one tensor of the nested file, mapped and not copied. The stand-ins are thin: each knows a
+packed weight and its own mantissa bits, decodes what a call needs, and forgets it. A tied head and embedding
+share one packed weight and may still run at different precisions.
 
-Threads may share a model. What grows or switches does so under the lock of its directory, `NestedDirectory.lock`; what was
-once attached stays.
+Threads may share a model. What grows or switches does so under the lock of its directory,
+`NestedDirectory.lock`; what was once attached stays.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from otaro.packable import scaled
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 own_bits: ContextVar[Mapping[SefpModule, int]] = ContextVar("own_bits", default=MappingProxyType({}))
-"""Mantissa bits that a generation brought along. They count in its own thread alone, before what is set on a module."""
+"""Mantissa bits that a generation brought along. They count in its own thread alone, before what is set on a
+module.
+"""
 
 
 class PackedWeight(nn.Module):
     """One packed tensor: scales, base nibbles, and as many planes as were needed so far.
 
-    They are buffers, so `model.to("cuda")` moves them, but not part of the state dict: `save_pretrained` writes them from
-    here in the file's own form.
+    They are buffers, so `model.to("cuda")` moves them, but not part of the state dict: `save_pretrained`
+    writes them from here in the file's own form.
     """
 
     scales: torch.Tensor
@@ -87,7 +89,13 @@ class PackedWeight(nn.Module):
         planes = [getattr(self, f"plane{plane}") for plane in range(BASE + 1, mantissa_bits + 1)]
         truncate = schema.reconstruction == "truncate"
         return Packed(
-            self.base, self.scales, planes, self.shape[-1], schema.group_size, truncate, schema.scale_exponents[self.name]
+            self.base,
+            self.scales,
+            planes,
+            self.shape[-1],
+            schema.group_size,
+            truncate,
+            schema.scale_exponents[self.name],
         )
 
     def planes_above(self, mantissa_bits: int) -> list[torch.Tensor]:
@@ -130,7 +138,8 @@ class SefpModule(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight at the current precision, decoded afresh each time."""
-        if self.packed.base is None:  # not attached yet: transformers asks so that it may fill in random values
+        # not attached yet: transformers asks so that it may fill in random values
+        if self.packed.base is None:
             nothing = self.laid_out(torch.empty(self.packed.shape, dtype=self._like.dtype, device="meta"))
             nothing._is_hf_initialized = True  # its own mark for what it has to leave alone
             return nothing
@@ -170,7 +179,9 @@ class SefpConv1D(SefpLinear):
 
 
 class SefpEmbedding(SefpModule):
-    """`nn.Embedding` on a packed weight: decodes the rows it is asked for; scales them where the model's own did."""
+    """`nn.Embedding` on a packed weight: decodes the rows it is asked for; scales them where the model's own
+    did.
+    """
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__(packed, dtype)
@@ -184,7 +195,9 @@ class SefpEmbedding(SefpModule):
 
 
 class SefpExperts(SefpModule):
-    """A stack of expert matrices [experts, out, in]: indexing it decodes one expert, as the experts' forward does."""
+    """A stack of expert matrices [experts, out, in]: indexing it decodes one expert, as the experts' forward
+    does.
+    """
 
     def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
         rows = prod(self.packed.shape[1:-1])

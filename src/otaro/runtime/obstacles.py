@@ -28,20 +28,30 @@ _ADVICE = {"it has forward hooks": "remove them", "it is in training mode and dr
 
 
 def tokens_at_most(model: Any) -> int | None:
-    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not read."""
+    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not
+    read.
+    """
     known = positions_of(model)
     if known is None:
         return None
     words = model.get_input_embeddings()
-    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding | SefpEmbedding) and one is not words)
+    embeddings = (
+        one
+        for one in model.modules()
+        if isinstance(one, torch.nn.Embedding | SefpEmbedding) and one is not words
+    )
     tables = [one.num_embeddings for one in embeddings]
     tables += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
-    return known + 1 if any(known <= rows <= known + 2 for rows in tables) else None  # OPT's has two rows more
+    # OPT's has two rows more
+    return known + 1 if any(known <= rows <= known + 2 for rows in tables) else None
 
 
 def warn_of_positions(model: Any, positions: int) -> None:
     """Where angles go on but the model was never trained."""
-    told = f"this text goes past the {positions} positions that the model was made for; what it says there may be poor"
+    told = (
+        f"this text goes past the {positions} positions that the model was made for; what it says there "
+        "may be poor"
+    )
     _warn_once(model, "positions", told, PositionsWarning)
 
 
@@ -62,7 +72,10 @@ def warn_slow(model: Any, obstacle: Obstacle) -> None:
     advice = obstacle.advice and f"; {obstacle.advice}"
     if model.device.type == "cpu" and model.dtype != torch.float32:
         advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
-    told = f"this {type(model).__name__} generates through transformers, slower than the decoder: {obstacle.reason}{advice}"
+    told = (
+        f"this {type(model).__name__} generates through transformers, slower than the decoder: "
+        f"{obstacle.reason}{advice}"
+    )
     _warn_once(model, obstacle.advice or obstacle.reason, told, SlowWarning)
 
 
@@ -77,12 +90,18 @@ def of_model(model: Any) -> Obstacle | None:
 def of_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> Obstacle | None:
     """What in these options the model's decoder does not do."""
     rows, limit = serving.kind_of(model).max_sequences, rope_limit(model)
-    config, known = options["generation_config"], {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"}
+    config, known = (
+        options["generation_config"],
+        {"generation_config", "streamer", "tokenizer", "use_cache", "logits_to_keep"},
+    )
     if len(input_ids) > rows:
         told = f"the batch has {len(input_ids)} rows, and the decoder takes {rows}"
         return Obstacle(told, f"generate {rows} at a time")
     if limit is not None and config.max_length > limit + 1:  # the last token is not read
-        told = f"up to {config.max_length} tokens are wanted, and the decoder knows this model's rotary positions up to {limit}"
+        told = (
+            f"up to {config.max_length} tokens are wanted, and the decoder knows this model's rotary "
+            f"positions up to {limit}"
+        )
         return Obstacle(told, "ask for fewer new tokens")
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return Obstacle("attentions or hidden states are wanted")
@@ -93,10 +112,20 @@ def of_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any]) -> 
     if config.is_assistant:
         return Obstacle("it assists another model")
     mask = options.get("attention_mask")
-    if mask is not None and not bool((mask == 1).all()) and not (mask.dim() == 2 and padded_on_the_left(mask)):
-        return Obstacle("the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'")
+    if (
+        mask is not None
+        and not bool((mask == 1).all())
+        and not (mask.dim() == 2 and padded_on_the_left(mask))
+    ):
+        return Obstacle(
+            "the prompt is padded, and not on its left", "set the tokenizer's padding_side to 'left'"
+        )
     known |= {"attention_mask", "position_ids", "cache_position", "past_key_values"}
-    unknown = [name for name, value in options.items() if name not in known and value is not None and value is not False]
+    unknown = [
+        name
+        for name, value in options.items()
+        if name not in known and value is not None and value is not False
+    ]
     return Obstacle(f"{unknown[0]} was given", f"leave {unknown[0]} out") if unknown else None
 
 

@@ -19,10 +19,14 @@ class Phases:
     They belong to one generation and are set on no model. Before the first of them a model runs as it is set.
     """
 
-    def __init__(self, attached: Attachment, steps: Mapping[int, PrecisionLike], modules: Sequence[SefpModule] = ()) -> None:
+    def __init__(
+        self, attached: Attachment, steps: Mapping[int, PrecisionLike], modules: Sequence[SefpModule] = ()
+    ) -> None:
         """`modules` are those whose mantissa bits are wanted, by default all."""
         if any(not isinstance(step, int) or step < 0 for step in steps):
-            raise PrecisionError(f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}")
+            raise PrecisionError(
+                f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}"
+            )
         self._attached, self.modules = attached, modules or list(attached.modules.values())
         self._steps = {step: self._checked(precision) for step, precision in steps.items()}
         self._switches: deque[dict[SefpModule, int]] = deque()  # by other threads
@@ -37,9 +41,14 @@ class Phases:
         return step in self._steps
 
     def writing_bits(self, before: bytes) -> list[bytes]:
-        """Those of every phase that writes, not of one that reads the prompt alone; `before` is what the model is set to."""
+        """Those of every phase that writes, not of one that reads the prompt alone; `before` is what the
+        model is set to.
+        """
         steps = [step for step in self._steps if step or 1 not in self._steps]
-        phases = [bytes(bits for module, bits in self._steps[step].items() if module in self.modules) for step in steps]
+        phases = [
+            bytes(bits for module, bits in self._steps[step].items() if module in self.modules)
+            for step in steps
+        ]
         return phases if min(self._steps, default=2) < 2 else [before, *phases]
 
     def switch(self, precision: PrecisionLike) -> None:
@@ -47,7 +56,9 @@ class Phases:
         self._switches.append(self._checked(precision))
 
     def bits(self, step: int) -> bytes:
-        """Mantissa bits of a step; empty where it runs as the model is set. Steps are asked for in their order."""
+        """Mantissa bits of a step; empty where it runs as the model is set. Steps are asked for in their
+        order.
+        """
         while self._switches:
             self._steps = {step: self._switches.popleft()}
             self._enter(step)
@@ -79,7 +90,9 @@ def steps_and_rows(
 ) -> tuple[dict[int, PrecisionLike], list[PrecisionLike] | None]:
     """The precisions of steps, or those of rows, that the arguments of `generate` name."""
     if schedule is not None and (prefill is not None or decode is not None):
-        raise PrecisionError("a schedule says all there is to say: give either schedule, or prefill and decode")
+        raise PrecisionError(
+            "a schedule says all there is to say: give either schedule, or prefill and decode"
+        )
     steps = dict(schedule or {})
     if prefill is not None:
         steps[0] = prefill
@@ -88,13 +101,17 @@ def steps_and_rows(
     if precision is None:
         return steps, None
     if steps:
-        raise PrecisionError("give either precision, for all of a generation, or prefill, decode and schedule")
+        raise PrecisionError(
+            "give either precision, for all of a generation, or prefill, decode and schedule"
+        )
     if isinstance(precision, Mapping) and all(isinstance(key, int) for key in precision):
         return dict(cast(Mapping[int, PrecisionLike], precision)), None
     if isinstance(precision, str | Precision | Fit | Mapping):
         return {0: cast(PrecisionLike, precision)}, None
     if not isinstance(precision, Iterable):
-        raise PrecisionError(f"precision={precision!r}: give one such as E5M4, or a list with one for each row")
+        raise PrecisionError(
+            f"precision={precision!r}: give one such as E5M4, or a list with one for each row"
+        )
     return {}, list(precision)
 
 

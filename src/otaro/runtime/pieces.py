@@ -1,8 +1,8 @@
 """Text of tokens as they come: whole characters only, and nothing that may be the beginning of a stop.
 
-What a token says depends on its neighbours: a character may be spread over several, and some tokenizers drop a
-space at the beginning of what they decode. So a token is decoded together with those before it, and what is new
-in the text is its piece. A piece is empty while a character is incomplete.
+What a token says depends on its neighbours: a character may be spread over several, and some tokenizers drop
+a space at the beginning of what they decode. So a token is decoded together with those before it, and what is
+new in the text is its piece. A piece is empty while a character is incomplete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _INCOMPLETE = "\ufffd"
 
 
 class Pieces:
-    """The text of one answer, piece by piece. `"".join` of the pieces is all of it, up to the stop that ended it."""
+    """The text of one answer, piece by piece. `"".join` of the pieces is all of it, up to the stop that ended
+    it.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops

@@ -1,8 +1,10 @@
-"""Switching precision. A module's precision is one integer on it: switching writes integers and moves no weights.
+"""Switching precision. A module's precision is one integer on it: switching writes integers and moves no
+weights.
 
-What is set here is set for the model, whichever thread runs it: from its next call on, or its decoder's next step. A switch is
-made under the lock of the model's directory, so that of several at once one is the last, for all modules. A generation that
-was given precisions of its own (`generate`) neither sets nor minds what is set.
+What is set here is set for the model, whichever thread runs it: from its next call on, or its decoder's next
+step. A switch is made under the lock of the model's directory, so that of several at once one is the last,
+for all modules. A generation that was given precisions of its own (`generate`) neither sets nor minds what is
+set.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from otaro.runtime.modules import PackedWeight, SefpModule, bits_of
 from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
 
 PrecisionLike = str | Precision | Fit | Mapping[str, str | Precision | Fit]
-"""One for all modules: a precision, or the name of a fit (`fit:90MB`); or a mapping from patterns to either."""
+"""One for all modules: a precision, or the name of a fit (`fit:90MB`); or a mapping from patterns to either.
+"""
 
 
 @dataclass
@@ -60,7 +63,8 @@ def attachment(model: Any) -> Attachment:
     found = getattr(model, "sefp", None)
     if not isinstance(found, Attachment):
         raise PrecisionError(
-            f"this {type(model).__name__} has no precision to switch; pass a whole model as otaro.load(DIR) returns it, "
+            f"this {type(model).__name__} has no precision to switch; pass a whole model as otaro.load(DIR) "
+            "returns it, "
             "from a directory that `otaro pack` wrote"
         )
     return found
@@ -69,15 +73,16 @@ def attachment(model: Any) -> Attachment:
 def set_precision(model: Any, precision: PrecisionLike) -> None:
     """Run `model` at `precision` from the next call on.
 
-    A mapping from patterns to precisions sets modules one by one: patterns are matched against module names with `*`, `?` and
-    `[...]`, a later pattern overrides an earlier one, and modules that no pattern matches stay as they are.
+    A mapping from patterns to precisions sets modules one by one: patterns are matched against module names
+    with `*`, `?` and `[...]`, a later pattern overrides an earlier one, and modules that no pattern matches
+    stay as they are.
 
     >>> set_precision(model, "E5M5")                                         # doctest: +SKIP
     >>> set_precision(model, {"*": "E5M3", "*.self_attn.*": "E5M5", "lm_head": "E5M8"})   # doctest: +SKIP
     >>> set_precision(model, "fit:90MB")                                     # doctest: +SKIP
 
-    The last is a fit that `otaro fit` made: every module at a precision of its own. A precision whose shard is not in the
-    directory is refused and nothing changes; add the file and ask again.
+    The last is a fit that `otaro fit` made: every module at a precision of its own. A precision whose shard
+    is not in the directory is refused and nothing changes; add the file and ask again.
     """
     attached = attachment(model)
     if isinstance(precision, Mapping | Fit) or is_fit(precision):
@@ -123,13 +128,15 @@ def precisions_of(model: Any) -> dict[str, Precision]:
 
 
 def trim(model: Any, *, everything: bool = False) -> int:
-    """Hand the memory of planes above the precisions in use back to the operating system; returns how many bytes they hold.
+    """Hand the memory of planes above the precisions in use back to the operating system; returns how many
+    bytes they hold.
 
     With `everything` also of those in use, for a model that is not to run for a while.
 
-    Planes are mapped from their files and never written to, so the system may drop them whenever memory is short; this does
-    not wait for that. The next switch to a finer precision reads them again. Planes that were copied, to another device
-    for one, are left alone, and so is everything where the system has no /proc (it is Linux's).
+    Planes are mapped from their files and never written to, so the system may drop them whenever memory is
+    short; this does not wait for that. The next switch to a finer precision reads them again. Planes that
+    were copied, to another device for one, are left alone, and so is everything where the system has no /proc
+    (it is Linux's).
     """
     used: dict[PackedWeight, int] = {}
     for module in attachment(model).modules.values():
@@ -159,13 +166,17 @@ def _mapped_ranges(directory: Path) -> list[tuple[int, int]]:
 
 
 def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModule, int]:
-    """The mantissa bits that a precision, or a mapping as `set_precision` takes it, gives to some modules or to all."""
+    """The mantissa bits that a precision, or a mapping as `set_precision` takes it, gives to some modules or
+    to all.
+    """
     patterns = precision if isinstance(precision, Mapping) else {"*": precision}
     modules, bits = attached.modules, dict[SefpModule, int]()
     for pattern, one in patterns.items():
         matched = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         if not matched:
-            raise PrecisionError(f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}")
+            raise PrecisionError(
+                f"no packed module matches {pattern!r}; names look like {next(iter(modules), 'none')!r}"
+            )
         chosen = known(attached.nested, one)
         for module in matched:
             its = chosen.precisions[module.packed.name] if isinstance(chosen, Fit) else chosen
@@ -179,4 +190,5 @@ def _apply(nested: NestedDirectory, bits: Mapping[SefpModule, int]) -> None:
         for module, wanted in bits.items():
             module.packed.reach(wanted)
         for module, wanted in bits.items():
-            module.__dict__["mantissa_bits"] = wanted  # past nn.Module's __setattr__, which would take most of the time
+            # past nn.Module's __setattr__, which would take most of the time
+            module.__dict__["mantissa_bits"] = wanted

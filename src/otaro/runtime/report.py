@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Generation:
     """How a `generate` went. `model.generation` is that of the last one to begin, in any thread.
 
-    Who shares a model with other threads passes one of his own, to be filled in: `generate(..., report=Generation())`.
+    Who shares a model with other threads passes one of his own, to be filled in: `generate(...,
+    report=Generation())`.
     """
 
     served_by: str = "transformers"

@@ -77,12 +77,18 @@ class Request(Row):
         self.stream.figures.reused_tokens = len(slot.tokens)
 
     def choose(self, logits: torch.Tensor, largest: float, argmax: int) -> str | None:
-        """The next token, given logits [1, vocabulary] and what is largest in them; says why it is the last, if so."""
+        """The next token, given logits [1, vocabulary] and what is largest in them; says why it is the last,
+        if so.
+        """
         if not abs(largest) < float("inf"):
-            raise OtaroError("the model's logits are not finite; its weights are damaged, or too large for float32")
+            raise OtaroError(
+                "the model's logits are not finite; its weights are damaged, or too large for float32"
+            )
         token = argmax
         if not self.sampler.argmax:
-            token = self.sampler.choose(torch.tensor([self.ids], device=logits.device), logits, self.proposal)[0]
+            token = self.sampler.choose(
+                torch.tensor([self.ids], device=logits.device), logits, self.proposal
+            )[0]
         return self.take(token, *_logprobs(token, logits[0], self.logprobs, self.watched))
 
     def take(self, token: int, *logprobs: Any) -> str | None:
@@ -132,7 +138,11 @@ def _logprobs(
     every = logits.log_softmax(0)
     values, tokens = every.topk(wanted or 0)
     top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return None if wanted is None else float(every[token]), top, tuple(every[watched].tolist()) if watched else ()
+    return (
+        None if wanted is None else float(every[token]),
+        top,
+        tuple(every[watched].tolist()) if watched else (),
+    )
 
 
 def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:
@@ -145,7 +155,9 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
         try:
             ids = [index(one) for one in prompt]  # type: ignore[arg-type]
         except TypeError:
-            raise OtaroError("a prompt is a text, a flat list of tokens, or messages with role and content") from None
+            raise OtaroError(
+                "a prompt is a text, a flat list of tokens, or messages with role and content"
+            ) from None
     if not ids:
         raise OtaroError("the prompt holds no token")
     for token in ids:
@@ -154,7 +166,9 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
     return ids
 
 
-def stops_of(stop: str | int | Iterable[str | int], tokenizer: Callable[[], Any]) -> tuple[list[str], set[int]]:
+def stops_of(
+    stop: str | int | Iterable[str | int], tokenizer: Callable[[], Any]
+) -> tuple[list[str], set[int]]:
     """Texts and tokens that end an answer. A special token's name is that token: text has no such names."""
     texts, ends = [], set()
     for one in [stop] if isinstance(stop, str | int) else stop:

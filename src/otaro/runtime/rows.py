@@ -1,6 +1,8 @@
-"""The rows of one call of `generate`: a sequence of the loop each, without the padding that makes a rectangle of them.
+"""The rows of one call of `generate`: a sequence of the loop each, without the padding that makes a rectangle
+of them.
 
-They go on in step, as transformers has it: processors and criteria see all rows, and what is drawn is drawn row by row.
+They go on in step, as transformers has it: processors and criteria see all rows, and what is drawn is drawn
+row by row.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from otaro.runtime.sample import Sampler, argmax
 from otaro.runtime.serving import decoder_of
 from otaro.sefp.precision import Precision
 
-_NEW = 1024  # tokens that there is memory for from the start: a cache that grows has its graphs captured again
+# tokens that there is memory for from the start: a cache that grows has its graphs captured again
+_NEW = 1024
 
 
 class Rows:
-    """Rows of tokens that grow without being copied each time; `ids` brings them up to date where they are kept."""
+    """Rows of tokens that grow without being copied each time; `ids` brings them up to date where they are
+    kept.
+    """
 
     def __init__(self, ids: torch.Tensor) -> None:
         self._prompt = self._written = ids.shape[1]
@@ -70,7 +75,9 @@ class Rows:
 
 
 class Stop:
-    """Stopping criteria; the two that are nearly always there cost no tensor. Rows end one by one, and are padded then."""
+    """Stopping criteria; the two that are nearly always there cost no tensor. Rows end one by one, and are
+    padded then.
+    """
 
     def __init__(self, criteria: StoppingCriteriaList, rows: int, pad: torch.Tensor | None) -> None:
         self.limit: float = float("inf")
@@ -142,14 +149,19 @@ class Batch(Loop):
         call: Call,
     ) -> None:
         decoder, attached = decoder_of(model), attachment(model)
-        widths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()  # without the padding on their left
-        prompts: list[list[int]] = [row[len(row) - width :] for row, width in zip(ids.tolist(), widths, strict=True)]
+        # without the padding on their left
+        widths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+        prompts: list[list[int]] = [
+            row[len(row) - width :] for row, width in zip(ids.tolist(), widths, strict=True)
+        ]
         self._stop, self._tokens = Stop(criteria, len(ids), config._pad_token_tensor), Rows(ids)
         new = self._stop.limit - self._tokens.length  # at most
         capacity = max(map(len, prompts)) + int(min(new, _NEW))
         cache: Any = given or decoder.new_cache(call.kv, len(prompts), capacity)
         if cache.pooled != decoder.pooled or len(cache.lengths) != len(prompts):
-            raise OtaroError("this cache was made by the decoder of another model, or for another number of rows")
+            raise OtaroError(
+                "this cache was made by the decoder of another model, or for another number of rows"
+            )
         super().__init__(decoder, cache, Chunks(sys.maxsize, exact=True))
         self._phases, self._nested, self._modules = call.phases, attached.nested, packed_modules(model)
         self._phases.modules = self._modules
@@ -157,18 +169,22 @@ class Batch(Loop):
         if call.rows is not None:
             if len(call.rows) != len(prompts):
                 raise PrecisionError(f"{len(call.rows)} precisions were given for {len(prompts)} rows")
-            self._row_bits = [Phases(attached, {0: precision}, self._modules).bits(0) for precision in call.rows]
+            self._row_bits = [
+                Phases(attached, {0: precision}, self._modules).bits(0) for precision in call.rows
+            ]
         self._whole = bool(config.return_dict_in_generate)
         self._scores: list[torch.Tensor] | None = [] if self._whole and config.output_scores else None
         self._logits: list[torch.Tensor] | None = [] if self._whole and config.output_logits else None
         self._sampler = Sampler(processors, bool(config.do_sample), exact_scores=self._scores is not None)
         device_chooses = self._sampler.argmax and self._logits is None
-        # Where nobody sees what follows the end of a row, it leaves; not on a GPU, which has a graph for each number of rows.
+        # Where nobody sees what follows the end of a row, it leaves; not on a GPU, which has a graph for each
+        # number of rows.
         self._may_leave = device_chooses and self._stop.pad is not None and not decoder.ahead
         for number, (prompt, length) in enumerate(zip(prompts, cache.lengths, strict=True)):
             if length >= len(prompt):
                 raise OtaroError(
-                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those in the cache "
+                    f"the cache holds {length} tokens and the prompt {len(prompt)}: pass all tokens, those "
+                    "in the cache "
                     "included, and one more at least"
                 )
             row = Row(ids=prompt, prompt=len(prompt), limit=new, argmax=device_chooses, sampler=self._sampler)
@@ -176,7 +192,9 @@ class Batch(Loop):
             self._running.append(row)
         if call.draft is not None:
             if len(prompts) > 1:
-                raise OtaroError("a draft serves one row; an otaro.Engine has one for each of several requests")
+                raise OtaroError(
+                    "a draft serves one row; an otaro.Engine has one for each of several requests"
+                )
             judges = self._row_bits or call.phases.writing_bits(bits_of(self._modules, self._nested))
             row.drafter = Drafter(call.draft, judges, call.report)
         if isinstance(decoder, GpuDecoder):
@@ -200,7 +218,10 @@ class Batch(Loop):
             for number, length in enumerate(before):
                 self.cache.crop(length, number)
             raise
-        report.prefill_seconds, report.decode_seconds = self._spoke - started, time.perf_counter() - self._spoke
+        report.prefill_seconds, report.decode_seconds = (
+            self._spoke - started,
+            time.perf_counter() - self._spoke,
+        )
         report.new_tokens, report.cache_bytes = self._tokens.new, self.cache.nbytes
         # Of the new tokens all but the last were read; what else was read is forgotten.
         for row, new in zip(self._rows, self._stop.lasted(self._tokens.new), strict=True):
@@ -211,17 +232,25 @@ class Batch(Loop):
         if not self._whole:
             return ids
         scores, logits = (None if some is None else tuple(some) for some in (self._scores, self._logits))
-        return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=self.cache)
+        return GenerateDecoderOnlyOutput(
+            sequences=ids, scores=scores, logits=logits, past_key_values=self.cache
+        )
 
     def bits(self, some: list[Any], later: int = 0) -> list[bytes]:
         """All rows' alike, or each row's own."""
         if self._row_bits is not None:
             return [self._row_bits[row.slot.number] for row in some]
-        return [self._phases.bits(self._tokens.new + later) or bits_of(self._modules, self._nested)] * len(some)
+        return [self._phases.bits(self._tokens.new + later) or bits_of(self._modules, self._nested)] * len(
+            some
+        )
 
     def choose(self, some: list[Any], logits: torch.Tensor) -> None:
         """All rows at once."""
-        tokens = argmax(logits) if self._sampler.argmax else self._sampler.choose(self._tokens.ids, logits, some[0].proposal)
+        tokens = (
+            argmax(logits)
+            if self._sampler.argmax
+            else self._sampler.choose(self._tokens.ids, logits, some[0].proposal)
+        )
         if self._scores is not None:
             self._scores.append(self._sampler.scores)
         if self._logits is not None:

@@ -1,9 +1,10 @@
 """Choosing the next token from logits.
 
-transformers' warpers sort the whole vocabulary for every token, which for a small model takes as long as the model. `Sampler`
-keeps exactly the tokens that they keep and gives them the same probabilities, but looks only at the likeliest few hundred.
-Where rounding could decide whether a token is in or out, and for every processor it does not know, it asks transformers.
-It computes in numpy, on this thread alone: torch would start threads of its own beside the decoder's.
+transformers' warpers sort the whole vocabulary for every token, which for a small model takes as long as the
+model. `Sampler` keeps exactly the tokens that they keep and gives them the same probabilities, but looks only
+at the likeliest few hundred. Where rounding could decide whether a token is in or out, and for every
+processor it does not know, it asks transformers. It computes in numpy, on this thread alone: torch would
+start threads of its own beside the decoder's.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class Sampling:
             "top_k": (lambda one: isinstance(one, int) and one >= 0, "a whole number, 0 or more"),
             "min_p": (lambda one: 0 <= one <= 1, "from 0 to 1"),
             "repetition_penalty": (lambda one: 0 < one < float("inf"), "above 0"),
-            "seed": (lambda one: one is None or (isinstance(one, int) and 0 <= one < 2**64), "a whole number below 2^64"),
+            "seed": (
+                lambda one: one is None or (isinstance(one, int) and 0 <= one < 2**64),
+                "a whole number below 2^64",
+            ),
         }
         for name, (holds, what) in allowed.items():
             value = getattr(self, name)
@@ -109,17 +113,28 @@ class Sampler:
     """What the processors made of the last logits, [rows, vocabulary]; only with `exact_scores`."""
 
     def __init__(
-        self, processors: Any, do_sample: bool, exact_scores: bool = False, generator: torch.Generator | None = None
+        self,
+        processors: Any,
+        do_sample: bool,
+        exact_scores: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Without a `generator` of its own it draws from torch's."""
-        self.processors, self.do_sample, self.exact_scores = LogitsProcessorList(processors), do_sample, exact_scores
+        self.processors, self.do_sample, self.exact_scores = (
+            LogitsProcessorList(processors),
+            do_sample,
+            exact_scores,
+        )
         self.generator = generator
         self.temperature, self.top_k, self.top_p, self.min_p = 1.0, 0, 1.0, 0.0
         kinds = [type(processor) for processor in self.processors]
         order = [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper]
-        # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean something else.
+        # Penalties and bans come first, and cost little. Then warpers: in another order, or twice, they mean
+        # something else.
         at = next((number for number, kind in enumerate(kinds) if kind in order), len(kinds))
-        self._first, self._warpers = (LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:]))
+        self._first, self._warpers = (
+            LogitsProcessorList(some) for some in (self.processors[:at], self.processors[at:])
+        )
         self._penalty = _penalty_of(self._first)
         stateless = {RepetitionPenaltyLogitsProcessor, *order}
         self._askable = stateless.issuperset(kinds)
@@ -142,10 +157,12 @@ class Sampler:
         return self.known and not self.do_sample and not self.processors
 
     def choose(self, ids: torch.Tensor, logits: torch.Tensor, proposal: Proposal | None = None) -> list[int]:
-        """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a GPU.
+        """The next token of each row of `ids` [rows, n], given logits [rows, vocabulary], which may be on a
+        GPU.
 
-        There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that a seed says the
-        same again whatever else draws. A `proposal`, for one row, is kept as often as its token is to be drawn.
+        There processors run too, as they may have tensors of their own; tokens are drawn on the CPU, so that
+        a seed says the same again whatever else draws. A `proposal`, for one row, is kept as often as its
+        token is to be drawn.
         """
         if self.known:
             scores = self._penalized(ids, logits)
@@ -166,14 +183,22 @@ class Sampler:
         rows = torch.tensor([ids], device=logits.device)
         if not self.do_sample:
             scores = logits.unsqueeze(0)
-            return Proposal(argmax(self._penalized(rows, scores) if self.known else self.processors(rows, scores.clone()))[0])
+            return Proposal(
+                argmax(
+                    self._penalized(rows, scores) if self.known else self.processors(rows, scores.clone())
+                )[0]
+            )
         tokens, chances = self.distribution(rows, logits)
         return Proposal(self._one_of(tokens, chances, len(logits)), tokens, chances)
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[Array | None, Array]:
-        """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to a factor."""
+        """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to
+        a factor.
+        """
         if not self.known:
-            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(0).double().cpu().numpy()
+            return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(
+                0
+            ).double().cpu().numpy()
         return self._left(ids, self._penalized(ids, logits.unsqueeze(0))[0].cpu())
 
     def _penalized(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -186,8 +211,12 @@ class Sampler:
             row[said] = np.where(row[said] < 0, row[said] * self._penalty, row[said] / self._penalty)
         return torch.from_numpy(scores)
 
-    def _one_of(self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None) -> int:
-        """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn (`runtime.draft`)."""
+    def _one_of(
+        self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None
+    ) -> int:
+        """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn
+        (`runtime.draft`).
+        """
         if proposal is not None:
             p, q = _dense(tokens, chances, vocabulary), proposal.dense(vocabulary)
             if _uniform(self.generator) * q[proposal.token] < p[proposal.token]:
@@ -202,7 +231,10 @@ class Sampler:
         values = scores.float().numpy() / np.float32(self.temperature)
         if not self.top_k and self.top_p >= 1 and not self.min_p:
             return None, np.exp((values - values.max()).astype(np.float64))
-        return self._top(values) or (None, self._warpers(ids, scores.clone().unsqueeze(0))[0].softmax(0).double().numpy())
+        return self._top(values) or (
+            None,
+            self._warpers(ids, scores.clone().unsqueeze(0))[0].softmax(0).double().numpy(),
+        )
 
     def _top(self, values: Array) -> tuple[Array, Array] | None:
         """What top-k, top-p and min-p leave, the likeliest first; None where that is a matter of rounding."""
@@ -251,7 +283,9 @@ class Sampler:
 
 def _penalty_of(processors: LogitsProcessorList) -> Any:
     """That of repetition, in float32, where there is nothing else."""
-    if [type(one) for one in processors] != [RepetitionPenaltyLogitsProcessor] or processors[0].prompt_ignore_length:
+    if [type(one) for one in processors] != [RepetitionPenaltyLogitsProcessor] or processors[
+        0
+    ].prompt_ignore_length:
         return None
     return np.float32(processors[0].penalty)
 
@@ -266,7 +300,8 @@ def argmax(logits: torch.Tensor) -> list[int]:
 
 def _likeliest(values: Array, count: int) -> Array:
     """Indices of the largest in order, so many of them or a few more."""
-    # Of the largest of each part, so many are as large as the least of them: what is smaller need not be sorted.
+    # Of the largest of each part, so many are as large as the least of them: what is smaller need not be
+    # sorted.
     size = max(1, len(values) // (4 * count))
     parts = len(values) // size
     largest = values[: parts * size].reshape(size, parts).max(0)

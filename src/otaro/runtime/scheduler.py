@@ -1,10 +1,11 @@
 """Who joins the loop when: many requests, for `otaro.Engine`.
 
-What a request says depends on the request alone, to the last bit: `loop` sees to that, each request draws from a
-generator of its own, and what others left in the cache serves it only where it makes no difference (`slots`).
+What a request says depends on the request alone, to the last bit: `loop` sees to that, each request draws
+from a generator of its own, and what others left in the cache serves it only where it makes no difference
+(`slots`).
 
-Who waits is served by priority, then in the order of arrival. Where memory does not suffice for the first but for a
-later one, that one may pass, a limited number of times.
+Who waits is served by priority, then in the order of arrival. Where memory does not suffice for the first but
+for a later one, that one may pass, a limited number of times.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Scheduler(Loop):
         decoder = decoder_of(model)
         self.max_sequences, most = max_sequences, decoder.max_sequences
         if not 0 < max_sequences <= most:
-            raise OtaroError(f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait")
+            raise OtaroError(
+                f"max_sequences={max_sequences}: 1 to {most} sequences can run at once, others wait"
+            )
         chunks = Chunks(chunk or _CHUNK.get(model.device.type, _CHUNK["cpu"]), decoder.exact_prompts)
         with torch.inference_mode(False):  # what is kept must stay writable when the caller's mode ends
             kept = None if kv is None else Precision(kv)
@@ -132,7 +135,9 @@ class Scheduler(Loop):
             raise OtaroError(f"logprobs={logprobs}: give a number from 0 to {self.decoder.vocabulary}")
         for token in watched:
             if not 0 <= token < self.decoder.vocabulary:
-                raise OtaroError(f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}")
+                raise OtaroError(
+                    f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}"
+                )
         if deadline is not None and not deadline > 0:
             raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
         if not isinstance(priority, int):
@@ -181,7 +186,9 @@ class Scheduler(Loop):
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> bool:
-        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to do."""
+        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to
+        do.
+        """
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
             self._waiting.sort(key=lambda request: -request.priority)

@@ -1,4 +1,6 @@
-"""Which decoder serves a model: on a CPU the extension's (`decode`), on a GPU the one of captured graphs (`gpu`)."""
+"""Which decoder serves a model: on a CPU the extension's (`decode`), on a GPU the one of captured graphs
+(`gpu`).
+"""
 
 from __future__ import annotations
 

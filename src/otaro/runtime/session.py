@@ -15,14 +15,17 @@ from otaro.sefp.precision import Precision
 class ChatSession:
     """Keeps messages, the tokens they became, and the keys and values computed for those tokens.
 
-    Each turn renders the whole conversation, keeps what agrees with the tokens already seen, and computes the rest alone.
-    Switching precision between turns keeps the cache: earlier tokens stay as they were read.
+    Each turn renders the whole conversation, keeps what agrees with the tokens already seen, and computes the
+    rest alone. Switching precision between turns keeps the cache: earlier tokens stay as they were read.
 
-    Models with a chat template get it; for others a turn is text to be continued. `kv` keeps keys and values at a precision
-    instead of in float16, where the decoder serves the model. `system` is a system message, for models with a template.
+    Models with a chat template get it; for others a turn is text to be continued. `kv` keeps keys and values
+    at a precision instead of in float16, where the decoder serves the model. `system` is a system message,
+    for models with a template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, kv: Precision | None = None, system: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, kv: Precision | None = None, system: str | None = None
+    ) -> None:
         self.model, self.tokenizer, self.kv, self.system = model, tokenizer, kv, system
         self.uses_template = bool(getattr(tokenizer, "chat_template", None))
         self.generation: Generation | None = None
@@ -46,8 +49,8 @@ class ChatSession:
     def reply(self, text: str, *, streamer: Any = None, **generation: Any) -> str:
         """Answer `text`; `generation` goes to `model.generate`.
 
-        Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in the answer. If the
-        answer is interrupted, the conversation is as it was before.
+        Afterwards `reused` and `produced` tell how many tokens came from the cache and how many are new in
+        the answer. If the answer is interrupted, the conversation is as it was before.
         """
         message = {"role": "user", "content": text}
         ids = self._render(message)
@@ -73,10 +76,15 @@ class ChatSession:
     def _render(self, message: dict[str, str]) -> list[int]:
         if self.uses_template:
             return chat_tokens(self.tokenizer, [*self._messages, message])
-        return [*self._ids, *self.tokenizer(message["content"], add_special_tokens=not self._ids)["input_ids"]]
+        return [
+            *self._ids,
+            *self.tokenizer(message["content"], add_special_tokens=not self._ids)["input_ids"],
+        ]
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
-        """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in any case."""
+        """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in
+        any case.
+        """
         both = zip(self._ids[: self.cached_tokens], ids[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if common < self.cached_tokens:
@@ -113,7 +121,8 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 def _check_template(tokenizer: Any) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise OtaroError(
-            "a system message needs a chat template, and this model has none; leave it out, or write it into the prompt"
+            "a system message needs a chat template, and this model has none; leave it out, or write it "
+            "into the prompt"
         )
 
 

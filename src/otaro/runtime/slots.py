@@ -1,12 +1,13 @@
 """The cache of the scheduler: a slot for each sequence, and how much memory they have.
 
-A slot that nobody uses keeps its tokens. They serve a prompt that begins with them, but only those that were read
-as that prompt would read them: at the same mantissa bits, and where a decoder's products depend on how many tokens
-they are made for, in the same chunk. So an answer never depends on who was there before.
+A slot that nobody uses keeps its tokens. They serve a prompt that begins with them, but only those that were
+read as that prompt would read them: at the same mantissa bits, and where a decoder's products depend on how
+many tokens they are made for, in the same chunk. So an answer never depends on who was there before.
 
-Where sequences share memory (a pooled cache), there are as many slots as it has room for: what has ended stays until the
-memory is wanted, the oldest goes first. A prompt that goes on where a slot ends takes that slot; of one that only begins
-as it does, running or ended, it gets a copy. Elsewhere each sequence that may run has its slot, and none is copied.
+Where sequences share memory (a pooled cache), there are as many slots as it has room for: what has ended
+stays until the memory is wanted, the oldest goes first. A prompt that goes on where a slot ends takes that
+slot; of one that only begins as it does, running or ended, it gets a copy. Elsewhere each sequence that may
+run has its slot, and none is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _POOLED, _FIXED = 64, 256  # tokens of a block: of a pooled cache, and of one th
 class Slots:
     """All slots of one cache."""
 
-    def __init__(self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks) -> None:
+    def __init__(
+        self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks
+    ) -> None:
         """The cache takes `nbytes` at most."""
         probe: DecoderCache = decoder.new_cache(kv, 1, _FIXED)
         decoder.forward([0], probe)
@@ -37,7 +40,9 @@ class Slots:
         self._all = self.nbytes // block_bytes if self._pooled else self.nbytes // block_bytes // count
         if not self._all:
             least = block_bytes if self._pooled else block_bytes * count
-            raise OtaroError(f"cache_bytes={nbytes}: keys and values of {count} sequences take {least} at least")
+            raise OtaroError(
+                f"cache_bytes={nbytes}: keys and values of {count} sequences take {least} at least"
+            )
         self.most = self._all * self._block
         """Tokens that one sequence can have."""
         self._count = count

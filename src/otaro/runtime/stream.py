@@ -48,7 +48,10 @@ class Stream:
     """One answer. Iterating waits for its tokens; if it failed, the error is raised after the last one."""
 
     def __init__(
-        self, set_precision: Callable[[PrecisionLike], None], wake: Callable[[], None], drive: Callable[[], object] | None
+        self,
+        set_precision: Callable[[PrecisionLike], None],
+        wake: Callable[[], None],
+        drive: Callable[[], object] | None,
     ) -> None:
         """`drive` makes the next step where no thread does."""
         self.figures = Generation(served_by="decoder")

@@ -1,1 +1,3 @@
-"""The numbers: what a precision is, and how weights become codes and codes become values. Pure torch, no model."""
+"""The numbers: what a precision is, and how weights become codes and codes become values. Pure torch, no
+model.
+"""

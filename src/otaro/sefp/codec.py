@@ -1,9 +1,9 @@
 """SEFP: weights to codes, codes to values. This module is the law; files and kernels cite it.
 
-A *group* is `group_size` consecutive weights along the last dimension. Its weights share one *scale* s, and each weight
-keeps a 9-bit two's-complement *code* on the grid of spacing step(8) = s / 2^8. At m mantissa bits the code is
-`code >> (8 - m)`, an arithmetic shift, and the spacing is step(m) = s / 2^m. So a lower precision is a prefix of the stored
-bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
+A *group* is `group_size` consecutive weights along the last dimension. Its weights share one *scale* s, and
+each weight keeps a 9-bit two's-complement *code* on the grid of spacing step(8) = s / 2^8. At m mantissa bits
+the code is `code >> (8 - m)`, an arithmetic shift, and the spacing is step(m) = s / 2^m. So a lower precision
+is a prefix of the stored bits; nothing is recomputed, and 8 -> 5 -> 3 equals 8 -> 3.
 
 What a code means is the *reconstruction*:
 
@@ -16,16 +16,16 @@ What a code means is the *reconstruction*:
              value = (code_m + 1 if code_m < 0 else code_m) * step(m)
              One's complement makes the arithmetic shift cut magnitudes toward zero on both sides.
 
-The scale is one byte: a float8 with a sign, four exponent bits and three fraction bits (E4M3), times one power of two for
-the whole tensor, the *scale exponent*.
+The scale is one byte: a float8 with a sign, four exponent bits and three fraction bits (E4M3), times one
+power of two for the whole tensor, the *scale exponent*.
 
   midpoint   s may be negative, which mirrors the grid. Of both signs the one that needs the smaller |s| is taken, positive
              on a tie, and then the smallest |s| that the byte can say with all weights on the grid. Nothing clips.
   truncate   s is a power of two, the smallest above all magnitudes: the paper's shared exponent.
 
-A group of zeros has the scale 0. The scale exponent is the smallest, from -13 to 7, with which the largest scale of the
-tensor is at most 448, where float8 ends. Scales 2^-15 times as large and smaller lose fraction bits, below 2^-17 they are
-all the same: weights so small beside others do not matter.
+A group of zeros has the scale 0. The scale exponent is the smallest, from -13 to 7, with which the largest
+scale of the tensor is at most 448, where float8 ends. Scales 2^-15 times as large and smaller lose fraction
+bits, below 2^-17 they are all the same: weights so small beside others do not matter.
 
 By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
   s > 0 needs 0.8 / (15/16) = 0.853, s < 0 needs max(0.8 / (17/16), 0.3 / (15/16)) = 0.753: so s < 0.
@@ -33,19 +33,21 @@ By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
   codes at m = 8    floor + 16         = [-237, 110, 9]       values ((c + .5)/256 - 1/16) s = [.801, -.3, .0206]
   codes at m = 3    >> 5               = [-8, 3, 0]           values  c s / 8                = [.8125, -.3047, 0]
 
-Borders. A weight n step(8), n an integer, lies exactly between two cells of `midpoint`. Zeros do, and so do all weights of a
-model that was on a coarser grid before. Were they always put into the cell above, that model would be moved as a whole. So
-they go above or below by their place in the group: to code n - 1 + 16 where that number, counted from 0, has an odd number
-of ones in binary, else to n + 16. The ends of the grid belong to their only cell. One cell of E5M8 further down is another
-code of a coarser precision only where its border is there too. So a weight is treated alike at each precision whose border
-it is on, and middles of cells, which are on borders of finer precisions only, keep their codes when they are encoded again.
+Borders. A weight n step(8), n an integer, lies exactly between two cells of `midpoint`. Zeros do, and so do
+all weights of a model that was on a coarser grid before. Were they always put into the cell above, that model
+would be moved as a whole. So they go above or below by their place in the group: to code n - 1 + 16 where
+that number, counted from 0, has an odd number of ones in binary, else to n + 16. The ends of the grid belong
+to their only cell. One cell of E5M8 further down is another code of a coarser precision only where its border
+is there too. So a weight is treated alike at each precision whose border it is on, and middles of cells,
+which are on borders of finer precisions only, keep their codes when they are encoded again.
 
-Exactness. Every implementation must find the same codes. With n an integer, |n| <= 272, the border n step(8) has at most 13
-significant bits (n has 9, s has 4): it is a float32, and any other float32 is at least 2^-24 of its own size away from it.
-In float64 a quotient is off by 2^-53 of its size at most, and not at all if it is an integer. So w / step(8) is n exactly
-where the weight is on the border, and else on the same side of n as without rounding. In the same way the need of a group,
-16/15 or 16/17 of a float32, is a float8 exactly or at least 2^-28 of its size away from one. Decoded values have at most 14
-significant bits: exact in float32, rounded once in float16 and bfloat16.
+Exactness. Every implementation must find the same codes. With n an integer, |n| <= 272, the border n step(8)
+has at most 13 significant bits (n has 9, s has 4): it is a float32, and any other float32 is at least 2^-24
+of its own size away from it. In float64 a quotient is off by 2^-53 of its size at most, and not at all if it
+is an integer. So w / step(8) is n exactly where the weight is on the border, and else on the same side of n
+as without rounding. In the same way the need of a group, 16/15 or 16/17 of a float32, is a float8 exactly or
+at least 2^-28 of its size away from one. Decoded values have at most 14 significant bits: exact in float32,
+rounded once in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class SefpTensor:
     """A weight tensor as shared scales and codes; made by `encode`."""
 
     scale_bytes: torch.Tensor
-    """The scales as the file holds them, uint8, of shape [..., ceil(K / group_size)] for a weight of shape [..., K]."""
+    """The scales as the file holds them, uint8, of shape [..., ceil(K / group_size)] for a weight of shape
+    [..., K].
+    """
     scale_exponent: int
     """The power of two that all of them are multiplied with."""
     finest_codes: torch.Tensor
@@ -124,9 +128,9 @@ def encode(
 ) -> SefpTensor:
     """Turn a float16, bfloat16 or float32 tensor of any rank into shared scales and codes.
 
-    Groups run along the last dimension; a row whose length is no multiple of `group_size` ends in a short group. NaN,
-    infinity and magnitudes of 2^15 and above are refused; the message gives `name` and the index. Some rows of a tensor are
-    encoded as the whole is with the whole's `scale_exponent`.
+    Groups run along the last dimension; a row whose length is no multiple of `group_size` ends in a short
+    group. NaN, infinity and magnitudes of 2^15 and above are refused; the message gives `name` and the index.
+    Some rows of a tensor are encoded as the whole is with the whole's `scale_exponent`.
 
     >>> t = encode(torch.tensor([0.8, -0.3, 0.02]))
     >>> t.scales.tolist(), t.codes("E5M8").tolist(), t.codes("E5M3").tolist()
@@ -139,10 +143,14 @@ def encode(
     if group_size < 1:
         raise WeightError(f"group_size must be at least 1, got {group_size}")
     if reconstruction not in RECONSTRUCTIONS:
-        raise WeightError(f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}")
+        raise WeightError(
+            f"unknown reconstruction {reconstruction!r}; choose from {', '.join(RECONSTRUCTIONS)}"
+        )
     weight = weight.detach()
     if weight.dim() == 0:
-        scalar = encode(weight.reshape(1), group_size, reconstruction, scale_exponent=scale_exponent, name=name)
+        scalar = encode(
+            weight.reshape(1), group_size, reconstruction, scale_exponent=scale_exponent, name=name
+        )
         codes = scalar.finest_codes.reshape(())
         return SefpTensor(scalar.scale_bytes, scalar.scale_exponent, codes, group_size, reconstruction)
 
@@ -156,7 +164,9 @@ def encode(
     if scale_exponent is None:
         scale_exponent = least
     elif not least <= scale_exponent <= MAX_SCALE_EXPONENT:
-        raise WeightError(f"{name} needs a scale_exponent from {least} to {MAX_SCALE_EXPONENT}, got {scale_exponent}")
+        raise WeightError(
+            f"{name} needs a scale_exponent from {least} to {MAX_SCALE_EXPONENT}, got {scale_exponent}"
+        )
     scale_bytes = round_up(needs, scale_exponent)
     codes = finest_codes(rows, scale_values(scale_bytes, scale_exponent), group_size, reconstruction)
     scale_bytes = scale_bytes.reshape(*lead, groups)
@@ -164,7 +174,9 @@ def encode(
 
 
 def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Per group of a matrix the least |s| that holds it, float64, negative where s has to be; NaN where a weight is NaN."""
+    """Per group of a matrix the least |s| that holds it, float64, negative where s has to be; NaN where a
+    weight is NaN.
+    """
     length = rows.shape[-1]
     least, most = torch.empty(2, len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
     for some, floats in _chunks(rows):
@@ -175,7 +187,8 @@ def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruct
 
 def needs_of(least: torch.Tensor, most: torch.Tensor, reconstruction: Reconstruction) -> torch.Tensor:
     """The same, from the least and the largest weight of each group."""
-    below, above = (0.0 - least.double()).clamp_(min=0), (0.0 + most.double()).clamp_(min=0)  # never -0, whose byte is 0x80
+    # never -0, whose byte is 0x80
+    below, above = (0.0 - least.double()).clamp_(min=0), (0.0 + most.double()).clamp_(min=0)
     if reconstruction == "truncate":
         largest = torch.maximum(below, above)
         exponents = torch.frexp(largest).exponent  # the smallest e with largest < 2^e
@@ -198,7 +211,8 @@ def smallest_scale_exponent(needs: torch.Tensor) -> int:
 def round_up(needs: torch.Tensor, scale_exponent: int) -> torch.Tensor:
     """Needs as scale bytes: the smallest that a byte can say which is not below, with the sign of the need."""
     scaled = needs.abs() * 2.0**-scale_exponent
-    exponents = torch.frexp(scaled).exponent  # scaled lies in [2^(e-1), 2^e), where a float8 has steps of 2^(e-4)
+    # scaled lies in [2^(e-1), 2^e), where a float8 has steps of 2^(e-4)
+    exponents = torch.frexp(scaled).exponent
     ones = torch.ones_like(scaled)
     steps = torch.ldexp(ones, exponents - 1 - FRACTION_BITS).clamp_(min=MIN_FLOAT8)
     rounded = (scaled / steps).ceil_().mul_(steps)
@@ -208,8 +222,9 @@ def round_up(needs: torch.Tensor, scale_exponent: int) -> torch.Tensor:
 def scale_values(scale_bytes: torch.Tensor, scale_exponent: int) -> torch.Tensor:
     """What scale bytes, uint8, stand for, float32.
 
-    Bit 7 is the sign, then come four bits e and three bits f: (1 + f/8) 2^(e-7), or f 2^-9 where e is 0. So every byte
-    has a finite meaning. (Of the two that float8 takes for NaN, 0x7f and 0xff, no writer makes use.)
+    Bit 7 is the sign, then come four bits e and three bits f: (1 + f/8) 2^(e-7), or f 2^-9 where e is 0. So
+    every byte has a finite meaning. (Of the two that float8 takes for NaN, 0x7f and 0xff, no writer makes
+    use.)
     """
     magnitudes = (scale_bytes & 0x7F).int()
     normal = ((magnitudes << (23 - FRACTION_BITS)) + ((127 - 7) << 23)).view(torch.float32)
@@ -225,7 +240,9 @@ def border_sides(group_size: int, device: torch.device | str = "cpu") -> torch.T
     return 1.0 - 2.0 * (places & 1).double()
 
 
-def finest_codes(rows: torch.Tensor, scales: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+def finest_codes(
+    rows: torch.Tensor, scales: torch.Tensor, group_size: int, reconstruction: Reconstruction
+) -> torch.Tensor:
     """The E5M8 codes, int16, of a matrix of weights on the grids that `scales` give."""
     codes = torch.empty(rows.shape, dtype=torch.int16, device=rows.device)
     steps = (scales.double() * 2.0**-FINEST).where(scales != 0, 1.0).unsqueeze(-1)
@@ -235,7 +252,8 @@ def finest_codes(rows: torch.Tensor, scales: torch.Tensor, group_size: int, reco
             minus_one_if_negative = floats.sign().clamp_(max=0)
         for at, group in _group_views(floats, group_size):
             group.div_(steps[some, at])
-            if reconstruction == "midpoint":  # middles: a grid that is mirrored has its cells above borders below them
+            # middles: a grid that is mirrored has its cells above borders below them
+            if reconstruction == "midpoint":
                 group.mul_(side := sides[: group.shape[-1]]).floor_().add_(0.5).mul_(side)
         if reconstruction == "truncate":
             codes[some] = floats.trunc_().add_(minus_one_if_negative)  # ~q = -q - 1
@@ -252,7 +270,9 @@ def decode_codes(
     reconstruction: Reconstruction,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape, if given."""
+    """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape,
+    if given.
+    """
     values = out.copy_(codes) if out is not None and out.dtype == torch.float32 else codes.float()
     if reconstruction == "truncate":
         values.sub_(values.sign().clamp_(max=0))  # one more where negative
@@ -275,7 +295,9 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _group_views(tensor: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """[..., K] as [..., groups, group_size], in two parts: the whole groups, then a short one; each with its place."""
+    """[..., K] as [..., groups, group_size], in two parts: the whole groups, then a short one; each with its
+    place.
+    """
     length = tensor.shape[-1]
     whole = length // group_size
     if whole:
@@ -290,7 +312,9 @@ def _row_chunks(rows: int, length: int) -> list[slice]:
 
 
 def _chunks(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer serves all, as new memory is slow."""
+    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer serves all, as new memory is
+    slow.
+    """
     chunks = _row_chunks(len(rows), rows.shape[-1])
     if chunks:
         buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=dtype, device=rows.device)
@@ -316,4 +340,6 @@ def refusal(name: str, shape: Sequence[int], flat_index: int, value: float) -> W
         flat_index, at = divmod(flat_index, size)
         index.insert(0, at)
     why = f"magnitudes below 2^15 = {LARGEST_WEIGHT:.0f}" if math.isfinite(value) else "finite weights"
-    return WeightError(f"{name}{index} is {value:g}, and SEFP holds {why} only; repair or rescale the checkpoint")
+    return WeightError(
+        f"{name}{index} is {value:g}, and SEFP holds {why} only; repair or rescale the checkpoint"
+    )

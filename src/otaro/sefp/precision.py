@@ -1,4 +1,6 @@
-"""Precisions by name: `Precision("E5M4")` is 5 exponent bits shared by a group and 4 mantissa bits per weight."""
+"""Precisions by name: `Precision("E5M4")` is 5 exponent bits shared by a group and 4 mantissa bits per
+weight.
+"""
 
 from __future__ import annotations
 

@@ -10,5 +10,6 @@
     planes      planes that arrive later, and those that nobody uses
     server      a socket, a process, its end
 
-It needs the extra `serve` (starlette, uvicorn, prometheus-client), and so is imported by nobody but the command.
+It needs the extra `serve` (starlette, uvicorn, prometheus-client), and so is imported by nobody but the
+command.
 """

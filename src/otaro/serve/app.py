@@ -43,7 +43,10 @@ from otaro.serve.settings import Settings
 PRECISION_HEADER = "x-otaro-precision"
 _OPEN = {"/", "/health"}  # without a key
 _GONE = 499  # as other servers log it; nobody reads it
-_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; "
+)
 _POLICY += "form-action 'none'; frame-ancestors 'none'"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
@@ -113,7 +116,9 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """The model, and the model at each precision that is there."""
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.service.precisions.models]})
+        return JSONResponse(
+            {"object": "list", "data": [self._model(name) for name in self.service.precisions.models]}
+        )
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -157,14 +162,26 @@ class Endpoints:
         """Probabilities of allowed answers."""
         asked = decisions_ask(await self._body(request))
         made = await unless_gone(request.receive, self.service.decide(asked))
-        told, tokens = ", ".join(sorted({str(one.precision) for one in made})), sum(one.tokens for one in made)
-        request.scope["note"] |= {"model": asked.model, "questions": len(made), "precision": told, "prompt_tokens": tokens}
-        answers = {one.name: answered(one, decision) for one, decision in zip(asked.questions, made, strict=True)}
+        told, tokens = (
+            ", ".join(sorted({str(one.precision) for one in made})),
+            sum(one.tokens for one in made),
+        )
+        request.scope["note"] |= {
+            "model": asked.model,
+            "questions": len(made),
+            "precision": told,
+            "prompt_tokens": tokens,
+        }
+        answers = {
+            one.name: answered(one, decision) for one, decision in zip(asked.questions, made, strict=True)
+        }
         usage = {"input_tokens": tokens, "output_tokens": 0}
         body = {"model": asked.model or self.service.precisions.name, "answers": answers, "usage": usage}
         return JSONResponse({**body, "precision": told}, headers={PRECISION_HEADER: told})
 
-    def _writing(self, understood: Callable[[dict[str, Any]], Ask], shape: type[shapes.Shape]) -> Callable[..., Any]:
+    def _writing(
+        self, understood: Callable[[dict[str, Any]], Ask], shape: type[shapes.Shape]
+    ) -> Callable[..., Any]:
         """An endpoint that writes text."""
 
         async def endpoint(request: Request) -> Response:
@@ -193,7 +210,9 @@ class Endpoints:
         if kind != "application/json":  # what a form of a strange web page cannot send
             raise ApiError(415, f"content-type: give application/json, not {kind[:100] or 'nothing'}")
         settings = self._settings
-        body = await read_body(request.headers, request.receive, settings.max_body_bytes, settings.read_timeout)
+        body = await read_body(
+            request.headers, request.receive, settings.max_body_bytes, settings.read_timeout
+        )
         return parsed(body)
 
 
@@ -203,7 +222,11 @@ class Events(Response):
     media_type = "text/event-stream"
 
     def __init__(self, shaped: shapes.Shape, note: dict[str, Any]) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no", PRECISION_HEADER: shaped.answers.precision}
+        headers = {
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            PRECISION_HEADER: shaped.answers.precision,
+        }
         super().__init__(headers=headers)
         del self.headers["content-length"]
         self._shaped, self._note = shaped, note
@@ -245,12 +268,18 @@ async def _collect(shaped: shapes.Shape) -> None:
 
 
 def _noted(note: dict[str, Any], answers: Answers) -> None:
-    note |= {"precision": answers.precision, "prompt_tokens": answers.prompt_tokens, "new_tokens": answers.new_tokens}
+    note |= {
+        "precision": answers.precision,
+        "prompt_tokens": answers.prompt_tokens,
+        "new_tokens": answers.new_tokens,
+    }
     note["finish"] = [stream.finish_reason or "cancelled" for stream in answers.streams]
 
 
 class Observed:
-    """Outermost: an id for every request, a line in the log at its end, and no patience with clients that do not read."""
+    """Outermost: an id for every request, a line in the log at its end, and no patience with clients that do
+    not read.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -288,7 +317,13 @@ class Observed:
             self._service.metrics.requests.labels(endpoint, str(status)).inc()
             self._service.metrics.seconds.labels(endpoint).observe(seconds)
             client = (scope.get("client") or ("",))[0]
-            told = {"id": name, "client": client, "method": scope["method"], "path": endpoint, "status": status}
+            told = {
+                "id": name,
+                "client": client,
+                "method": scope["method"],
+                "path": endpoint,
+                "status": status,
+            }
             event("request", **told, seconds=round(seconds, 4), **note)
 
 
@@ -317,7 +352,9 @@ class Guard:
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if self._local and not self._keys and not _is_local(headers.get("host", "")):
             # A web page whose name was made to point here could otherwise read answers.
-            return ApiError(403, "host: this server is for this machine; call it localhost, or start it with --api-key")
+            return ApiError(
+                403, "host: this server is for this machine; call it localhost, or start it with --api-key"
+            )
         if self._keys and path not in _OPEN and not path.startswith("/page/") and not self._knows(headers):
             message = "give one of the server's API keys: Authorization: Bearer KEY"
             return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -380,12 +417,16 @@ def _refused(request: Request | None, error: Exception) -> Response:
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing here; /v1/models lists the models", 405: f"{request.method} is not for this path"}
+    words = {
+        404: "there is nothing here; /v1/models lists the models",
+        405: f"{request.method} is not for this path",
+    }
     message = words.get(error.status_code, error.detail)
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers=error.headers)
 
 
 def _broken(request: Request, error: Exception) -> Response:
     response = _refused(request, _told(error))
-    response.headers["connection"] = "close"  # as uvicorn does after an exception: a client must not ask on it again
+    # as uvicorn does after an exception: a client must not ask on it again
+    response.headers["connection"] = "close"
     return response

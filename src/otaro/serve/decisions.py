@@ -1,9 +1,9 @@
 """Typed decisions, /v1/systemone: a probability for every allowed answer, read from the logits of one step.
 
-The shapes are those of `transformers serve`. A request brings a state and questions about it; each is put to the
-model in words that end where its answer begins, and each allowed answer has a label that is one token. No text is
-written. Small models are poor at labels: a question with `"by": "text"`, which is ours, offers no list, and asks how
-likely the model is to say what each answer stands for.
+The shapes are those of `transformers serve`. A request brings a state and questions about it; each is put to
+the model in words that end where its answer begins, and each allowed answer has a label that is one token. No
+text is written. Small models are poor at labels: a question with `"by": "text"`, which is ours, offers no
+list, and asks how likely the model is to say what each answer stands for.
 
 With precision auto a question is asked at the coarsest precision, and again at the finest only where the two
 likeliest answers lie closer together than a margin.
@@ -102,7 +102,9 @@ def _question(name: str, value: object) -> Question:
             raise wrong(at, f"give an object of 1 to {len(_LETTERS)} answers")
         answers = [checked_text(answer, at) for answer in criteria]
         means = [_worded(one, f"{at}.{answer}") for answer, one in criteria.items()]
-        lines = [f"{answer}: {meant}" if meant else answer for answer, meant in zip(answers, means, strict=True)]
+        lines = [
+            f"{answer}: {meant}" if meant else answer for answer, meant in zip(answers, means, strict=True)
+        ]
         said = [meant or answer for answer, meant in zip(answers, means, strict=True)]
     elif kind == "score":
         if not isinstance(criteria, list) or not 0 < len(criteria) <= len(_LETTERS):
@@ -138,21 +140,31 @@ def _worded(value: object, at: str) -> str:
 
 
 def prompt_of(state: str, question: Question, tokenizer: Any) -> str | list[dict[str, str]]:
-    """The question as the model is asked: as a message where it has a chat template, else as a text to go on with."""
+    """The question as the model is asked: as a message where it has a chat template, else as a text to go on
+    with.
+    """
     text = f"{state}\n\n{question.text}" if state else question.text
     return [{"role": "user", "content": text}] if tokenizer.chat_template else f"{text}\nAnswer:"
 
 
 def answer_tokens(question: Question, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each answer as they follow the prompt: a message begins with them, a text has a space before."""
+    """The tokens of each answer as they follow the prompt: a message begins with them, a text has a space
+    before.
+    """
     spaces = ("", " ") if tokenizer.chat_template else (" ", "")
     if question.texts:
-        found = [list(tokenizer(f"{spaces[0]}{text}", add_special_tokens=False)["input_ids"]) for text in question.texts]
+        found = [
+            list(tokenizer(f"{spaces[0]}{text}", add_special_tokens=False)["input_ids"])
+            for text in question.texts
+        ]
         if not all(found):
             raise wrong(question.path, "one of its answers says nothing")
         return found
     for space in spaces:
-        found = [list(tokenizer(f"{space}{label}", add_special_tokens=False)["input_ids"]) for label in question.labels]
+        found = [
+            list(tokenizer(f"{space}{label}", add_special_tokens=False)["input_ids"])
+            for label in question.labels
+        ]
         if all(len(ids) == 1 for ids in found) and len({ids[0] for ids in found}) == len(found):
             return found
     raise wrong(question.path, f"this model has no single tokens for {', '.join(question.labels)}")

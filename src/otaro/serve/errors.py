@@ -21,7 +21,13 @@ class ApiError(Exception):
     ) -> None:
         """`param` is the field that was wrong, `code` a word that programs may look for."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.status, self.message, self.param, self.code, self.headers = (
+            status,
+            message,
+            param,
+            code,
+            headers or {},
+        )
 
     @property
     def body(self) -> dict[str, Any]:

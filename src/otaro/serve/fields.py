@@ -1,4 +1,5 @@
-"""Reading a JSON object from a stranger: every field is taken with what it may be, and what is left is refused.
+"""Reading a JSON object from a stranger: every field is taken with what it may be, and what is left is
+refused.
 
 null is as good as nothing, since clients send it for what was not set.
 """
@@ -98,7 +99,11 @@ class Fields:
         """A field that has but one meaning here: other values are refused."""
         value = self.take(name)
         if value is not None and value not in values:
-            there = f"; leave it out, or give {' or '.join(map(json.dumps, values))}" if values else "; leave it out"
+            there = (
+                f"; leave it out, or give {' or '.join(map(json.dumps, values))}"
+                if values
+                else "; leave it out"
+            )
             raise wrong(self.path(name), f"this server does not support it{there}", "unsupported_parameter")
 
     def end(self) -> None:

@@ -1,7 +1,8 @@
 """The connection: what to do about clients that say nothing, do not read, or are gone.
 
-uvicorn waits for ever for the rest of a request's head, and for a reader of a full buffer. `Connection` cuts off the
-first; `impatient` the second, which holds up nobody else meanwhile: an answer's tokens wait in its stream.
+uvicorn waits for ever for the rest of a request's head, and for a reader of a full buffer. `Connection` cuts
+off the first; `impatient` the second, which holds up nobody else meanwhile: an answer's tokens wait in its
+stream.
 """
 
 from __future__ import annotations

@@ -17,7 +17,11 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage().strip()}
+        line: dict[str, Any] = {
+            "time": when,
+            "level": record.levelname.lower(),
+            "event": record.getMessage().strip(),
+        }
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[0] is not None:
             # An error's message may quote what was asked; where it happened is enough.
@@ -39,7 +43,11 @@ def start() -> None:
     """Our lines, and uvicorn's warnings in the same form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, level in (("otaro.serve", logging.INFO), ("uvicorn.error", logging.WARNING), ("asyncio", logging.WARNING)):
+    for name, level in (
+        ("otaro.serve", logging.INFO),
+        ("uvicorn.error", logging.WARNING),
+        ("asyncio", logging.WARNING),
+    ):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -17,10 +24,17 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
-        self.requests = Counter("otaro_requests", "Requests, by status.", ["endpoint", "status"], registry=registry)
-        self.prompt_tokens = Counter("otaro_prompt_tokens", "Tokens of prompts.", ["precision"], registry=registry)
+        self.requests = Counter(
+            "otaro_requests", "Requests, by status.", ["endpoint", "status"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "otaro_prompt_tokens", "Tokens of prompts.", ["precision"], registry=registry
+        )
         self.reused_tokens = Counter(
-            "otaro_reused_tokens", "Of those, tokens that the cache held already.", ["precision"], registry=registry
+            "otaro_reused_tokens",
+            "Of those, tokens that the cache held already.",
+            ["precision"],
+            registry=registry,
         )
         self.new_tokens = Counter("otaro_new_tokens", "Tokens of answers.", ["precision"], registry=registry)
         self.first_token = Histogram(
@@ -32,7 +46,11 @@ class Metrics:
             buckets=_PER_TOKEN, registry=registry,
         )  # fmt: skip
         self.seconds = Histogram(
-            "otaro_request_seconds", "Until the end of a request.", ["endpoint"], buckets=_SECONDS, registry=registry
+            "otaro_request_seconds",
+            "Until the end of a request.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.endings = Counter("otaro_answers", "Answers, by how they ended.", ["reason"], registry=registry)
         self.switches = Counter(
@@ -40,8 +58,12 @@ class Metrics:
         )
         self.decisions = Counter("otaro_decisions", "Decisions, by the precision that they were made at.", ["precision"],
                                  registry=registry)  # fmt: skip
-        self.escalated = Counter("otaro_escalated_decisions", "Decisions asked again at the finest.", registry=registry)
-        self.released = Counter("otaro_released_bytes", "Bytes of planes given back to the system.", registry=registry)
+        self.escalated = Counter(
+            "otaro_escalated_decisions", "Decisions asked again at the finest.", registry=registry
+        )
+        self.released = Counter(
+            "otaro_released_bytes", "Bytes of planes given back to the system.", registry=registry
+        )
 
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
         """A number that is asked for when it is wanted."""

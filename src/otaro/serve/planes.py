@@ -1,8 +1,8 @@
 """The planes of the model that is served: those that arrive later, and those that nobody uses.
 
-A file that is copied into the directory is offered once all of it is there: its header is checked, and its bytes are
-compared with their digests. Planes above whatever was used lately give their memory back; they are read again from
-their files when they are wanted.
+A file that is copied into the directory is offered once all of it is there: its header is checked, and its
+bytes are compared with their digests. Planes above whatever was used lately give their memory back; they are
+read again from their files when they are wanted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Planes:
         self._reads: dict[Precision, int] = {}
 
     def fits(self) -> dict[str, Fit]:
-        """The fits that lie beside the model now, by `fit:NAME`; a file that cannot be read has none, and is told of."""
+        """The fits that lie beside the model now, by `fit:NAME`; a file that cannot be read has none, and is
+        told of.
+        """
         try:
             return {str(fit): fit for fit in read_fits(self._nested).values()}
         except FormatError as error:
@@ -51,7 +53,8 @@ class Planes:
             self._kept = precision
 
     def tell(self) -> list[dict[str, Any]]:
-        """Of every precision that is offered: what its plane takes, how much is in memory, and what a token reads.
+        """Of every precision that is offered: what its plane takes, how much is in memory, and what a token
+        reads.
 
         Bytes all of them; in memory is None where the system does not tell. The coarsest has the base shard.
         """
@@ -61,8 +64,13 @@ class Planes:
             if precision not in self._reads:
                 self._reads[precision] = weight_bytes_per_token(self._model, precision)
             shard = self._nested.base if bits == COARSEST else self._nested.plane(bits)
-            sizes = {"plane_bytes": shard.size, "resident_bytes": None if resident is None else resident[bits]}
-            told.append({"precision": str(precision), **sizes, "weight_bytes_per_token": self._reads[precision]})
+            sizes = {
+                "plane_bytes": shard.size,
+                "resident_bytes": None if resident is None else resident[bits],
+            }
+            told.append(
+                {"precision": str(precision), **sizes, "weight_bytes_per_token": self._reads[precision]}
+            )
         return told
 
     def look(self) -> None:

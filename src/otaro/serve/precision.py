@@ -1,11 +1,13 @@
 """Which precision a request is answered at.
 
-It is named behind the model's name (`NAME:E5M4`), or by the field `precision`: "E5M4", {"prefill": "E5M8", "decode":
-"E5M4"}, a schedule by numbers of new tokens {"0": "E5M8", "100": "E5M4"}, or "auto". A precision may be a fit that
-`otaro fit` made for the model, "fit:90MB"; those that are made while it is served are found.
+It is named behind the model's name (`NAME:E5M4`), or by the field `precision`: "E5M4", {"prefill": "E5M8",
+"decode": "E5M4"}, a schedule by numbers of new tokens {"0": "E5M8", "100": "E5M4"}, or "auto". A precision
+may be a fit that `otaro fit` made for the model, "fit:90MB"; those that are made while it is served are
+found.
 
-auto answers at the coarsest precision that is good enough now. While answers wait for a place it goes down, a step at
-a time, so that the places become free sooner; when nobody waits and half of the places are free it goes up again.
+auto answers at the coarsest precision that is good enough now. While answers wait for a place it goes down, a
+step at a time, so that the places become free sooner; when nobody waits and half of the places are free it
+goes up again.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Auto:
         interval: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bounds` gives the coarsest and the finest that it may be; a step takes `interval` seconds at least."""
+        """`bounds` gives the coarsest and the finest that it may be; a step takes `interval` seconds at
+        least.
+        """
         self.bounds, self._interval, self._clock = bounds, interval, clock
         self._now, self._stepped = bounds()[1], clock()
         self.switches = 0
@@ -81,7 +85,9 @@ class Precisions:
         auto: Auto,
         fits: Callable[[], Mapping[str, Fit]] = dict,
     ) -> None:
-        """`finest` gives the finest that is there, `fits` the fits by `fit:NAME`; `default` is that of other requests."""
+        """`finest` gives the finest that is there, `fits` the fits by `fit:NAME`; `default` is that of other
+        requests.
+        """
         self.name, self._finest, self._default, self.auto, self._fits = name, finest, default, auto, fits
 
     @property
@@ -111,9 +117,13 @@ class Precisions:
         try:
             found = Precision(value if isinstance(value, str) else "")
         except PrecisionError:
-            raise wrong(param, f"give one of {', '.join(map(str, PRECISIONS))}{also}, not {shown(value)}") from None
+            raise wrong(
+                param, f"give one of {', '.join(map(str, PRECISIONS))}{also}, not {shown(value)}"
+            ) from None
         if found > self._finest():
-            raise wrong(param, f"{found} is not there; this model goes up to {self._finest()}", "precision_not_found")
+            raise wrong(
+                param, f"{found} is not there; this model goes up to {self._finest()}", "precision_not_found"
+            )
         return found
 
     def _fit(self, value: str, param: str) -> Fit:
@@ -159,7 +169,9 @@ class Precisions:
             if len(steps) < len(value):
                 raise wrong("precision", "the schedule names a number of tokens twice")
             if 0 not in steps:
-                raise wrong("precision", 'the schedule does not say what reads the prompt; give one for "0" too')
+                raise wrong(
+                    "precision", 'the schedule does not say what reads the prompt; give one for "0" too'
+                )
             return Plan(steps)
         fields = Fields(value, "precision")
         prefill, decode = fields.required("prefill"), fields.required("decode")

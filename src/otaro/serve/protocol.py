@@ -1,8 +1,9 @@
 """What may be asked at each endpoint, as OpenAI's API has it.
 
-A field is understood, or it is refused by its name: nobody's `tools` are dropped in silence. Where a field would make no
-difference here, the value that says so is accepted. Beyond OpenAI's there are `precision`, and `top_k`, `min_p`,
-`repetition_penalty` and `ignore_eos` under the names that other servers have given them, and `draft`.
+A field is understood, or it is refused by its name: nobody's `tools` are dropped in silence. Where a field
+would make no difference here, the value that says so is accepted. Beyond OpenAI's there are `precision`, and
+`top_k`, `min_p`, `repetition_penalty` and `ignore_eos` under the names that other servers have given them,
+and `draft`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MAX_CHOICES = 32  # answers to one request
 OFF = "off"
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
+# as templates know them
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,14 @@ def response_ask(body: dict[str, Any]) -> Ask:
     fields.only("include", [])
     fields.only("truncation", "disabled")
     fields.only("background", False)
-    for name in ("previous_response_id", "conversation", "reasoning", "prompt", "parallel_tool_calls", "max_tool_calls"):
+    for name in (
+        "previous_response_id",
+        "conversation",
+        "reasoning",
+        "prompt",
+        "parallel_tool_calls",
+        "max_tool_calls",
+    ):
         fields.only(name)
     fields.only("top_logprobs", 0)
     fields.end()
@@ -252,7 +261,9 @@ def _messages(value: object, at: str) -> list[dict[str, str]]:
         role = fields.required("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise wrong(fields.path("role"), f"give one of {', '.join(_ROLES)}, not {shown(role)}")
-        messages.append({"role": _ROLES[role], "content": _content(fields.required("content"), fields.path("content"))})
+        messages.append(
+            {"role": _ROLES[role], "content": _content(fields.required("content"), fields.path("content"))}
+        )
         fields.only("type", "message")
         fields.only("status", "completed", "incomplete")
         fields.only("tool_calls", [])
@@ -274,7 +285,9 @@ def _content(value: object, at: str) -> str:
         fields = Fields(one, f"{at}[{number}]")
         kind = fields.required("type")
         if kind not in ("text", "input_text", "output_text"):
-            raise wrong(fields.path("type"), f"this model reads text, not {shown(kind)}", "unsupported_parameter")
+            raise wrong(
+                fields.path("type"), f"this model reads text, not {shown(kind)}", "unsupported_parameter"
+            )
         texts.append(checked_text(fields.required("text"), fields.path("text")))
         fields.only("annotations", [])
         fields.only("logprobs", [])

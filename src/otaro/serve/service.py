@@ -43,7 +43,9 @@ class Answers:
     def precision(self) -> str:
         """What was computed at so far; the plan's where nothing was."""
         told = self.streams[0].figures.precisions
-        if len(told) == len(self.plan.steps) and any(isinstance(one, Fit) for one in self.plan.steps.values()):
+        if len(told) == len(self.plan.steps) and any(
+            isinstance(one, Fit) for one in self.plan.steps.values()
+        ):
             return self.plan.told  # by name: the engine tells of a fit from where to where it goes
         return ", then ".join(told) or self.plan.told
 
@@ -65,7 +67,9 @@ class Answers:
     @property
     def drafted(self) -> tuple[int, int]:
         """Tokens of drafts that were right, and wrong."""
-        drafted, right = (sum(sum(getattr(one.figures, name)) for one in self.streams) for name in ("drafted", "accepted"))
+        drafted, right = (
+            sum(sum(getattr(one.figures, name)) for one in self.streams) for name in ("drafted", "accepted")
+        )
         return right, drafted - right
 
     async def tokens(self) -> AsyncGenerator[tuple[int, Token | None], None]:
@@ -142,14 +146,17 @@ class Service:
         self.places = engine.max_sequences
         auto = Auto(self._auto_bounds, settings.auto_interval)
         nested = attachment(model).nested
-        self.precisions = Precisions(name, lambda: self.planes.finest, settings.precision, auto, self.planes.fits)
+        self.precisions = Precisions(
+            name, lambda: self.planes.finest, settings.precision, auto, self.planes.fits
+        )
         if settings.precision not in (None, "auto"):
             nested.require(finest_of(known(nested, settings.precision or "")))
         self.started = int(time.time())
         self.ending = False
         self._taken = 0  # places in the engine and its queue
         self._open: dict[str, Answers] = {}
-        # One thread: a tokenizer is not to be used by several at once, and a long prompt must not hold up the loop.
+        # One thread: a tokenizer is not to be used by several at once, and a long prompt must not hold up the
+        # loop.
         self._tokenizing = ThreadPoolExecutor(1, "otaro tokenizer")
         self._watch()
 
@@ -163,7 +170,9 @@ class Service:
             raise wrong(ask.limit_field, f"{ask.max_tokens} are too many; this server writes {most} at most")
         self._admit(ask.choices)
         try:
-            streams = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._submit, ask, plan)
+            streams = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing, self._submit, ask, plan
+            )
         except BaseException:
             self._taken -= ask.choices
             raise
@@ -186,7 +195,9 @@ class Service:
         """Go on with an answer at another precision."""
         precision = self.precisions.one(value)
         if name not in self._open:
-            raise ApiError(404, "there is no such answer under way; it may have ended", code="answer_not_found")
+            raise ApiError(
+                404, "there is no such answer under way; it may have ended", code="answer_not_found"
+            )
         self.planes.use(precision)
         for stream in self._open[name].streams:
             stream.set_precision(precision)
@@ -239,7 +250,11 @@ class Service:
         if ask.draft is not None:
             return None if ask.draft == Draft() else ask.draft
         ours = Draft.of(self.settings.draft)
-        if ours is None or ours.precision is None or ours.precision < max(map(finest_of, plan.steps.values())):
+        if (
+            ours is None
+            or ours.precision is None
+            or ours.precision < max(map(finest_of, plan.steps.values()))
+        ):
             return ours
         return Draft(prompt=True) if ours.prompt else None
 
@@ -253,14 +268,18 @@ class Service:
             raise wrong(field, str(error)) from error
         most = min(self.settings.max_prompt_tokens or self.engine.context, self.engine.context)
         if len(ids) > most:
-            raise wrong(field, f"{len(ids)} tokens are too many; {most} can be read", "context_length_exceeded")
+            raise wrong(
+                field, f"{len(ids)} tokens are too many; {most} can be read", "context_length_exceeded"
+            )
         return ids
 
     def _limit(self, ask: Ask, prompt: int) -> int:
         """New tokens at most."""
         wanted, left = ask.max_tokens, self.engine.context + 1 - prompt
         if wanted is not None and wanted > left:
-            told = f"the prompt has {prompt} tokens, so that there is room for {left} new ones, not for {wanted}"
+            told = (
+                f"the prompt has {prompt} tokens, so that there is room for {left} new ones, not for {wanted}"
+            )
             raise wrong(ask.limit_field, told, "context_length_exceeded")
         return wanted or min(left, self.settings.max_tokens or left, ask.usual_tokens)
 
@@ -285,11 +304,21 @@ class Service:
         until = time.monotonic() + self.settings.timeout
         self._admit(1)
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._questions, asked)
-            made = [Decision(len(one[0]), first, await self._probabilities(*one, first, until)) for one in prompts]
+            prompts = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing, self._questions, asked
+            )
+            made = [
+                Decision(len(one[0]), first, await self._probabilities(*one, first, until)) for one in prompts
+            ]
             for number, one in enumerate(prompts):
-                if plan.auto and coarsest < finest and margin(made[number].probabilities) < self.settings.auto_margin:
-                    made[number] = Decision(len(one[0]), finest, await self._probabilities(*one, finest, until))
+                if (
+                    plan.auto
+                    and coarsest < finest
+                    and margin(made[number].probabilities) < self.settings.auto_margin
+                ):
+                    made[number] = Decision(
+                        len(one[0]), finest, await self._probabilities(*one, finest, until)
+                    )
                     self.metrics.escalated.inc()
         finally:
             self._taken -= 1
@@ -305,7 +334,9 @@ class Service:
             ids = self.tokens(prompt_of(asked.state, one, self.tokenizer), one.path)
             if len(ids) + max(map(len, answers)) > self.engine.context:
                 raise wrong(
-                    one.path, f"with its answers it has more than {self.engine.context} tokens", "context_length_exceeded"
+                    one.path,
+                    f"with its answers it has more than {self.engine.context} tokens",
+                    "context_length_exceeded",
                 )
             found.append((ids, answers))
         return found
@@ -323,11 +354,15 @@ class Service:
         shares = [math.exp(total - max(totals)) for total in totals]
         return [share / sum(shares) for share in shares]
 
-    async def _logprobs(self, ids: list[int], tokens: list[int], precision: Precision | Fit, until: float) -> list[float]:
+    async def _logprobs(
+        self, ids: list[int], tokens: list[int], precision: Precision | Fit, until: float
+    ) -> list[float]:
         """Of each of these tokens to be the next."""
         self.planes.use(precision)
         left = max(until - time.monotonic(), 1e-3)
-        stream = self.engine.submit(ids, precision=precision, watched=tokens, max_new_tokens=1, text=False, deadline=left)
+        stream = self.engine.submit(
+            ids, precision=precision, watched=tokens, max_new_tokens=1, text=False, deadline=left
+        )
         try:
             async for token in stream:
                 self.metrics.reused_tokens.labels(str(precision)).inc(stream.figures.reused_tokens)
@@ -377,6 +412,14 @@ class Service:
         gauge("otaro_waiting", "Answers that wait for a place.", lambda: engine.waiting)
         gauge("otaro_running", "Answers that are being written.", lambda: engine.running)
         gauge("otaro_cache_bytes", "Memory of keys and values.", lambda: engine.cache_bytes)
-        gauge("otaro_auto_mantissa_bits", "What precision auto stands for.", lambda: self.precisions.auto.now.mantissa_bits)
+        gauge(
+            "otaro_auto_mantissa_bits",
+            "What precision auto stands for.",
+            lambda: self.precisions.auto.now.mantissa_bits,
+        )
         gauge("otaro_auto_switches", "Steps of precision auto so far.", lambda: self.precisions.auto.switches)
-        gauge("otaro_finest_mantissa_bits", "The finest precision that is there.", lambda: self.planes.finest.mantissa_bits)
+        gauge(
+            "otaro_finest_mantissa_bits",
+            "The finest precision that is there.",
+            lambda: self.planes.finest.mantissa_bits,
+        )

@@ -50,7 +50,14 @@ class Settings:
     """Seconds after which planes that nobody used give their memory back."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_connections", "timeout", "read_timeout", "write_timeout", "auto_interval"):
+        for name in (
+            "max_body_bytes",
+            "max_connections",
+            "timeout",
+            "read_timeout",
+            "write_timeout",
+            "auto_interval",
+        ):
             if not getattr(self, name) > 0:
                 raise OtaroError(f"{name}={getattr(self, name)}: give more than 0")
         for name in ("max_prompt_tokens", "max_tokens"):
@@ -60,11 +67,15 @@ class Settings:
             if getattr(self, name) < 0:
                 raise OtaroError(f"{name}={getattr(self, name)}: give 0 or more")
         if not 0 <= self.auto_margin <= 1:
-            raise OtaroError(f"auto_margin={self.auto_margin}: give a difference of probabilities, from 0 to 1")
+            raise OtaroError(
+                f"auto_margin={self.auto_margin}: give a difference of probabilities, from 0 to 1"
+            )
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise OtaroError("an API key is made of printable ASCII characters without spaces, one at least")
         Draft.of(self.draft)
         if self.precision not in (None, "auto") and not is_fit(self.precision):
             Precision(self.precision or "")
         if self.auto_finest and Precision(self.auto_finest) < Precision(self.auto_coarsest):
-            raise OtaroError(f"auto_finest={self.auto_finest} is coarser than auto_coarsest={self.auto_coarsest}")
+            raise OtaroError(
+                f"auto_finest={self.auto_finest} is coarser than auto_coarsest={self.auto_coarsest}"
+            )

@@ -1,7 +1,7 @@
 """Answers as OpenAI's clients read them: whole, and as events of a stream.
 
-A shape belongs to one request. It is told of tokens as they come, `take`, and then has either the whole answer or the
-events so far to give. Every answer and every event also says its `precision`.
+A shape belongs to one request. It is told of tokens as they come, `take`, and then has either the whole
+answer or the events so far to give. Every answer and every event also says its `precision`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class Chat(Shape):
     def begin(self) -> bytes:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self.event(self.chunk([self._delta(number, delta)])) for number in range(len(self.choices)))
+        return b"".join(
+            self.event(self.chunk([self._delta(number, delta)])) for number in range(len(self.choices))
+        )
 
     def piece(self, number: int, token: Token, logged: list[Token]) -> dict[str, Any]:
         """Its text."""
@@ -187,7 +189,9 @@ class Completion(Shape):
     def complete(self, number: int) -> dict[str, Any]:
         """As a text."""
         choice = self.choices[number]
-        return self._choice(number, choice.text, self._logprobs(choice.tokens, choice.offsets), choice.finish_reason)
+        return self._choice(
+            number, choice.text, self._logprobs(choice.tokens, choice.offsets), choice.finish_reason
+        )
 
     def _choice(self, number: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -244,7 +248,9 @@ class Response(Shape):
     def error(self, error: ApiError) -> bytes:
         """What went wrong."""
         told = error.body["error"]
-        return self._event("error", code=told["code"] or told["type"], message=told["message"], param=told["param"])
+        return self._event(
+            "error", code=told["code"] or told["type"], message=told["message"], param=told["param"]
+        )
 
     def whole(self) -> dict[str, Any]:
         """The response."""

@@ -1,11 +1,12 @@
 """Low-Precision Asynchronous Accumulation (LAA), lines 6 to 16 of the paper's Algorithm 1.
 
-Gradients taken at ultra-low precisions are noisy. They are not applied at once but put into an accumulator, which survives
-while batches at other precisions step in between; when it has taken N of them, their sum (eq. 16), or on request their
-mean, is applied as one update. Noise that is independent from batch to batch shrinks against the signal as 1/sqrt(N) (eq.
-17).
+Gradients taken at ultra-low precisions are noisy. They are not applied at once but put into an accumulator,
+which survives while batches at other precisions step in between; when it has taken N of them, their sum (eq.
+16), or on request their mean, is applied as one update. Noise that is independent from batch to batch shrinks
+against the signal as 1/sqrt(N) (eq. 17).
 
-The accumulator may live in host memory: it is touched only at ultra-low batches, and costs the device nothing in between.
+The accumulator may live in host memory: it is touched only at ultra-low batches, and costs the device nothing
+in between.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ class GradientAccumulator:
                 self._sums[name] = _add_on_host(self._sums.get(name), gradient.detach())
         else:
             if known := [name for name in gradients if name in self._sums]:
-                torch._foreach_add_([self._sums[name] for name in known], [gradients[name].detach() for name in known])
-            self._sums.update({name: gradients[name].detach() for name in gradients if name not in self._sums})
+                torch._foreach_add_(
+                    [self._sums[name] for name in known], [gradients[name].detach() for name in known]
+                )
+            self._sums.update(
+                {name: gradients[name].detach() for name in gradients if name not in self._sums}
+            )
         self.count += 1
         return self.count >= self.delay
 
@@ -54,7 +59,9 @@ class GradientAccumulator:
             torch.cuda.synchronize()  # sums may still be on their way to the host
         return dict(self._sums)
 
-    def restore(self, count: int, tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> None:
+    def restore(
+        self, count: int, tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]
+    ) -> None:
         """Go on from a checkpoint."""
         self.count = count
         self._sums = {n: t.to("cpu" if self.place == "host" else devices[n]) for n, t in tensors.items()}
@@ -79,7 +86,11 @@ def release(parameters: Mapping[str, nn.Parameter], accumulator: GradientAccumul
             from torch.distributed.tensor import DTensor
 
             gradient = DTensor.from_local(
-                gradient, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                gradient,
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
         parameter.grad = gradient
 

@@ -1,7 +1,8 @@
 """What a tuning run is told: the method and its options, the training settings, and the two recipes.
 
-Everything the paper leaves open is an option here with a default. A field is also a flag of `otaro tune`, which takes name,
-default and help from here. Contradictions are refused in the spelling of these flags. No torch: `--help` reads this.
+Everything the paper leaves open is an option here with a default. A field is also a flag of `otaro tune`,
+which takes name, default and help from here. Contradictions are refused in the spelling of these flags. No
+torch: `--help` reads this.
 """
 
 from __future__ import annotations
@@ -43,23 +44,31 @@ def flag(default: _T, panel: str, help_text: str, name: str = "") -> _T:
 
 @dataclass(frozen=True)
 class Options:
-    """How precisions are chosen and gradients applied. The defaults are the bare method; what we add to it is `recipe`."""
+    """How precisions are chosen and gradients applied. The defaults are the bare method; what we add to it is
+    `recipe`.
+    """
 
     method: str = flag(
         "uniform",
         METHOD,
-        "How precisions are chosen, in place of the recipe's way: uniform (by --weights), otaro (the paper's Algorithm 1), "
+        "How precisions are chosen, in place of the recipe's way: uniform (by --weights), otaro (the "
+        "paper's Algorithm 1), "
         "bps, fixed:E5M4, fp. It comes plain: what --recipe best adds is off, unless a flag asks for it.",
     )
     precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "Those to tune for.")
-    weights: tuple[float, ...] | None = flag(None, METHOD, "How often `uniform` draws each precision, finest first.")
+    weights: tuple[float, ...] | None = flag(
+        None, METHOD, "How often `uniform` draws each precision, finest first."
+    )
     full: float | None = flag(
         0.0,
         METHOD,
-        "Share of the loss that a pass in full precision takes in every step. By default of --recipe best two thirds, "
+        "Share of the loss that a pass in full precision takes in every step. By default of --recipe best "
+        "two thirds, "
         "or a third where the run sees its data more than three times.",
     )
-    distill: float = flag(0.0, METHOD, "Share of the loss at a precision that pulls toward the same weights unquantized.")
+    distill: float = flag(
+        0.0, METHOD, "Share of the loss at a precision that pulls toward the same weights unquantized."
+    )
     # The finer ones are too close to their teacher to learn from it.
     distill_at: tuple[Precision, ...] = flag(
         (Precision("E5M5"), Precision("E5M4"), Precision("E5M3")), METHOD, "The precisions to distil at."
@@ -67,23 +76,28 @@ class Options:
     calibrate: bool = flag(
         False,
         METHOD,
-        "Choose the codes of the tuned weights on the data they were tuned on, as `otaro pack --calibrate` does, and keep "
+        "Choose the codes of the tuned weights on the data they were tuned on, as `otaro pack --calibrate` "
+        "does, and keep "
         "them if they are better on held-out data. On in --recipe best.",
         "--calibrate/--no-calibrate",
     )
     average: float = flag(
         0.0,
         METHOD,
-        "End with the mean weights of this share of the steps, the last ones, if they are better on held-out data. "
+        "End with the mean weights of this share of the steps, the last ones, if they are better on "
+        "held-out data. "
         "Keeps a copy of all weights.",
     )
     l2_sp: float = flag(
         0.0,
         METHOD,
-        "L2-SP: after each step weights go back toward their start, by lr times this of the way. Keeps a copy of all weights.",
+        "L2-SP: after each step weights go back toward their start, by lr times this of the way. Keeps a "
+        "copy of all weights.",
     )
     reconstruction: Reconstruction = flag(
-        "midpoint", METHOD, "What a code stands for: the middle of its interval, or its end toward zero as in the paper."
+        "midpoint",
+        METHOD,
+        "What a code stands for: the middle of its interval, or its end toward zero as in the paper.",
     )
     group_size: int = flag(GROUP_SIZE, METHOD, "Weights that share a scale, a multiple of 32.")
     exploration: float = flag(5.0, SEARCH, "Exploration of the path search.", "--lambda")
@@ -94,7 +108,9 @@ class Options:
     accumulate: Reduction = flag("sum", SEARCH, "Apply this of delayed gradients.")
     accumulator: Place = flag("device", SEARCH, "Where delayed gradients are kept.")
     leftover: Leftover = flag(
-        "apply", SEARCH, "What becomes of gradients that still wait at the end; the paper's listing drops them."
+        "apply",
+        SEARCH,
+        "What becomes of gradients that still wait at the end; the paper's listing drops them.",
     )
 
     def __post_init__(self) -> None:
@@ -114,7 +130,9 @@ class Options:
         if not 0 <= self.distill <= 1:
             raise ConfigError(f"--distill {self.distill}: must be between 0 and 1")
         if self.full is not None and not 0 <= self.full < 1:
-            raise ConfigError(f"--full {self.full}: must be 0 or more, and less than 1; --method fp is all of it")
+            raise ConfigError(
+                f"--full {self.full}: must be 0 or more, and less than 1; --method fp is all of it"
+            )
         if self.full != 0 and self.method == "fp":
             raise ConfigError(f"--full {self.full}: --method fp has all of its loss in full precision")
         if not 0 <= self.l2_sp < math.inf:
@@ -128,10 +146,14 @@ class Options:
         if self.leftover not in get_args(Leftover):
             raise ConfigError(f"--leftover {self.leftover}: choose from {', '.join(get_args(Leftover))}")
         if self.reconstruction not in RECONSTRUCTIONS:
-            raise ConfigError(f"--reconstruction {self.reconstruction}: choose from {', '.join(RECONSTRUCTIONS)}")
+            raise ConfigError(
+                f"--reconstruction {self.reconstruction}: choose from {', '.join(RECONSTRUCTIONS)}"
+            )
         if self.weights is not None:
             if len(self.weights) != len(self.precisions):
-                raise ConfigError(f"--weights gives {len(self.weights)} numbers for {len(self.precisions)} --precisions")
+                raise ConfigError(
+                    f"--weights gives {len(self.weights)} numbers for {len(self.precisions)} --precisions"
+                )
             if not all(0 <= weight < math.inf for weight in self.weights) or sum(self.weights) == 0:
                 raise ConfigError("--weights must be numbers, not negative, nor all zero")
         if self.group_size < 1 or self.group_size % 32:
@@ -146,7 +168,9 @@ class Options:
     def check_rate(self, lr: float) -> None:
         """Refuse a way back that would undo every step."""
         if lr * self.l2_sp >= 1:
-            raise ConfigError(f"--l2-sp {self.l2_sp:g} undoes every step at --lr {lr:g}; their product must be below 1")
+            raise ConfigError(
+                f"--l2-sp {self.l2_sp:g} undoes every step at --lr {lr:g}; their product must be below 1"
+            )
 
     @property
     def tuned_for(self) -> tuple[Precision | None, ...]:
@@ -165,7 +189,11 @@ class Options:
         """The accumulator of the method `otaro`; other methods apply every gradient at once."""
         from otaro.tune.accumulate import GradientAccumulator
 
-        return GradientAccumulator(self.delay, self.accumulate, self.accumulator) if self.method == "otaro" else None
+        return (
+            GradientAccumulator(self.delay, self.accumulate, self.accumulator)
+            if self.method == "otaro"
+            else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, precisions by name."""
@@ -181,7 +209,9 @@ class Options:
         """What `to_dict` made; options that were not there yet are at their defaults."""
         told = renamed(stated)
         if told.get("rates", "same") != "same":
-            raise ConfigError(f"--rates {told['rates']} is no longer there, and this run has it: start it anew")
+            raise ConfigError(
+                f"--rates {told['rates']} is no longer there, and this run has it: start it anew"
+            )
         for name in ("precisions", "ultra_low", "distill_at"):
             told[name] = tuple(Precision(p) for p in told.get(name, getattr(cls, name)))
         if told.get("weights") is not None:
@@ -212,12 +242,18 @@ class Training:
     bf16: bool = flag(False, MEMORY, "Compute in bfloat16.", "--bf16/--no-bf16")
     gradient_checkpointing: bool = flag(False, MEMORY, "Trade time for memory.")
     compile: bool = flag(False, MEMORY, "Compile the steps: faster on a GPU, after a minute.")
-    fsdp: bool = flag(False, MEMORY, "Share weights and optimizer out over the processes that torchrun started (FSDP2).")
+    fsdp: bool = flag(
+        False, MEMORY, "Share weights and optimizer out over the processes that torchrun started (FSDP2)."
+    )
     no_bos: bool = flag(
-        False, DATA, "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one."
+        False,
+        DATA,
+        "Do not begin every block of text with the beginning-of-text token, where the tokenizer writes one.",
     )
     chat_template: str | None = flag(
-        None, DATA, "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file."
+        None,
+        DATA,
+        "How to word chats, for a model without a chat template: alpaca, chatml, vicuna, or a Jinja file.",
     )
 
     def __post_init__(self) -> None:
@@ -231,16 +267,25 @@ class Training:
                 raise ConfigError(f"{flag} {value}: must be a number above zero")
         if not 0 <= self.clip < math.inf:
             raise ConfigError(f"--clip {self.clip}: must be a number, and not negative; 0 for no clipping")
-        counts = {"steps": self.steps, "batch-size": self.batch_size, "grad-accum": self.grad_accum, "lora": self.lora}
+        counts = {
+            "steps": self.steps,
+            "batch-size": self.batch_size,
+            "grad-accum": self.grad_accum,
+            "lora": self.lora,
+        }
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ConfigError(f"--{name} {count}: must be at least 1")
         if self.sequence_length < 2:
             raise ConfigError(f"--sequence-length {self.sequence_length}: must be at least 2")
         if self.compile and self.lora:
-            raise ConfigError("--compile cannot be combined with --lora: every precision would need its own graph")
+            raise ConfigError(
+                "--compile cannot be combined with --lora: every precision would need its own graph"
+            )
         if self.compile and self.fsdp:
-            raise ConfigError("--compile cannot be combined with --fsdp: weights are quantized where they are gathered")
+            raise ConfigError(
+                "--compile cannot be combined with --fsdp: weights are quantized where they are gathered"
+            )
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: must not be negative")
 
@@ -285,11 +330,11 @@ def _known(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Recipe = Literal["best", "paper"]
-# Chosen by held-out text in six regimes (docs/log.md). The pass in full precision keeps the fine precisions where tuning as
-# usual has them, so that only the lower three need be drawn. Where data are new, what is learnt in full precision is what
-# counts, and codes chosen on the data make up for most of what the low precisions then lack. Where data come again and
-# again, the noise of low precisions keeps a run from fitting them too closely. Average and codes are judged: each helps
-# in some regimes and costs in others.
+# Chosen by held-out text in six regimes (docs/log.md). The pass in full precision keeps the fine precisions
+# where tuning as usual has them, so that only the lower three need be drawn. Where data are new, what is
+# learnt in full precision is what counts, and codes chosen on the data make up for most of what the low
+# precisions then lack. Where data come again and again, the noise of low precisions keeps a run from fitting
+# them too closely. Average and codes are judged: each helps in some regimes and costs in others.
 BEST = Options(weights=(0.0, 0.0, 0.0, 1.0, 1.25, 2.6), full=None, distill=0.5, calibrate=True, average=0.5)
 FULL_OF_NEW_DATA, FULL_OF_REPEATED_DATA, FEW_PASSES = 2 / 3, 1 / 3, 3
 
@@ -297,16 +342,16 @@ FULL_OF_NEW_DATA, FULL_OF_REPEATED_DATA, FEW_PASSES = 2 / 3, 1 / 3, 3
 def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
     """The two starting points; every flag given beside a recipe overrides it.
 
-    `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD at 1e-5. Its
-    listing ends with the last batch and applies nothing that still waits then.
-    `best` is ours, chosen by measurement. Two thirds of every step's loss (a third, where the run sees its data more than
-    three times) are cross-entropy in full precision; half of the rest each are cross-entropy, and divergence from that
-    pass, at one of the lower three precisions, drawn at random with a tilt toward the lowest. AdamW at the rate of
-    tuning as usual; in the end the mean weights of the last half of the steps, and codes chosen on the data that were
-    tuned on, each if they are better on held-out data.
+    `paper` is what the paper states: Algorithm 1 with lambda 5 and N 10, groups of 64, truncation, plain SGD
+    at 1e-5. Its listing ends with the last batch and applies nothing that still waits then. `best` is ours,
+    chosen by measurement. Two thirds of every step's loss (a third, where the run sees its data more than
+    three times) are cross-entropy in full precision; half of the rest each are cross-entropy, and divergence
+    from that pass, at one of the lower three precisions, drawn at random with a tilt toward the lowest. AdamW
+    at the rate of tuning as usual; in the end the mean weights of the last half of the steps, and codes
+    chosen on the data that were tuned on, each if they are better on held-out data.
 
-    A method that is named takes the place of the recipe's own: of `best` nothing else then remains, since all of it was
-    chosen together, and a baseline is to be what its name says.
+    A method that is named takes the place of the recipe's own: of `best` nothing else then remains, since all
+    of it was chosen together, and a baseline is to be what its name says.
     """
     if name == "best":
         return (BEST if method is None else Options(method=method)), Training()
@@ -317,7 +362,9 @@ def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
 
 
 def with_precisions(options: Options, names: Sequence[str]) -> Options:
-    """Options with other precisions; each that had a weight keeps it, and where that would draw none, all are alike."""
+    """Options with other precisions; each that had a weight keeps it, and where that would draw none, all are
+    alike.
+    """
     precisions = tuple(Precision(name) for name in names)
     if options.weights is None:
         return replace(options, precisions=precisions)

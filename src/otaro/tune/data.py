@@ -59,7 +59,8 @@ from otaro.tune.forms import NEEDED, BadRow, EmptyAnswer, columns_read, read_row
 FILES = (".txt", ".json", ".jsonl", ".parquet")
 HUB = re.compile(r"(?P<path>[\w-][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>.+))?")
 ACCEPTED = (
-    "--data takes .txt, .json or .jsonl (each also as .gz), .parquet, a Hub dataset as owner/name[/config][:split], or builtin"
+    "--data takes .txt, .json or .jsonl (each also as .gz), .parquet, a Hub dataset as "
+    "owner/name[/config][:split], or builtin"
 )
 IGNORED = -100  # what the cross entropy of torch leaves out
 PROBLEMS_SHOWN, PLACES_SHOWN = 5, 5  # of rows that cannot be used
@@ -113,9 +114,13 @@ def load_data(
     beginning-of-text token, if the tokenizer begins texts with one.
     """
     if sequence_length < 2:
-        raise DataError(f"--sequence-length {sequence_length} leaves no token to predict from another; 2 is the least")
+        raise DataError(
+            f"--sequence-length {sequence_length} leaves no token to predict from another; 2 is the least"
+        )
     if max_positions is not None and sequence_length > max_positions:
-        raise DataError(f"--sequence-length {sequence_length} is more than the {max_positions} positions of this model")
+        raise DataError(
+            f"--sequence-length {sequence_length} is more than the {max_positions} positions of this model"
+        )
     name = str(source)
     kind, rows, left_out = _read_rows(name, _open(name), tokenizer, skip_bad_rows)
     total = len(rows) + sum(left_out.values())
@@ -132,7 +137,8 @@ def load_data(
         examples = _encode_chats(rows, tokenizer)
     kept, cut, answerless = [], 0, 0
     for ids, labels in examples:
-        if all(label == IGNORED for label in labels[1:sequence_length]):  # the first token is predicted from nothing
+        # the first token is predicted from nothing
+        if all(label == IGNORED for label in labels[1:sequence_length]):
             answerless += 1
             continue
         cut += len(ids) > sequence_length
@@ -143,9 +149,13 @@ def load_data(
             way = "this model has no more positions, so shorten the prompts"
         elif max_positions is not None:
             way += f", up to the {max_positions} positions of this model"
-        raise DataError(f"{name}: --sequence-length {sequence_length} cuts away all answers of all rows; {way}")
+        raise DataError(
+            f"{name}: --sequence-length {sequence_length} cuts away all answers of all rows; {way}"
+        )
     left_out[f"--sequence-length {sequence_length} cuts the whole answer away"] = answerless
-    remarks = [f"{count:,} of {total:,} rows left out: {reason}" for reason, count in left_out.items() if count]
+    remarks = [
+        f"{count:,} of {total:,} rows left out: {reason}" for reason, count in left_out.items() if count
+    ]
     if cut:
         remarks.append(f"{cut:,} of {total:,} rows cut short by --sequence-length {sequence_length}")
     begun = bos and kind == "text" and beginning is not None
@@ -153,7 +163,8 @@ def load_data(
 
 
 def split(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
-    """The data to train on and a `share` of it held out, the same for the same seed, and at least one example each.
+    """The data to train on and a `share` of it held out, the same for the same seed, and at least one example
+    each.
 
     Of a text the last blocks are held out, of rows a random choice; remarks stay with the training part.
     """
@@ -162,14 +173,18 @@ def split(dataset: TokenDataset, share: float, seed: int) -> tuple[TokenDataset,
         raise DataError(f"the share to hold out must lie between 0 and 1, got {share}")
     if total < 2:
         raise DataError(
-            f"{total} example cannot be divided into one part to train on and one to hold out; give more data (a text is cut "
-            "into blocks of --sequence-length tokens), other data to measure on (--eval-data), or --hold-out 0"
+            f"{total} example cannot be divided into one part to train on and one to hold out; give more "
+            "data (a text is cut "
+            "into blocks of --sequence-length tokens), other data to measure on (--eval-data), or "
+            "--hold-out 0"
         )
     count = min(max(1, round(total * share)), total - 1)
     order = list(range(total - 1, -1, -1))
     if dataset.kind != "text":
         random.Random(seed).shuffle(order)
-    kept, held = ([dataset.examples[index] for index in sorted(part)] for part in (order[count:], order[:count]))
+    kept, held = (
+        [dataset.examples[index] for index in sorted(part)] for part in (order[count:], order[:count])
+    )
     return replace(dataset, examples=kept), replace(dataset, examples=held, dropped=0, cut=0, remarks=())
 
 
@@ -177,7 +192,9 @@ def collate(pad_id: int) -> Callable[[list[dict[str, list[int]]]], dict[str, tor
     """A function that makes a batch [examples, longest example] of examples, padded on the right."""
 
     def batch_of(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        ids, labels = ([torch.tensor(example[key]) for example in examples] for key in ("input_ids", "labels"))
+        ids, labels = (
+            [torch.tensor(example[key]) for example in examples] for key in ("input_ids", "labels")
+        )
         pad = partial(pad_sequence, batch_first=True)
         batch = {"input_ids": pad(ids, padding_value=pad_id), "labels": pad(labels, padding_value=IGNORED)}
         return batch | {"attention_mask": pad([torch.ones_like(row) for row in ids], padding_value=0)}
@@ -186,8 +203,12 @@ def collate(pad_id: int) -> Callable[[list[dict[str, list[int]]]], dict[str, tor
 
 
 def padding_id(tokenizer: Any) -> int:
-    """What to pad with: the tokenizer's padding token, or its end of text. Nobody reads or learns it, so at worst 0 will do."""
-    return next((int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    """What to pad with: the tokenizer's padding token, or its end of text. Nobody reads or learns it, so at
+    worst 0 will do.
+    """
+    return next(
+        (int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
+    )
 
 
 def _open(name: str) -> Rows:
@@ -202,12 +223,18 @@ def _open(name: str) -> Rows:
         where = [part for part in (hub["path"], hub["config"]) if part]
         return _from_datasets(f"{name} (no file, so a Hub dataset)", *where, split=hub["split"] or "train")
     if path.is_dir() or kind not in FILES:
-        raise DataError(f"{name} is {'a directory' if path.is_dir() else 'of no kind that can be read'}; {ACCEPTED}")
+        raise DataError(
+            f"{name} is {'a directory' if path.is_dir() else 'of no kind that can be read'}; {ACCEPTED}"
+        )
     if kind == ".parquet":
         return _from_datasets(name, "parquet", data_files=name, split="train")
     text = _read_text(path)
     if kind == ".jsonl":  # not splitlines: U+2028 may stand within a JSON string
-        return ((f"line {number}", _parse(line)) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+        return (
+            (f"line {number}", _parse(line))
+            for number, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+        )
     if kind == ".txt":
         return [("text", {"text": text})]
     rows = _parse(text)
@@ -223,7 +250,10 @@ def _read_text(path: Path) -> str:
         content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
         text = content.decode().removeprefix("\ufeff")  # the byte order mark some editors write
     except UnicodeDecodeError as error:
-        byte, line = f"byte 0x{content[error.start]:02x} at offset {error.start}", content.count(b"\n", 0, error.start) + 1
+        byte, line = (
+            f"byte 0x{content[error.start]:02x} at offset {error.start}",
+            content.count(b"\n", 0, error.start) + 1,
+        )
         raise DataError(f"{path} is not UTF-8: {byte}, in line {line}; save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
@@ -292,7 +322,9 @@ def _listed(places: list[str]) -> str:
 
 def _ids(tokenizer: Any, texts: Sequence[str], **options: bool) -> Iterator[list[int]]:
     for start in range(0, len(texts), TEXTS_AT_ONCE):  # verbose would warn of every long text
-        yield from tokenizer(list(texts[start : start + TEXTS_AT_ONCE]), verbose=False, **options)["input_ids"]
+        yield from tokenizer(list(texts[start : start + TEXTS_AT_ONCE]), verbose=False, **options)[
+            "input_ids"
+        ]
 
 
 def _texts_ids(tokenizer: Any, texts: Sequence[str], beginning: int | None) -> Iterator[list[int]]:
@@ -308,12 +340,16 @@ def _join(name: str, documents: list[str], tokenizer: Any, beginning: int | None
             stream.append(eos)
         stream.extend(ids)
     if len(stream) < 2:
-        raise DataError(f"{name} has {len(stream)} tokens of text; one to predict and one before it are the least")
+        raise DataError(
+            f"{name} has {len(stream)} tokens of text; one to predict and one before it are the least"
+        )
     return stream
 
 
 def _blocks(stream: array[int], length: int, bos: int | None) -> Iterator[array[int]]:
-    """Blocks of `length` tokens one after the other, each with `bos` in front unless it begins with it anyway."""
+    """Blocks of `length` tokens one after the other, each with `bos` in front unless it begins with it
+    anyway.
+    """
     start = 0
     while start < len(stream):
         head = array("i", [] if bos is None or stream[start] == bos else [bos])
@@ -343,8 +379,11 @@ def _without_end(ids: list[int], eos: int) -> list[int]:
 
 def _encode_chats(rows: list[tuple[str, list[tuple[int, int]]]], tokenizer: Any) -> Examples:
     for full, spans in rows:
-        # The template has written all special tokens. A token across the border between prompt and answer counts as answer.
-        ids, *encoded = _ids(tokenizer, [full, *(full[:at] for span in spans for at in span)], add_special_tokens=False)
+        # The template has written all special tokens. A token across the border between prompt and answer
+        # counts as answer.
+        ids, *encoded = _ids(
+            tokenizer, [full, *(full[:at] for span in spans for at in span)], add_special_tokens=False
+        )
         positions = [shared(ids, prefix) for prefix in encoded]
         labels = [IGNORED] * len(ids)
         for start, end in zip(positions[::2], positions[1::2], strict=True):

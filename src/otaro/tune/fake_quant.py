@@ -1,9 +1,10 @@
-"""Training through quantization: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to 3).
+"""Training through quantization: the forward sees Q(w, b), the gradient passes as if it had seen w (eqs. 1 to
+3).
 
-`prepare` makes every module that will be packed (`otaro.packable` names them) and peft's LoRA layers read the weight
-quantized, by swapping the module's class: parameters, their names and the state dict stay as they are, so
-optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its `at` they
-run at a precision, outside and at None as they always did. `restore` swaps the classes back.
+`prepare` makes every module that will be packed (`otaro.packable` names them) and peft's LoRA layers read the
+weight quantized, by swapping the module's class: parameters, their names and the state dict stay as they are,
+so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `Precisely` object; inside its
+`at` they run at a precision, outside and at None as they always did. `restore` swaps the classes back.
 
 Where the quantized weights are kept is a matter of memory, never of values:
 
@@ -15,13 +16,14 @@ Where the quantized weights are kept is a matter of memory, never of values:
              and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
   rows       The embedding quantizes the rows that were looked up.
 
-A tensor has one scale exponent, which comes from its largest group. So whoever quantizes a part of a tensor (the embedding's
-rows, one expert of a stack) needs the exponent of the whole: a tensor of its own, so that no GPU is waited for.
+A tensor has one scale exponent, which comes from its largest group. So whoever quantizes a part of a tensor
+(the embedding's rows, one expert of a stack) needs the exponent of the whole: a tensor of its own, so that no
+GPU is waited for.
 
-A LoRA layer quantizes the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type of W and
-whatever autocast says, by the one function (`merged_weight`) that also merges for good (`merge_lora`): what was tuned is,
-bit for bit, what is saved and packed. In bfloat16 the sum would lose updates below 2^-8 of a weight, which peft's own
-merging does.
+A LoRA layer quantizes the merged weight W + BA, not W alone. The sum is taken in float32, whatever the type
+of W and whatever autocast says, by the one function (`merged_weight`) that also merges for good
+(`merge_lora`): what was tuned is, bit for bit, what is saved and packed. In bfloat16 the sum would lose
+updates below 2^-8 of a weight, which peft's own merging does.
 """
 
 from __future__ import annotations
@@ -42,14 +44,17 @@ from otaro.sefp.codec import Reconstruction
 from otaro.sefp.precision import GROUP_SIZE, Precision
 from otaro.tune import plain
 
-NODE_WEIGHTS = 16  # that share a node of autograd's graph; few, as none gets its gradient before the last of them has one
+# that share a node of autograd's graph; few, as none gets its gradient before the last of them has one
+NODE_WEIGHTS = 16
 
 
 class Precisely:
     """The precision that prepared modules run at, and how they quantize."""
 
     hold = True
-    """Whether the quantized weights of tuned linears are held for a step, or made again for its backward pass."""
+    """Whether the quantized weights of tuned linears are held for a step, or made again for its backward
+    pass.
+    """
 
     def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
@@ -58,7 +63,9 @@ class Precisely:
 
     @contextmanager
     def at(self, precision: Precision | None, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Run at `precision` inside the block; `compute_dtype` is autocast's type where the forward runs under it."""
+        """Run at `precision` inside the block; `compute_dtype` is autocast's type where the forward runs
+        under it.
+        """
         before, self.precision = self.precision, precision
         held_before = [(linear, linear.held) for linear in self.linears]
         try:
@@ -71,7 +78,10 @@ class Precisely:
                 object.__setattr__(linear, "held", held)
 
     def __call__(
-        self, weight: torch.Tensor, dtype: torch.dtype | None = None, scale_exponent: torch.Tensor | None = None
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        scale_exponent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight as the forward should see it, quantized here and now; in its own type or another."""
         if self.precision is None:
@@ -109,20 +119,28 @@ class Precisely:
             together.setdefault((_fused(weight, self.group_size), weight.device, weight.dtype), []).append(i)
         settings = precision.mantissa_bits, self.group_size, self.reconstruction
         for (fused, _, own), members in together.items():
-            found = _quantizer(fused).quantize_all([weights[i].detach() for i in members], *settings, dtype or own)
+            found = _quantizer(fused).quantize_all(
+                [weights[i].detach() for i in members], *settings, dtype or own
+            )
             values |= zip(members, found, strict=True)
         return [values[i] for i in range(len(weights))]
 
     def _held(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-        """The quantized weight of each linear; None where there is none, or where it must be left to the forward."""
+        """The quantized weight of each linear; None where there is none, or where it must be left to the
+        forward.
+        """
         held: list[torch.Tensor | None] = [None] * len(self.linears)
         if self.precision is None or not self.hold:
             return held
-        ready = [i for i, linear in enumerate(self.linears) if linear.weight.requires_grad and is_whole(linear)]
+        ready = [
+            i for i, linear in enumerate(self.linears) if linear.weight.requires_grad and is_whole(linear)
+        ]
         values = self.values_of_all([self.linears[i].weight for i in ready], self.precision, compute_dtype)
         for start in range(0, len(ready), NODE_WEIGHTS):
             members = ready[start : start + NODE_WEIGHTS]
-            passed = _straight_through([self.linears[i].weight for i in members], values[start : start + NODE_WEIGHTS])
+            passed = _straight_through(
+                [self.linears[i].weight for i in members], values[start : start + NODE_WEIGHTS]
+            )
             for i, one in zip(members, passed, strict=True):
                 held[i] = one
         return held
@@ -130,7 +148,10 @@ class Precisely:
 
 def is_whole(linear: nn.Linear) -> bool:
     """Of one that is sharded there is nothing to quantize before it is gathered."""
-    return type(linear.weight.data) is torch.Tensor and linear.weight.shape == (linear.out_features, linear.in_features)
+    return type(linear.weight.data) is torch.Tensor and linear.weight.shape == (
+        linear.out_features,
+        linear.in_features,
+    )
 
 
 def _straight_through(weights: Sequence[torch.Tensor], quantized: Sequence[Any]) -> list[torch.Tensor]:
@@ -145,7 +166,9 @@ def _straight_through(weights: Sequence[torch.Tensor], quantized: Sequence[Any])
 
 
 class _StraightThrough(torch.autograd.Function):
-    """One node for several weights: calling back into Python for each of hundreds would cost more than the work."""
+    """One node for several weights: calling back into Python for each of hundreds would cost more than the
+    work.
+    """
 
     @staticmethod
     def forward(ctx: Any, *weights_then_quantized: torch.Tensor) -> Any:
@@ -197,13 +220,17 @@ def quantize(
     """
     settings = mantissa_bits, group_size, reconstruction, dtype or weight.dtype
     exponents = None if scale_exponent is None else scale_exponent.view(1)
-    values = _quantizer(_fused(weight, group_size)).quantize_all([weight.detach()], *settings, scale_exponents=exponents)
+    values = _quantizer(_fused(weight, group_size)).quantize_all(
+        [weight.detach()], *settings, scale_exponents=exponents
+    )
     return values[0]  # type: ignore[no-any-return]
 
 
 def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
     """The scale exponent of `encode(whole)`, int32, on the device of the tensor."""
-    found = _quantizer(_fused(whole, group_size)).scale_exponents_of([whole.detach()], group_size, reconstruction)
+    found = _quantizer(_fused(whole, group_size)).scale_exponents_of(
+        [whole.detach()], group_size, reconstruction
+    )
     return found[0]  # type: ignore[no-any-return]
 
 
@@ -223,13 +250,18 @@ class _Recipe(NamedTuple):
 class _Product(torch.autograd.Function):
     """x times a weight that is made for this product alone, and made again for the gradient of x.
 
-    Gradients pass the quantization straight through. Those of LoRA's factors come from products of their rank with x and
-    the gradient, and never from a gradient of the whole weight.
+    Gradients pass the quantization straight through. Those of LoRA's factors come from products of their rank
+    with x and the gradient, and never from a gradient of the whole weight.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, recipe: _Recipe, weight: torch.Tensor, *factors: Any
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: _Recipe,
+        weight: torch.Tensor,
+        *factors: Any,
     ) -> Any:
         ctx.save_for_backward(x, weight, *factors)
         ctx.recipe, ctx.bias_dtype = recipe, None if bias is None else bias.dtype
@@ -268,7 +300,8 @@ def _product(
 ) -> torch.Tensor:
     """As nn.Linear, with the weight quantized, merged and in the type of the computation, whichever apply."""
     dtype, weight = computed_in(x), linear.weight
-    if precisely.precision is None and not torch.is_grad_enabled():  # a teacher; autocast would hold its copies to the end
+    # a teacher; autocast would hold its copies to the end
+    if precisely.precision is None and not torch.is_grad_enabled():
         return nn.functional.linear(x, weight.to(dtype), linear.bias)
     if precisely.precision is None and (weight.requires_grad or weight.dtype == dtype):
         return nn.functional.linear(x, weight, linear.bias)
@@ -283,14 +316,17 @@ def computed_in(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def merged_weight(weight: torch.Tensor, factors: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+def merged_weight(
+    weight: torch.Tensor, factors: Sequence[torch.Tensor], scales: Sequence[float]
+) -> torch.Tensor:
     """W + s1 B1 A1 + ..., in float32; the weight itself where there are no factors."""
     if not factors:
         return weight
     merged = weight.detach().float()
     with torch.autocast(weight.device.type, enabled=False):
         for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True):
-            merged = (b.detach().float() @ a.detach().float()).mul_(scale).add_(merged)  # two matrices at any time
+            # two matrices at any time
+            merged = (b.detach().float() @ a.detach().float()).mul_(scale).add_(merged)
     return merged
 
 
@@ -312,7 +348,9 @@ class TuneLinear(nn.Linear):
 
 
 class BaseLinear(nn.Linear):
-    """Below an adapter that is added and not merged, as at full precision: the weight as it is, in the type of the input."""
+    """Below an adapter that is added and not merged, as at full precision: the weight as it is, in the type
+    of the input.
+    """
 
     precisely: Precisely
 
@@ -348,7 +386,9 @@ class TuneEmbedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As nn.Embedding; rows are quantized after the look-up, which is the same and cheaper."""
         rows = nn.functional.embedding(input, self.weight, self.padding_idx)
-        return scaled(self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight)), self.scale)
+        return scaled(
+            self.precisely(rows, self.activations, self.precisely.scale_exponent(self.weight)), self.scale
+        )
 
 
 class _TuneExperts(nn.Module):
@@ -420,7 +460,11 @@ class _TuneLora(nn.Module):
 
 def _factors(layer: Any) -> tuple[list[torch.Tensor], tuple[float, ...]]:
     """A and B of each adapter in use, and their scales."""
-    used = [] if layer.disable_adapters or layer.merged else [a for a in layer.active_adapters if a in layer.lora_A]
+    used = (
+        []
+        if layer.disable_adapters or layer.merged
+        else [a for a in layer.active_adapters if a in layer.lora_A]
+    )
     factors = [part[adapter].weight for adapter in used for part in (layer.lora_A, layer.lora_B)]
     return factors, tuple(float(layer.scaling[adapter]) for adapter in used)
 
@@ -434,17 +478,22 @@ def merge_lora(model: Any) -> Any:
     restore(model)
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
-            layer.base_layer.weight.data = merged_weight(layer.base_layer.weight, *_factors(layer)).float().cpu()
+            layer.base_layer.weight.data = (
+                merged_weight(layer.base_layer.weight, *_factors(layer)).float().cpu()
+            )
     return model.unload().cpu().float()
 
 
 def narrow_frozen(model: Any, dtype: torch.dtype) -> None:
-    """Keep frozen matrices in `dtype`, their own, and all else in float32: values stay, and so does the computation.
+    """Keep frozen matrices in `dtype`, their own, and all else in float32: values stay, and so does the
+    computation.
 
-    For a model with adapters, before it is prepared: only prepared modules multiply weights of one type with inputs of
-    another. GPT-2's do not.
+    For a model with adapters, before it is prepared: only prepared modules multiply weights of one type with
+    inputs of another. GPT-2's do not.
     """
-    matrices = {id(getattr(one.module, one.parameter)) for one in packable(model) if one.kind is not Kind.CONV1D}
+    matrices = {
+        id(getattr(one.module, one.parameter)) for one in packable(model) if one.kind is not Kind.CONV1D
+    }
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             narrow = id(tensor) in matrices and not tensor.requires_grad
@@ -462,12 +511,20 @@ def prepare(model: nn.Module, precisely: Precisely) -> list[str]:
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Linear):
             _check_lora(name, module)
-            inside_lora |= {f"{name}.{child}": child == "base_layer" for child, _ in module.named_modules() if child}
+            inside_lora |= {
+                f"{name}.{child}": child == "base_layer" for child, _ in module.named_modules() if child
+            }
             swapped: type = _mixed(_TuneLora, type(module))
         elif any(hasattr(module, adapter) for adapter in ("lora_A", "lora_embedding_A")):
-            raise OtaroError(f"{name}: only LoRA on linear layers can be quantized as merged; leave it out of target_modules")
+            raise OtaroError(
+                f"{name}: only LoRA on linear layers can be quantized as merged; leave it out "
+                "of target_modules"
+            )
         elif hasattr(module, "trainable_tokens_delta"):
-            raise OtaroError(f"{name}: single tuned tokens cannot be quantized; name the embedding in modules_to_save instead")
+            raise OtaroError(
+                f"{name}: single tuned tokens cannot be quantized; name the embedding in "
+                "modules_to_save instead"
+            )
         elif name in inside_lora:
             if not inside_lora[name]:
                 continue
@@ -508,12 +565,19 @@ def _mixed(mixin: type, base: type) -> type:
 def _check_lora(name: str, layer: Any) -> None:
     """Only a plain adapter is the same as adding BA to the weight."""
     if any(getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()):
-        raise OtaroError(f"{name}: LoRA dropout cannot be combined with a quantized merged weight; set it to 0")
+        raise OtaroError(
+            f"{name}: LoRA dropout cannot be combined with a quantized merged weight; set it to 0"
+        )
     if layer.lora_variant:
         kind = type(next(iter(layer.lora_variant.values()))).__name__.removesuffix("LinearVariant")
-        raise OtaroError(f"{name}: LoRA of the kind {kind} cannot be combined with a quantized merged weight; use plain LoRA")
+        raise OtaroError(
+            f"{name}: LoRA of the kind {kind} cannot be combined with a quantized merged "
+            "weight; use plain LoRA"
+        )
     if any(getattr(layer, "lora_bias", {}).values()):
-        raise OtaroError(f"{name}: a bias of the adapter cannot be combined with a quantized merged weight; leave it out")
+        raise OtaroError(
+            f"{name}: a bias of the adapter cannot be combined with a quantized merged weight; leave it out"
+        )
 
 
 def restore(model: nn.Module) -> None:

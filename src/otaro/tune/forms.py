@@ -184,7 +184,9 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int = 0) 
     if not all(messages[index]["content"].strip() for index in turns):
         raise EmptyAnswer
     if not tokenizer.chat_template:
-        raise BadRow("is a chat, but this model has no chat template; give it one, such as --chat-template alpaca")
+        raise BadRow(
+            "is a chat, but this model has no chat template; give it one, such as --chat-template alpaca"
+        )
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
         full, spans = render(messages), []

@@ -1,20 +1,21 @@
 """Quantizing many weights with two launches, for GPUs: Triton kernels with the values of `plain.py`.
 
-A model has hundreds of weights, most of them small, and dozens of torch operations on each cost more in launches than in
-work. Here one program takes one tile of whole groups, whichever weight they belong to: a table says where each tile is
-read from and where it goes. The first launch finds the scale exponent of each weight, the second its values. The number
-of mantissa bits is an ordinary argument, so that one compiled kernel serves all precisions.
+A model has hundreds of weights, most of them small, and dozens of torch operations on each cost more in
+launches than in work. Here one program takes one tile of whole groups, whichever weight they belong to: a
+table says where each tile is read from and where it goes. The first launch finds the scale exponent of each
+weight, the second its values. The number of mantissa bits is an ordinary argument, so that one compiled
+kernel serves all precisions.
 
-Weights are read twice and written once, and memory is what the kernels wait for. So the compiler is told that tiles begin at
-multiples of 16 bytes and end with a group, which it cannot see in addresses from a table: a thread then loads 16 bytes at a
-time, and the threads of a group are in one warp.
+Weights are read twice and written once, and memory is what the kernels wait for. So the compiler is told that
+tiles begin at multiples of 16 bytes and end with a group, which it cannot see in addresses from a table: a
+thread then loads 16 bytes at a time, and the threads of a group are in one warp.
 
-Most GPUs are slow in float64, in which the codec computes. Here everything is float32, and still exact: a quotient that may
-be off is only a first guess, put right by products that cannot be, as they have few significant bits (`_scales`,
-`_quantize_tiles`).
+Most GPUs are slow in float64, in which the codec computes. Here everything is float32, and still exact: a
+quotient that may be off is only a first guess, put right by products that cannot be, as they have few
+significant bits (`_scales`, `_quantize_tiles`).
 
-Imported only where there is a GPU, for which torch's builds bring Triton along, or where TRITON_INTERPRET=1 lets Triton run
-its kernels on the CPU.
+Imported only where there is a GPU, for which torch's builds bring Triton along, or where TRITON_INTERPRET=1
+lets Triton run its kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ BEST = Launch(4096, 8)
 
 
 def serves(weight: torch.Tensor, group_size: int) -> bool:
-    """Whether the kernel can take this weight: in whole groups of a power of two, row by row from a multiple of 16 bytes on."""
-    whole = weight.shape[-1] % group_size == 0 and group_size & (group_size - 1) == 0 and ALIGNED <= group_size <= BEST.tile
+    """Whether the kernel can take this weight: in whole groups of a power of two, row by row from a multiple
+    of 16 bytes on.
+    """
+    whole = (
+        weight.shape[-1] % group_size == 0
+        and group_size & (group_size - 1) == 0
+        and ALIGNED <= group_size <= BEST.tile
+    )
     return whole and weight.is_contiguous() and weight.numel() > 0 and weight.data_ptr() % ALIGNED == 0
 
 
@@ -60,7 +67,13 @@ def scale_exponents_of(
     table = _table_of(weights, launch)
     with _on(first):
         _find_exponents[(len(table),)](
-            table, first.detach(), found, group_size, launch.tile, reconstruction == "truncate", num_warps=launch.warps
+            table,
+            first.detach(),
+            found,
+            group_size,
+            launch.tile,
+            reconstruction == "truncate",
+            num_warps=launch.warps,
         )
     return found
 
@@ -98,13 +111,20 @@ def _on(weight: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def _table_of(weights: Sequence[torch.Tensor], launch: Launch) -> torch.Tensor:
-    addresses, sizes = tuple(weight.data_ptr() for weight in weights), tuple(weight.numel() for weight in weights)
+    addresses, sizes = (
+        tuple(weight.data_ptr() for weight in weights),
+        tuple(weight.numel() for weight in weights),
+    )
     return _table(addresses, sizes, weights[0].element_size(), launch.tile, weights[0].device)
 
 
 @lru_cache(maxsize=16)
-def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], width: int, tile: int, device: torch.device) -> torch.Tensor:
-    """A line per tile: its address, how many weights of `width` bytes it has, their place in the buffer, whose they are."""
+def _table(
+    addresses: tuple[int, ...], sizes: tuple[int, ...], width: int, tile: int, device: torch.device
+) -> torch.Tensor:
+    """A line per tile: its address, how many weights of `width` bytes it has, their place in the buffer,
+    whose they are.
+    """
     lines, place = [], 0
     for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
         offsets = torch.arange(0, size, tile)
@@ -127,7 +147,8 @@ def _find_exponents(  # type: ignore[no-untyped-def]
     line = table + 4 * tl.program_id(0)
     values, _, _ = _tile(line, like, GROUP, TILE)
     scales, _ = _scales(values, TRUNCATE)
-    # Of (1 + f/8) 2^k a float8, which ends at 448 = (1 + 6/8) 2^8, holds 2^(k - 8), or half of it where f is 7.
+    # Of (1 + f/8) 2^k a float8, which ends at 448 = (1 + 6/8) 2^8, holds 2^(k - 8), or half of it where f is
+    # 7.
     needed = ((scales.to(tl.int32, bitcast=True) + (1 << 20)) >> 23) - (127 + 8)
     tl.atomic_max(found + tl.load(line + 3), tl.max(needed, 0))
 
@@ -148,7 +169,8 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
     place = tl.multiple_of(tl.load(line + 2), GROUP)
 
     scales, mirrored = _scales(values, TRUNCATE)
-    unit = tl.load(scale_exponents + tl.load(line + 3)) - 9  # of which all scales are multiples: float8's smallest
+    # of which all scales are multiples: float8's smallest
+    unit = tl.load(scale_exponents + tl.load(line + 3)) - 9
     scales = tl.ceil(scales * _power_of_two(-unit)) * _power_of_two(unit)
     inverses = (_power_of_two(m) / tl.maximum(scales, 1e-12))[:, None]  # any will do for zeros
     steps = (scales * _power_of_two(-m))[:, None]
@@ -158,7 +180,8 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
     else:
         upright = tl.where(mirrored[:, None], -values, values)
         shift = _power_of_two(m - 4)
-        borders = tl.floor(upright * inverses + (shift + 0.5)) - shift  # the nearest, or one that is as good as near
+        # the nearest, or one that is as good as near
+        borders = tl.floor(upright * inverses + (shift + 0.5)) - shift
         edges = borders * steps  # of 13 bits: exact
         below = (upright < edges) | ((upright == edges) & _goes_below(GROUP))
         codes = borders + tl.where(below, -0.5, 0.5)
@@ -171,7 +194,9 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(line, like, GROUP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001
-    """The weights of a tile in float32, zero where it has no more; their places in it, and how many there are."""
+    """The weights of a tile in float32, zero where it has no more; their places in it, and how many there
+    are.
+    """
     source = tl.multiple_of(tl.load(line).to(like.dtype), 16)  # ALIGNED
     count = tl.multiple_of(tl.load(line + 1), GROUP)
     at = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -182,7 +207,8 @@ def _tile(line, like, GROUP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[
 def _scales(values, TRUNCATE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001
     """The |s| of each group, as large as a float8 without limits would have to be, and whether s is negative.
 
-    s is turned so that the grid reaches 17/16 |s| on the longer side of the group and 15/16 |s| on the shorter.
+    s is turned so that the grid reaches 17/16 |s| on the longer side of the group and 15/16 |s| on the
+    shorter.
     """
     below, above = tl.maximum(-tl.min(values, 1), 0.0), tl.maximum(tl.max(values, 1), 0.0)
     longer, shorter = tl.maximum(below, above), tl.minimum(below, above)

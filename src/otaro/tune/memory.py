@@ -1,14 +1,14 @@
 """What a tuning run will take of its device's memory, told before it is taken.
 
-Most of it is known exactly from the weights: bytes of the weights, their gradients, the optimizer's state and the copies that
-options keep. Activations are estimated from the model's dimensions, as a decoder layer of the common kind keeps them (sdpa or
-flash attention, a gated feed-forward); the estimate is meant to be within a fifth, as tests
-check and `benchmarks/results/h200-memory.txt` shows.
+Most of it is known exactly from the weights: bytes of the weights, their gradients, the optimizer's state and
+the copies that options keep. Activations are estimated from the model's dimensions, as a decoder layer of the
+common kind keeps them (sdpa or flash attention, a gated feed-forward); the estimate is meant to be within a
+fifth, as tests check and `benchmarks/results/h200-memory.txt` shows.
 
-From the estimate follows where things are kept (`Plan`): copies that a step touches once go to host memory where the device
-has no room for them, and the quantized weights are then made again in the backward pass instead of held. Neither changes a
-bit of the result. A run whose weights, gradients and optimizer alone are more than the device has cannot work, and is
-refused; else the numbers are told, and the user may try.
+From the estimate follows where things are kept (`Plan`): copies that a step touches once go to host memory
+where the device has no room for them, and the quantized weights are then made again in the backward pass
+instead of held. Neither changes a bit of the result. A run whose weights, gradients and optimizer alone are
+more than the device has cannot work, and is refused; else the numbers are told, and the user may try.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from otaro.tune.steady import goes_back
 STATE_BYTES: Mapping[str, int] = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
 """Of an optimizer, for each weight."""
 ROOM = 0.92
-"""Of a device's memory that a plan fills: the rest goes to the context, to what is cut off and to the error of the estimate."""
+"""Of a device's memory that a plan fills: the rest goes to the context, to what is cut off and to the error
+of the estimate.
+"""
 
 
 class MemoryNeedError(OtaroError):
@@ -99,7 +101,9 @@ class Needs:
 
     def __str__(self) -> str:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count >= self.total / 200)
+        told = ", ".join(
+            f"{name} {size(count)}" for name, count in parts.items() if count >= self.total / 200
+        )
         return f"{size(self.total)} ({told.replace('_', '-')})"
 
 
@@ -124,10 +128,17 @@ class Run:
         """Of one process."""
         parameters = dict(self.model.named_parameters())
         tuned = {name: p for name, p in parameters.items() if p.requires_grad}
-        count, gradients = sum(p.numel() for p in tuned.values()), sum(p.nbytes for p in tuned.values()) // self.shards
+        count, gradients = (
+            sum(p.numel() for p in tuned.values()),
+            sum(p.nbytes for p in tuned.values()) // self.shards,
+        )
         tables = {id(table.weight) for table in token_embeddings(self.model)}
         rows = tables - {id(head_weight(self.model))}  # looked up, never held
-        held = sum(p.numel() for name, p in tuned.items() if p.dim() > 1 and "lora_" not in name and id(p) not in rows)
+        held = sum(
+            p.numel()
+            for name, p in tuned.items()
+            if p.dim() > 1 and "lora_" not in name and id(p) not in rows
+        )
         states = STATE_BYTES[self.optimizer] * count
         if self.optimizer == "adamw8bit":  # bitsandbytes leaves embeddings in float32
             states += 6 * sum(p.numel() for name, p in tuned.items() if "embed" in name)
@@ -137,7 +148,9 @@ class Run:
             gradients=gradients,
             optimizer=states // self.shards,
             quantized=self.batch.width * held if options.method != "fp" and self.shards == 1 else 0,
-            l2_sp=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards if options.l2_sp else 0,
+            l2_sp=sum(p.nbytes for name, p in tuned.items() if goes_back(name)) // self.shards
+            if options.l2_sp
+            else 0,
             average=4 * count // self.shards if options.average else 0,
             delayed=gradients if options.method == "otaro" and options.accumulator == "device" else 0,
             activations=activation_bytes(self.model, self.batch),
@@ -147,9 +160,11 @@ class Run:
     def plan(self, device: torch.device, room: int | None = None) -> Plan:
         """Fill the device as far as it goes. `room` is asked of the device if it is not given."""
         needed, room = self.needs(), device_bytes(device) if room is None else room
-        host = device.type != "cpu" and bool(needed.copies)  # else there is nothing to move, or no other place
+        # else there is nothing to move, or no other place
+        host = device.type != "cpu" and bool(needed.copies)
         plans = [
-            Plan(self, needed, room, device, hold, on_host) for hold, on_host in ((True, False), (True, host), (False, host))
+            Plan(self, needed, room, device, hold, on_host)
+            for hold, on_host in ((True, False), (True, host), (False, host))
         ]
         return next((plan for plan in plans if plan.fits), plans[-1])
 
@@ -164,7 +179,8 @@ def activation_bytes(model: Any, batch: Batch) -> int:
     if any(stack in name for stack in EXPERT_STACKS for name, p in model.named_parameters() if p.dim() == 3):
         feed_forward = experts * (getattr(config, "moe_intermediate_size", None) or feed_forward)
     width = batch.width
-    # Residual stream and two norms in float32; inputs and outputs of attention; gate, its activation, up, and their product.
+    # Residual stream and two norms in float32; inputs and outputs of attention; gate, its activation, up, and
+    # their product.
     of_layer = batch.tokens * (hidden * (17 + 2.5 * width) + feed_forward * 4 * width)
     if batch.checkpointing:
         return int(of_layer + layers * batch.tokens * hidden * 4)
@@ -227,7 +243,8 @@ class Plan:
         """Refuse what cannot work."""
         if self.room is not None and self.needs.certain > self.room:
             raise MemoryNeedError(
-                f"weights, gradients and optimizer alone take {size(self.needs.certain)}, and {self.device} has "
+                f"weights, gradients and optimizer alone take {size(self.needs.certain)}, and {self.device} "
+                "has "
                 f"{size(self.room)}; {self.advice()}"
             )
 
@@ -236,7 +253,9 @@ class Plan:
         needed, ways = self.needs, []
         if not self.run.lora:
             count = sum(p.numel() for p in self.run.model.parameters())
-            ways.append(f"--lora 16 (about {size(2 * count + needed.activations + needed.loss)} of bfloat16 weights)")
+            ways.append(
+                f"--lora 16 (about {size(2 * count + needed.activations + needed.loss)} of bfloat16 weights)"
+            )
             if self.run.optimizer == "adamw":
                 ways.append(f"--optimizer adamw8bit (saves {size(0.75 * needed.optimizer)})")
         if needed.activations > needed.total / 20:
@@ -247,7 +266,9 @@ class Plan:
         if self.run.shards == 1 and not self.run.lora and self.room is not None and self.device.type != "cpu":
             each = ROOM * self.room - needed.activations - needed.loss
             if each > 0:
-                ways.append(f"FSDP over {max(2, math.ceil((needed.total - needed.quantized) / each))} such GPUs")
+                ways.append(
+                    f"FSDP over {max(2, math.ceil((needed.total - needed.quantized) / each))} such GPUs"
+                )
         return "what takes less: " + "; ".join(ways) if ways else "take a smaller model"
 
 

@@ -1,7 +1,8 @@
 """Which precision the next batch is trained at. Pure Python, no torch.
 
-A *path* is the sequence of precisions of a run. Four ways to walk it, all with the same three calls: `choose()` names the
-precision of the next batch, `record(precision, loss)` reports what came of it, `scores()` says how the choice stood.
+A *path* is the sequence of precisions of a run. Four ways to walk it, all with the same three calls:
+`choose()` names the precision of the next batch, `record(precision, loss)` reports what came of it,
+`scores()` says how the choice stood.
 
   bps       the paper's Bit-Width Path Search (eq. 5): the precision with the highest
                 score(b) = lambda * sqrt(ln t / t_b) - L_b
@@ -53,7 +54,8 @@ class BitWidthPathSearch:
     """
 
     def __init__(self, precisions: Sequence[Precision], exploration: float) -> None:
-        self.precisions = sorted(set(precisions), reverse=True)  # finest first: the order of first visits and of ties
+        # finest first: the order of first visits and of ties
+        self.precisions = sorted(set(precisions), reverse=True)
         self.exploration = exploration
         self._counts = dict.fromkeys(self.precisions, 0)
         self._losses = dict.fromkeys(self.precisions, math.nan)

@@ -1,13 +1,14 @@
 """Quantizing many weights in torch, on any device: the codec's numbers without its integers.
 
-Truncations compose, and so do floors: a code at m bits is floor(w / step(m) + 2^(m-4)), and its value the middle of that
-cell, less 2^(m-4) steps. Where that is a whole number of steps it need not be added at all; at m = 3 it is one half, and
-the code is w / step(3) rounded. Floors are right in float64, for the reason that the codec gives, with products as with
-quotients, which are slower: of the numbers with four significant bits none has an inverse that is off by more than 2^-54 of
-its size, and the product with a weight on a border is nearest to an integer.
+Truncations compose, and so do floors: a code at m bits is floor(w / step(m) + 2^(m-4)), and its value the
+middle of that cell, less 2^(m-4) steps. Where that is a whole number of steps it need not be added at all; at
+m = 3 it is one half, and the code is w / step(3) rounded. Floors are right in float64, for the reason that
+the codec gives, with products as with quotients, which are slower: of the numbers with four significant bits
+none has an inverse that is off by more than 2^-54 of its size, and the product with a weight on a border is
+nearest to an integer.
 
-Small weights are taken together, as most of a torch operation on few numbers is the call. The values are written over a
-copy of the weights, some at a time. Nothing waits for a GPU.
+Small weights are taken together, as most of a torch operation on few numbers is the call. The values are
+written over a copy of the weights, some at a time. Nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ TOGETHER = 1 << 20  # weights that share a buffer; a larger tensor has its own
 _CHUNK_ON_CPU, _CHUNK = 1 << 18, 1 << 24  # weights in float64 at a time: on a CPU few enough for its cache
 
 
-def scale_exponents_of(weights: Sequence[torch.Tensor], group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
+def scale_exponents_of(
+    weights: Sequence[torch.Tensor], group_size: int, reconstruction: Reconstruction
+) -> torch.Tensor:
     """The scale exponent of each of several weights on one device, int32."""
     return exponents_for(*_needs(weights, group_size, reconstruction))
 
@@ -82,7 +85,9 @@ def _quantized(
     needs, counts = _needs(weights, group_size, reconstruction)
     if scale_exponents is None:
         scale_exponents = exponents_for(needs, counts)
-    each = torch.cat([exponent.expand(count) for exponent, count in zip(scale_exponents, counts, strict=True)])
+    each = torch.cat(
+        [exponent.expand(count) for exponent, count in zip(scale_exponents, counts, strict=True)]
+    )
     scales = scales_for(needs, each).unsqueeze(-1)
     inverses = (2.0**mantissa_bits / scales.double()).where(scales != 0, 0.0)
     steps = scales * 2.0**-mantissa_bits
@@ -90,7 +95,9 @@ def _quantized(
     device = weights[0].device
     groups = torch.empty(len(needs), group_size, device=device)
     parts = [
-        part.view(*weight.shape[:-1], -1)[..., : weight.shape[-1]] if count else torch.empty(weight.shape, device=device)
+        part.view(*weight.shape[:-1], -1)[..., : weight.shape[-1]]
+        if count
+        else torch.empty(weight.shape, device=device)
         for part, weight, count in zip(groups.split(counts), weights, counts, strict=True)
     ]
     for part, weight in zip(parts, weights, strict=True):
@@ -103,7 +110,8 @@ def _quantized(
         some = slice(start, start + size)
         codes = buffer[: len(groups) - start].copy_(groups[some]).mul_(inverses[some])
         if reconstruction == "truncate":
-            codes.abs_().floor_().mul_(groups[some].sign()).add_(0.0)  # trunc_ is slow; and no zero has a sign
+            # trunc_ is slow; and no zero has a sign
+            codes.abs_().floor_().mul_(groups[some].sign()).add_(0.0)
         else:
             if mantissa_bits == COARSEST:
                 codes.add_(0.5)
@@ -115,7 +123,9 @@ def _quantized(
     return parts
 
 
-def _needs(weights: Sequence[torch.Tensor], group_size: int, reconstruction: Reconstruction) -> tuple[torch.Tensor, list[int]]:
+def _needs(
+    weights: Sequence[torch.Tensor], group_size: int, reconstruction: Reconstruction
+) -> tuple[torch.Tensor, list[int]]:
     """The needs of all groups of all weights, and how many groups each weight has."""
     least, most = [], []
     for weight in weights:
@@ -129,7 +139,9 @@ def _needs(weights: Sequence[torch.Tensor], group_size: int, reconstruction: Rec
 
 
 def exponents_for(needs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """As `codec.smallest_scale_exponent` of each stretch of so many needs; without an upper limit, which packing has."""
+    """As `codec.smallest_scale_exponent` of each stretch of so many needs; without an upper limit, which
+    packing has.
+    """
     parts = needs.abs().split(list(counts))
     largest = torch.stack([part.amax() if len(part) else part.new_zeros(()) for part in parts])
     mantissas, exponents = torch.frexp((largest / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))

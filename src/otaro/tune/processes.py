@@ -1,12 +1,13 @@
 """Several processes, one run: who they are, which of them speaks, and how they wait for each other.
 
-torchrun and `accelerate launch` start one command several times and tell each process its number in its environment. The
-first writes files, logs and prints; the others are mute. What only one may do, or what may differ between two who look at
-different times (is the folder empty?), the first does and hands on: `from_first`. It goes through gloo and waits for days,
-since the first may download, measure or pack for long, while a GPU's own messages give up after half an hour.
+torchrun and `accelerate launch` start one command several times and tell each process its number in its
+environment. The first writes files, logs and prints; the others are mute. What only one may do, or what may
+differ between two who look at different times (is the folder empty?), the first does and hands on:
+`from_first`. It goes through gloo and waits for days, since the first may download, measure or pack for long,
+while a GPU's own messages give up after half an hour.
 
-An error is said once: by the first process to meet one, whichever it is (`may_speak`). It then ends, and the launcher ends
-the others. Outside of a launcher there is one process, and nothing here does anything.
+An error is said once: by the first process to meet one, whichever it is (`may_speak`). It then ends, and the
+launcher ends the others. Outside of a launcher there is one process, and nothing here does anything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PATIENCE = timedelta(days=7)
 GRACE = 10.0  # seconds in which a launcher ends the others after the first has ended
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
-_joined: dict[str, Any] = {}  # the group to wait in and the store to speak through, once the processes have met
+# the group to wait in and the store to speak through, once the processes have met
+_joined: dict[str, Any] = {}
 
 
 def size() -> int:
@@ -49,9 +51,11 @@ def is_first() -> bool:
 
 
 def launcher() -> str:
-    """The command that started these processes, up to the arguments of our own: `torchrun --nproc_per_node 2 -m otaro`.
+    """The command that started these processes, up to the arguments of our own: `torchrun --nproc_per_node 2
+    -m otaro`.
 
-    It is the parent's, where the system shows one that ends as ours does; else the environment tells its name.
+    It is the parent's, where the system shows one that ends as ours does; else the environment tells its
+    name.
     """
     if size() == 1:
         return "otaro"
@@ -61,7 +65,10 @@ def launcher() -> str:
             words[:2] = [script.name if shutil.which(script.name) == words[1] else words[1]]
         return shlex.join(words[: -len(ours)])
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    return f"{'accelerate launch --num_processes' if by_accelerate else 'torchrun --nproc_per_node'} {size()} -m otaro"
+    return (
+        f"{'accelerate launch --num_processes' if by_accelerate else 'torchrun --nproc_per_node'} "
+        f"{size()} -m otaro"
+    )
 
 
 def _command_of(pid: int) -> list[str]:
@@ -80,14 +87,17 @@ def mute_others() -> None:
 
 
 def may_speak() -> bool:
-    """Whether this process, which has met an error, is the one to say so: the first to ask, once they have met."""
+    """Whether this process, which has met an error, is the one to say so: the first to ask, once they have
+    met.
+    """
     if "store" in _joined:
         try:
             chosen = bool(_joined["store"].add("otaro spoken", 1) == 1)
         except RuntimeError:  # whoever kept the store has spoken and ended
             chosen = False
     elif not (chosen := is_first()):
-        time.sleep(GRACE)  # before they have met all come to the same end, and the first will say so; unless it did not
+        # before they have met all come to the same end, and the first will say so; unless it did not
+        time.sleep(GRACE)
         chosen = True
     if chosen and not is_first():
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -95,7 +105,9 @@ def may_speak() -> bool:
 
 
 def on_cpu() -> bool:
-    """Whether the run computes on the CPU: there is no other device, or none that several processes can share."""
+    """Whether the run computes on the CPU: there is no other device, or none that several processes can
+    share.
+    """
     return _accelerator() is None
 
 
@@ -110,7 +122,9 @@ def join() -> None:
     """Let all processes of the run meet; accelerate finds the group and takes it as its own."""
     if size() == 1:
         if mpi := next((name for name in _MPI_SIZES if int(os.environ.get(name, 1)) > 1), None):
-            raise OtaroError(f"{mpi} is set: these are processes of mpirun, which cannot be made one run; use torchrun")
+            raise OtaroError(
+                f"{mpi} is set: these are processes of mpirun, which cannot be made one run; use torchrun"
+            )
         return
     if _joined:
         return
@@ -119,13 +133,17 @@ def join() -> None:
     from torch.distributed.rendezvous import rendezvous
 
     if not distributed.is_available():
-        raise OtaroError("this build of torch cannot run several processes; start one, without torchrun or accelerate launch")
+        raise OtaroError(
+            "this build of torch cannot run several processes; start one, without torchrun or "
+            "accelerate launch"
+        )
     backend = "gloo"
     if (device := _accelerator()) is not None:
         here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
         if here > devices:
             raise OtaroError(
-                f"{here} processes cannot share {devices} GPU(s); start as many as there are: --nproc_per_node {devices}"
+                f"{here} processes cannot share {devices} GPU(s); start as many as there are: "
+                f"--nproc_per_node {devices}"
             )
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
@@ -173,5 +191,6 @@ def leave() -> None:
     if _joined:
         wait()  # none goes while another still has something to say
         _joined.clear()
-    if distributed.is_available() and distributed.is_initialized():  # by accelerate, where a launcher started one process
+    # by accelerate, where a launcher started one process
+    if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

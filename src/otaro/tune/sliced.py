@@ -1,20 +1,21 @@
 """The head and the loss in slices of tokens: the logits of a large vocabulary never exist all at once.
 
-Logits take 4 bytes times tokens times vocabulary, and training holds several of their size: in the type of the computation
-and in float32, the log-probabilities, the gradients, the teacher's. Gemma's 262,144 words at 8 x 512 tokens make 4.3 GB of
-each. Here at most `SLICE_BYTES` of each exist: a slice of tokens goes through the head, its loss is taken, and its gradient
-with regard to the hidden states and the head at once, in the forward pass. The backward pass scales what is there: nothing
-is computed twice, and the loss is the same sum in another order.
+Logits take 4 bytes times tokens times vocabulary, and training holds several of their size: in the type of
+the computation and in float32, the log-probabilities, the gradients, the teacher's. Gemma's 262,144 words at
+8 x 512 tokens make 4.3 GB of each. Here at most `SLICE_BYTES` of each exist: a slice of tokens goes through
+the head, its loss is taken, and its gradient with regard to the hidden states and the head at once, in the
+forward pass. The backward pass scales what is there: nothing is computed twice, and the loss is the same sum
+in another order.
 
 The seam is transformers' own. A causal model ends with
 
     logits = self.lm_head(hidden_states)
     loss = self.loss_function(logits, labels, ...)
 
-so for the time of a pass the head hands on its input, and the loss function is one that knows the head: both run inside the
-model's forward, where DDP and FSDP expect them. A model that does more between the two (Gemma 2 caps its logits, Granite and
-Cohere scale them) is found out by a tiny pass (`find`) in which the logits must arrive as the head made them; it keeps its
-whole logits.
+so for the time of a pass the head hands on its input, and the loss function is one that knows the head: both
+run inside the model's forward, where DDP and FSDP expect them. A model that does more between the two (Gemma
+2 caps its logits, Granite and Cohere scale them) is found out by a tiny pass (`find`) in which the logits
+must arrive as the head made them; it keeps its whole logits.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ from otaro.tune.fake_quant import TuneLinear, computed_in, is_whole
 SLICE_BYTES = 1 << 27  # of a slice's logits in float32
 IGNORED = -100
 
-SliceLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+SliceLoss = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def slice_loss(
     logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy summed over the tokens that have a label, with a share of divergence from the teacher; and without."""
+    """Cross-entropy summed over the tokens that have a label, with a share of divergence from the teacher;
+    and without.
+    """
     logits = logits.float()
     plain = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     if teacher is None:
         return plain, plain.detach()
-    each = kl_div(log_softmax(logits, -1), log_softmax(teacher.float(), -1), reduction="none", log_target=True).sum(-1)
+    each = kl_div(
+        log_softmax(logits, -1), log_softmax(teacher.float(), -1), reduction="none", log_target=True
+    ).sum(-1)
     return (1 - share) * plain + share * each.where(labels != IGNORED, 0.0).sum(), plain.detach()
 
 
@@ -70,10 +77,16 @@ class SlicedHead:
 
     @classmethod
     def find(cls, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
-        """That of a prepared model, where it has one, and where these inputs make logits too large to be had at once."""
+        """That of a prepared model, where it has one, and where these inputs make logits too large to be had
+        at once.
+        """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         head, ids = model.get_output_embeddings(), inputs.get("input_ids")
-        if not isinstance(head, TuneLinear) or ids is None or 4 * ids.numel() * head.out_features <= SLICE_BYTES:
+        if (
+            not isinstance(head, TuneLinear)
+            or ids is None
+            or 4 * ids.numel() * head.out_features <= SLICE_BYTES
+        ):
             return None
         known = _PLAIN.setdefault(head, {})
         kind = type(head.weight.data)  # sharded or not
@@ -86,11 +99,16 @@ class SlicedHead:
         return _seam(self.model, self.head, lambda hidden: hidden, self.model.loss_function)
 
     def losses(
-        self, distillation: Distillation | None = None, *, total: bool = False, of_slice: SliceLoss = slice_loss
+        self,
+        distillation: Distillation | None = None,
+        *,
+        total: bool = False,
+        of_slice: SliceLoss = slice_loss,
     ) -> AbstractContextManager[None]:
         """Inside, the model's loss is taken in slices; its logits are not to be read.
 
-        As transformers takes it: the mean over labels, or their sum over `num_items_in_batch`; `total`: their sum.
+        As transformers takes it: the mean over labels, or their sum over `num_items_in_batch`; `total`: their
+        sum.
         """
 
         def loss_function(
@@ -116,7 +134,11 @@ class SlicedHead:
         return _seam(self.model, self.head, lambda hidden: hidden, loss_function)
 
     def _summed(
-        self, hidden: torch.Tensor, labels: torch.Tensor, distillation: Distillation | None, of_slice: SliceLoss
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        distillation: Distillation | None,
+        of_slice: SliceLoss,
     ) -> torch.Tensor:
         dtype = computed_in(hidden)
         inputs: tuple[torch.Tensor | None, ...]
@@ -133,7 +155,10 @@ class SlicedHead:
                 theirs = teacher(rows) if teacher is not None else None
             loss, plain = of_slice(logits, theirs, labels[rows], share)
             if distillation is not None:
-                distillation.plain, distillation.mixed = distillation.plain + plain, distillation.mixed + loss.detach()
+                distillation.plain, distillation.mixed = (
+                    distillation.plain + plain,
+                    distillation.mixed + loss.detach(),
+                )
             return loss
 
         inputs = hidden.flatten(0, -2), weight, bias
@@ -147,7 +172,9 @@ class _OverSlices(torch.autograd.Function):
     """The sum of `loss_of(logits, rows)` over all slices; gradients are taken slice by slice, on the way."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, loss_of: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, loss_of: Any
+    ) -> torch.Tensor:
         for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad
         total = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -156,8 +183,16 @@ class _OverSlices(torch.autograd.Function):
         size = max(1, SLICE_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            parts: list[Any] = [hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach()]
-            leaves = [part.requires_grad_() for part, wanted in zip(parts, ctx.needs_input_grad, strict=False) if wanted]
+            parts: list[Any] = [
+                hidden[rows].detach(),
+                weight.detach(),
+                None if bias is None else bias.detach(),
+            ]
+            leaves = [
+                part.requires_grad_()
+                for part, wanted in zip(parts, ctx.needs_input_grad, strict=False)
+                if wanted
+            ]
             with torch.set_grad_enabled(bool(leaves)):
                 loss = loss_of(linear(*parts), rows)
             total += loss.detach()
@@ -181,7 +216,9 @@ _PLAIN: WeakKeyDictionary[TuneLinear, dict[type, bool]] = WeakKeyDictionary()
 
 
 def _is_plain(model: Any, head: TuneLinear, ids: torch.Tensor) -> bool:
-    """Whether logits arrive at the loss as the head made them: seen in a pass of two tokens, which computes all there is."""
+    """Whether logits arrive at the loss as the head made them: seen in a pass of two tokens, which computes
+    all there is.
+    """
     loss_function = model.loss_function
     if getattr(loss_function, "_torchdynamo_orig_callable", loss_function) is not ForCausalLMLoss:
         return False
@@ -208,7 +245,9 @@ def _is_plain(model: Any, head: TuneLinear, ids: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _seam(model: Any, head: TuneLinear, forward: Callable[..., Any], loss_function: Callable[..., Any]) -> Iterator[None]:
+def _seam(
+    model: Any, head: TuneLinear, forward: Callable[..., Any], loss_function: Callable[..., Any]
+) -> Iterator[None]:
     """For the time of a pass, another forward of the head and another loss."""
     own = model.__dict__.get("_loss_function")
     object.__setattr__(head, "forward", forward)

@@ -33,15 +33,23 @@ def goes_back(name: str) -> bool:
 class Anchor:
     """Where the weights started, and the way back."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], strength: float, on_host: bool = False) -> None:
-        """`on_host`: the copy is kept in host memory, and comes to the device weight by weight; the sums are the same."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], strength: float, on_host: bool = False
+    ) -> None:
+        """`on_host`: the copy is kept in host memory, and comes to the device weight by weight; the sums are
+        the same.
+        """
         self.strength = strength
         self._start = {name: _kept(local(p), on_host) for name, p in parameters.items() if goes_back(name)}
 
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, nn.Parameter], rate: float) -> None:
         """Go back by rate * strength of the way."""
-        _go_toward([local(parameters[name]) for name in self._start], list(self._start.values()), rate * self.strength)
+        _go_toward(
+            [local(parameters[name]) for name in self._start],
+            list(self._start.values()),
+            rate * self.strength,
+        )
 
 
 class WeightAverage:
@@ -67,7 +75,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the mean in place of the weights, and them in its own; done twice, the weights are back to the bit."""
+        """Put the mean in place of the weights, and them in its own; done twice, the weights are back to the
+        bit.
+        """
         for name, mean in self._means.items():
             weight = local(parameters[name])
             kept = weight.clone()
@@ -80,10 +90,14 @@ class WeightAverage:
             torch.cuda.synchronize()  # means may still be on their way to the host
         return dict(self._means)
 
-    def restore(self, count: int, tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> None:
+    def restore(
+        self, count: int, tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]
+    ) -> None:
         """Go on from a checkpoint."""
         self.count = count
-        self._means = {name: _kept(tensor.to(devices[name]), self.on_host) for name, tensor in tensors.items()}
+        self._means = {
+            name: _kept(tensor.to(devices[name]), self.on_host) for name, tensor in tensors.items()
+        }
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:
@@ -100,8 +114,8 @@ def _kept(weight: torch.Tensor, on_host: bool) -> torch.Tensor:
 def _go_toward(moved: list[torch.Tensor], targets: list[torch.Tensor], share: float) -> None:
     """Move by a share of the way, in place.
 
-    Where one of the two is in host memory, it is done on the other's device one by one, by the same kernel: copies are
-    queued behind the work on that device, and nothing waits for them.
+    Where one of the two is in host memory, it is done on the other's device one by one, by the same kernel:
+    copies are queued behind the work on that device, and nothing waits for them.
     """
     if all(one.device == other.device for one, other in zip(moved, targets, strict=True)):
         torch._foreach_lerp_(moved, targets, share)

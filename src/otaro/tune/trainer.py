@@ -1,16 +1,17 @@
 """The trainer: `OtaroMixin` over transformers' Trainer, and `OtaroTrainer`, the two together.
 
-Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantized to it, and reports
-the loss to the search. Where a share of the loss is taken in full precision (`full`), that is a forward and backward
-of its own before: its activations are gone when the other begins, and what it said is the teacher of
-self-distillation. With the method `otaro` the gradients of an ultra-low precision are then moved into the
-accumulator and `.grad` set to None: what follows in Trainer's loop, clipping and the optimizer's step, finds
-nothing to do, until the N-th such batch puts the collected sum back. So nothing of the loop is rewritten, and
-whatever else Trainer does (DDP, FSDP2, gradient accumulation, checkpointing of activations, bf16, peft, TRL's
-SFTTrainer, logging) goes on as before. The learning-rate schedule advances on withheld steps too.
+Per optimizer step the mixin chooses a precision, runs forward and backward with all weights quantized to it,
+and reports the loss to the search. Where a share of the loss is taken in full precision (`full`), that is a
+forward and backward of its own before: its activations are gone when the other begins, and what it said is
+the teacher of self-distillation. With the method `otaro` the gradients of an ultra-low precision are then
+moved into the accumulator and `.grad` set to None: what follows in Trainer's loop, clipping and the
+optimizer's step, finds nothing to do, until the N-th such batch puts the collected sum back. So nothing of
+the loop is rewritten, and whatever else Trainer does (DDP, FSDP2, gradient accumulation, checkpointing of
+activations, bf16, peft, TRL's SFTTrainer, logging) goes on as before. The learning-rate schedule advances on
+withheld steps too.
 
-Checkpoints gain the state of the search, the accumulator and the average, and a mark that they are complete: a run that is
-killed goes on from the last complete one and takes the same path to the same weights.
+Checkpoints gain the state of the search, the accumulator and the average, and a mark that they are complete:
+a run that is killed goes on from the last complete one and takes the same path to the same weights.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    gather_object,
+)
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -68,39 +74,51 @@ class TrainingError(OtaroError):
 class OtaroMixin(_Base):  # type: ignore[misc]
     """Mix in before a Trainer class: `class MyTrainer(OtaroMixin, SFTTrainer)`.
 
-    Takes two more arguments: `otaro=Options(...)`, by default those of the recipe `best`, and `otaro_log=Path(...)`, a file
-    that gets one line of JSON per step. The learning rate is Trainer's own. A run that is resumed must be given
-    the weights that it started with, as L2-SP goes back to them.
+    Takes two more arguments: `otaro=Options(...)`, by default those of the recipe `best`, and
+    `otaro_log=Path(...)`, a file that gets one line of JSON per step. The learning rate is Trainer's own. A
+    run that is resumed must be given the weights that it started with, as L2-SP goes back to them.
 
     The recipe averages weights and keeps the mean if it is better on held-out data: on `eval_dataset`, or by
-    whatever is put into `judge`, a function without arguments that returns a loss. With neither, a run ends with
-    its last weights.
+    whatever is put into `judge`, a function without arguments that returns a loss. With neither, a run ends
+    with its last weights.
     """
 
     compute_loss_func: Any
 
-    def __init__(self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, otaro: Options | None = None, otaro_log: Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.otaro = otaro or recipe("best")[0]
         self.otaro.check_rate(self.args.learning_rate)
         if self.args.fp16 and self.otaro.method == "otaro":
             raise TrainingError("fp16 loss scaling cannot be combined with delayed updates; use bf16")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version == 1:
-            raise TrainingError("FSDP of version 1 flattens weights, which leaves no matrices to quantize; use version 2")
+            raise TrainingError(
+                "FSDP of version 1 flattens weights, which leaves no matrices to quantize; use version 2"
+            )
         if self.is_fsdp_enabled and self._optimizer_kind() == "adamw8bit":
-            raise TrainingError("the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw")
+            raise TrainingError(
+                "the 8-bit optimizer of bitsandbytes cannot update weights that FSDP shards; use adamw"
+            )
         if self.otaro.average and self.args.load_best_model_at_end:
-            warnings.warn("load_best_model_at_end keeps one checkpoint's weights: no average takes their place", stacklevel=2)
+            warnings.warn(
+                "load_best_model_at_end keeps one checkpoint's weights: no average takes their place",
+                stacklevel=2,
+            )
         self.precisely = Precisely(self.otaro.group_size, self.otaro.reconstruction)
         prepare(self.model, self.precisely)
         if self.args.n_gpu > 1:
-            self.precisely.linears.clear()  # DataParallel copies modules to other devices: each quantizes on its own
+            # DataParallel copies modules to other devices: each quantizes on its own
+            self.precisely.linears.clear()
         self._compute_dtype = torch.bfloat16 if self.args.bf16 else None
         self.search = self.otaro.search(self.args.seed)
         self.delayed = self.otaro.gradient_accumulator()
         self.anchor: Anchor | None = None
         self.average: WeightAverage | None = None
-        self.judge: Callable[[], float] | None = self._held_out_loss if getattr(self, "eval_dataset", None) else None
+        self.judge: Callable[[], float] | None = (
+            self._held_out_loss if getattr(self, "eval_dataset", None) else None
+        )
         """Says which weights are better, with the same answer in all processes."""
         self.judgement: dict[str, Any] = {}
         """What the log says of the average: the loss with it, that with the last weights, what was kept."""
@@ -118,7 +136,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         self._compiled = False
         self._outputs: Any = None
         self._share = 1.0  # of the loss, that the pass under way takes
-        self._plain: torch.Tensor | float = 1.0  # cross-entropy in the loss of the last pass, relative to all of it
+        # cross-entropy in the loss of the last pass, relative to all of it
+        self._plain: torch.Tensor | float = 1.0
         self._teaches = False  # whether it is the teacher of the next one
         self._teacher: torch.Tensor | None = None
         self._of_trl = any(kind.__module__ == "trl.trainer.sft_trainer" for kind in type(self).__mro__)
@@ -128,32 +147,42 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's, with FSDP2 as it was asked for.
 
-        On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights gathered in that
-        type, while they are to be quantized as they are: autocast makes the products bfloat16 instead.
+        On a CPU accelerate makes DDP of it without a word. And where bfloat16 was asked for it has weights
+        gathered in that type, while they are to be quantized as they are: autocast makes the products
+        bfloat16 instead.
         """
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
-        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        asked = (
+            self.args.fsdp_plugin_args is not None
+            or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        )
         if asked and state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.FSDP
-            parts = {"state_dict_type": "SHARDED_STATE_DICT"}  # accelerate cannot write checkpoints in whole there
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**{**(self.args.fsdp_plugin_args or {}), **parts})
+            # accelerate cannot write checkpoints in whole there
+            parts = {"state_dict_type": "SHARDED_STATE_DICT"}
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                **{**(self.args.fsdp_plugin_args or {}), **parts}
+            )
             self.is_fsdp_enabled = True
         if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 2:
             state.fsdp_plugin.mixed_precision_policy = None
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, which leaves autocast to accelerate, which leaves it to FSDP, which must not have it: see above."""
+        """Trainer's, which leaves autocast to accelerate, which leaves it to FSDP, which must not have it:
+        see above.
+        """
         if self.is_fsdp_enabled:
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
 
     def compile_steps(self, backend: str = "inductor") -> None:
-        """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the vocabulary.
+        """Compile what a step repeats: the decoder layers, one graph for all of them, and the losses over the
+        vocabulary.
 
-        The quantized weights of linears are held outside the layers and come in like any weight, so the same graph serves
-        every precision; expert stacks and LoRA are quantized inside, and need a graph each. Small models are bound by the
-        launching of kernels, and this leaves fewer to launch.
+        The quantized weights of linears are held outside the layers and come in like any weight, so the same
+        graph serves every precision; expert stacks and LoRA are quantized inside, and need a graph each.
+        Small models are bound by the launching of kernels, and this leaves fewer to launch.
         """
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -166,10 +195,14 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         self._slice_loss = torch.compile(slice_loss, backend=backend)
         self._compiled = True
 
-    # One step ---------------------------------------------------------------------------------------------------------
+    # One step -----------------------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full` of it."""
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full`
+        of it.
+        """
         if self._record is None:
             precision = self.search.choose()
             self._record = {
@@ -190,7 +223,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         with self._passing(precision, rest):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._teacher = None
-        self._record["loss"] += loss / rest  # Trainer scales micro-batches so that they add up to the step's mean
+        # Trainer scales micro-batches so that they add up to the step's mean
+        self._record["loss"] += loss / rest
         self._record["cross_entropy"] += loss / rest * self._plain
         if self.accelerator.sync_gradients:
             self._finish_step(model)
@@ -221,7 +255,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are large."""
+        """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are
+        large.
+        """
         share = self._distilled(self.precisely.precision) if model.training else 0.0
         if not return_outputs and (sliced := self._sliced_head(model, inputs)) is not None:
             return self._shared(self._loss_in_slices(sliced, share, model, inputs, num_items_in_batch))
@@ -236,7 +272,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if share:
             teacher = self._taught(model, unlabelled)
-            divergence = self._scaled(self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch)
+            divergence = self._scaled(
+                self._divergence(outputs.logits, teacher, labels), labels, num_items_in_batch
+            )
             plain, loss = loss.detach(), (1 - share) * loss + share * divergence
             self._plain = _relative(plain, loss.detach())
         else:
@@ -256,7 +294,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         return teacher
 
     def _sliced_head(self, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
-        """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by DataParallel."""
+        """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by
+        DataParallel.
+        """
         if self.compute_loss_func is not None or self.label_smoother is not None or self.args.n_gpu > 1:
             return None
         return SlicedHead.find(self.accelerator.unwrap_model(model), inputs) if "labels" in inputs else None
@@ -278,13 +318,20 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         return loss
 
     def _keep_trl_to_the_model(self) -> None:
-        """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not quantized.
+        """Have SFTTrainer run the whole model: of itself it multiplies with the head's weights, which are not
+        quantized.
 
         That is what it does where a `compute_loss_func` is given, and for that of ours the outputs are kept.
         """
         if self.args.loss_type != "nll" or getattr(self, "aux_loss_enabled", False):
-            raise TrainingError("of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantized")
-        given, smoother, model = self.compute_loss_func, self.label_smoother, self.accelerator.unwrap_model(self.model)
+            raise TrainingError(
+                "of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantized"
+            )
+        given, smoother, model = (
+            self.compute_loss_func,
+            self.label_smoother,
+            self.accelerator.unwrap_model(self.model),
+        )
 
         def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
             self._outputs = outputs
@@ -295,20 +342,26 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             elif smoother is not None:
                 loss = smoother(outputs, labels, shift_labels=True, **items)
             else:
-                loss = model.loss_function(outputs.logits, labels, vocab_size=outputs.logits.shape[-1], **items)
+                loss = model.loss_function(
+                    outputs.logits, labels, vocab_size=outputs.logits.shape[-1], **items
+                )
             return loss
 
         self.compute_loss_func = loss_of
 
     def _scaled(self, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-        """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of the whole step."""
+        """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of
+        the whole step.
+        """
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return mean
         scaled: torch.Tensor = mean * (labels[..., 1:] != -100).sum() / num_items_in_batch
         return scaled * self.accelerator.num_processes if self.args.average_tokens_across_devices else scaled
 
     def _finish_step(self, model: Any) -> None:
-        """After the last backward of an optimizer step: tell the search, withhold or release gradients, write the log."""
+        """After the last backward of an optimizer step: tell the search, withhold or release gradients, write
+        the log.
+        """
         record, self._record = self._record, None
         assert record is not None
         precision: Precision | None = record["precision"]
@@ -317,13 +370,18 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         both = torch.stack([record["loss"], record["cross_entropy"]]).float()
         shared = self.accelerator.reduce(both, "mean")  # all ranks see the same, so choose alike
-        loss, cross_entropy, gradient_norm = torch.stack([*shared, norm.to(shared.device, torch.float32)]).tolist()
+        loss, cross_entropy, gradient_norm = torch.stack(
+            [*shared, norm.to(shared.device, torch.float32)]
+        ).tolist()
         at = f"at step {self.state.global_step + 1}, trained at {precision or 'full precision'}"
         if not math.isfinite(loss):
             raise self._stopped(f"the loss became {loss} {at}")
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # by fp16, which leaves out steps that overflow
+        # by fp16, which leaves out steps that overflow
+        scaled = getattr(self.accelerator, "scaler", None) is not None
         if not math.isfinite(gradient_norm) and not scaled:
-            raise self._stopped(f"the norm of the gradient became {gradient_norm} {at}, while the loss was {loss:.4g}")
+            raise self._stopped(
+                f"the norm of the gradient became {gradient_norm} {at}, while the loss was {loss:.4g}"
+            )
         self.search.record(precision, loss)
         applied = True
         if self.delayed is not None and precision in self.otaro.ultra_low:
@@ -350,17 +408,28 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def _stopped(self, why: str) -> TrainingError:
         """The end of a run: whatever was wrong has been neither applied nor saved."""
         last = last_good_checkpoint(Path(self.args.output_dir)) or "none"
-        return TrainingError(f"{why}; the last good checkpoint is {last}: start again with a lower learning rate")
+        return TrainingError(
+            f"{why}; the last good checkpoint is {last}: start again with a lower learning rate"
+        )
 
     def _refuse_what_is_not_finite(self) -> None:
-        """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds something."""
-        kept = {f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad}
+        """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds
+        something.
+        """
+        kept = {
+            f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad
+        }
         for what, of in (("the delayed gradient", self.delayed), ("the mean", self.average)):
-            kept |= {f"{what} of {name}": tensor for name, tensor in (of.tensors() if of is not None else {}).items()}
+            kept |= {
+                f"{what} of {name}": tensor
+                for name, tensor in (of.tensors() if of is not None else {}).items()
+            }
         # The largest of all, as it takes no memory: any NaN or infinity is passed on.
         largest = [(name, torch.linalg.vector_norm(t, torch.inf)) for name, t in kept.items() if t.numel()]
         found = next((name for name, value in largest if not value.isfinite()), None)
-        anywhere = self.accelerator.reduce(torch.tensor(float(found is not None), device=self.accelerator.device), "sum")
+        anywhere = self.accelerator.reduce(
+            torch.tensor(float(found is not None), device=self.accelerator.device), "sum"
+        )
         if anywhere:
             what = found or "a weight that another process holds"
             raise self._stopped(f"{what} was no longer finite after step {self.state.global_step}")
@@ -382,7 +451,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def _plan(self) -> Plan:
         """What the run takes of its device, and what therefore is kept elsewhere."""
         args = self.args
-        batch = Batch(args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing)
+        batch = Batch(
+            args.per_device_train_batch_size, self._sequence_length(), args.bf16, args.gradient_checkpointing
+        )
         shards = self.accelerator.num_processes if self.is_fsdp_enabled else 1
         options = self.otaro if self.judge is not None else replace(self.otaro, average=0.0)
         run = Run(self.accelerator.unwrap_model(self.model), options, self._optimizer_kind(), batch, shards)
@@ -405,15 +476,17 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.accelerator.unwrap_model(self.model_wrapped).named_parameters())
 
-    # The whole run ----------------------------------------------------------------------------------------------------
+    # The whole run ------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step, or dropped.
+        """Trainer's; gradients still waiting at the end are applied, at the learning rate of the last step,
+        or dropped.
 
         Where weights are averaged, the mean then takes their place if held-out data say so.
         """
         plan = self._plan()
-        self.precisely.hold = plan.hold or self._compiled  # made inside a graph, they would need one for each precision
+        # made inside a graph, they would need one for each precision
+        self.precisely.hold = plan.hold or self._compiled
         self.average, self.judgement = None, {}
         if self.otaro.average and self.judge is None:
             warnings.warn(UNJUDGED, OtaroWarning, stacklevel=2)
@@ -445,7 +518,12 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         (kept,) = broadcast_object_list(["average" if losses["average"] < losses["last"] else "last"])
         if kept == "last":
             self.average.swap(self._named_parameters())
-        self.judgement = {"step": self.state.global_step, "averaged": self.average.count, **losses, "kept": kept}
+        self.judgement = {
+            "step": self.state.global_step,
+            "averaged": self.average.count,
+            **losses,
+            "kept": kept,
+        }
         self._write_log(self.judgement)
 
     def _held_out_loss(self) -> float:
@@ -453,7 +531,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         sets, most = self.eval_dataset, max(1, JUDGED // self.args.per_device_eval_batch_size)
         loaders = [self.get_eval_dataloader(name) for name in (sets if isinstance(sets, Mapping) else [None])]
         batches = [batch for loader in loaders for batch in islice(loader, most) if "labels" in batch]
-        losses = losses_by_precision(self.model, self.precisely, self.otaro.tuned_for, batches, self._compute_dtype)
+        losses = losses_by_precision(
+            self.model, self.precisely, self.otaro.tuned_for, batches, self._compute_dtype
+        )
         reshard(self.model)
         counted = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in batches)
         parts = gather_object([(fmean(losses) * counted, counted)])
@@ -477,7 +557,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             with open(self._log_path, "a") as file:
                 file.write(json.dumps(record) + "\n")
 
-    # Checkpoints ------------------------------------------------------------------------------------------------------
+    # Checkpoints --------------------------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -515,7 +595,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             if kept is not None and counts[stem]:
                 file = self._part_file(stem, checkpoint)
                 if not file.is_file():
-                    raise TrainingError(f"{file} is missing: resume with as many processes as wrote the checkpoint")
+                    raise TrainingError(
+                        f"{file} is missing: resume with as many processes as wrote the checkpoint"
+                    )
                 devices = {name: p.device for name, p in self._named_parameters().items()}
                 kept.restore(counts[stem], load_file(file), devices)
 
@@ -523,7 +605,9 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         """A run with more steps than before goes on at the rate that one of so many steps has by now."""
         if isinstance(self.lr_scheduler, LambdaLR):
             by_now = [factor(self.lr_scheduler.last_epoch) for factor in self.lr_scheduler.lr_lambdas]
-            for group, rate, factor in zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, by_now, strict=True):
+            for group, rate, factor in zip(
+                self.optimizer.param_groups, self.lr_scheduler.base_lrs, by_now, strict=True
+            ):
                 group["lr"] = rate * factor
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -555,7 +639,8 @@ class OtaroMixin(_Base):  # type: ignore[misc]
                         shutil.rmtree(old, ignore_errors=True)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step < self.state.max_steps:  # else Trainer would take a step more when resumed after the last
+        # else Trainer would take a step more when resumed after the last
+        if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
 
@@ -581,8 +666,8 @@ def _unlabelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _together(model: Any) -> AbstractContextManager[Any]:
     """Of DDP, have the gradients of this pass wait for the next one's and travel with them.
 
-    Not where it looks for weights that a pass leaves out: what the next one leaves out, such as an expert that none
-    of its tokens takes, would not travel at all.
+    Not where it looks for weights that a pass leaves out: what the next one leaves out, such as an expert
+    that none of its tokens takes, would not travel at all.
     """
     waits = hasattr(model, "no_sync") and not getattr(model, "find_unused_parameters", False)
     return model.no_sync() if waits else nullcontext()
@@ -598,7 +683,8 @@ def reshard(model: torch.nn.Module) -> None:
 def reaches_all(model: Any) -> bool:
     """Whether the loss of any tokens depends on every weight that is tuned.
 
-    Asked of two tokens, so that the answer is no where tokens take some experts and leave others, each a weight of its own.
+    Asked of two tokens, so that the answer is no where tokens take some experts and leave others, each a
+    weight of its own.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -634,8 +720,8 @@ def losses_by_precision(
 
     With a `compute_dtype` under autocast, as a forward of tuning is.
 
-    Not compiled, even if the steps are: other shapes would crowd out their graphs. A GPU is waited for once per precision:
-    where several processes share it, each wait is a turn of all the others.
+    Not compiled, even if the steps are: other shapes would crowd out their graphs. A GPU is waited for once
+    per precision: where several processes share it, each wait is a turn of all the others.
     """
     was_training = model.training
     model.eval()
@@ -644,7 +730,13 @@ def losses_by_precision(
     for batch in batches:
         # A mask that masks nothing is left out: the model would look at it, and wait.
         idle = "attention_mask" in batch and bool(batch["attention_mask"].all())
-        there.append({n: tensor.to(model.device) for n, tensor in batch.items() if not (idle and n == "attention_mask")})
+        there.append(
+            {
+                n: tensor.to(model.device)
+                for n, tensor in batch.items()
+                if not (idle and n == "attention_mask")
+            }
+        )
     means = []
     for precision in precisions:
         sums = []
@@ -661,7 +753,9 @@ def losses_by_precision(
                 labels = batch["labels"][..., 1:]
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
                 logits = model(**inputs).logits[..., :-1, :].float()
-                sums.append(cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
+                sums.append(
+                    cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+                )
         means.append(sum(torch.stack(sums).tolist()) / max(tokens, 1) if sums else 0.0)
     model.train(was_training)
     return means

@@ -29,10 +29,14 @@ def set_precision(llm: Any, precision: str | Precision) -> None:
     """
     name = str(Precision(precision))
     if llm.llm_engine.has_unfinished_requests():
-        raise OtaroError("requests are under way, and the engine switches as a whole: wait until they are answered")
+        raise OtaroError(
+            "requests are under way, and the engine switches as a whole: wait until they are answered"
+        )
     for step in ("reach_precision", "set_precision"):
         for answer in llm.collective_rpc(step, args=(name,)):
             if answer != name:
                 raise OtaroError(answer)
     if not llm.reset_prefix_cache():
-        raise OtaroError("vLLM did not reset its prefix cache, which holds what another precision computed: start it anew")
+        raise OtaroError(
+            "vLLM did not reset its prefix cache, which holds what another precision computed: start it anew"
+        )

@@ -64,9 +64,13 @@ class SefpLoader(DefaultModelLoader):
             loaded = model.load_weights(tensors())  # type: ignore[operator]
         except NotImplementedError as error:  # as torch says that a stand-in has no bytes
             kind = type(model).__name__
-            raise FormatError(f"{nested.path}: {offered} is packed, but vLLM's {kind} wants it as it was") from error
+            raise FormatError(
+                f"{nested.path}: {offered} is packed, but vLLM's {kind} wants it as it was"
+            ) from error
         if missing := {name for name, _ in model.named_parameters()} - (loaded or set()):
-            raise FormatError(f"{nested.path}: vLLM's {type(model).__name__} needs {min(missing)}, which no shard holds")
+            raise FormatError(
+                f"{nested.path}: vLLM's {type(model).__name__} needs {min(missing)}, which no shard holds"
+            )
         device = next(model.parameters()).device
         _warn_of_slowness(device)
         for module in model.modules():

@@ -38,7 +38,9 @@ class SefpConfig(QuantizationConfig):
         """Group size and reconstruction are read from the shards, which state them."""
         return cls()
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Take the precision from `--hf-overrides`, or else from the environment; missing planes are refused
         at once.
 
@@ -46,7 +48,9 @@ class SefpConfig(QuantizationConfig):
         """
         asked = getattr(hf_config, METHOD, None) or {}
         if not isinstance(asked, dict) or asked.keys() - {"precision"}:
-            raise OtaroError(f"""--hf-overrides: {METHOD} is {asked!r}, and must look like {{"precision": "E5M4"}}""")
+            raise OtaroError(
+                f"""--hf-overrides: {METHOD} is {asked!r}, and must look like {{"precision": "E5M4"}}"""
+            )
         chosen = asked.get("precision") or os.environ.get(PRECISION)
         self.precision = Precision(chosen) if chosen else None
         if Path(model_name).is_dir():  # on the Hub, it is known when it is fetched
@@ -128,7 +132,8 @@ def _take(layer: Any, weight: torch.Tensor, loaded: torch.Tensor, shard: Any = N
     source = getattr(loaded, "sefp", None)
     if source is None:
         raise FormatError(
-            f"{layer.prefix}: its weight is not packed as vLLM wants it (a model that otaro serve may still run), "
+            f"{layer.prefix}: its weight is not packed as vLLM wants it (a model that otaro serve may still "
+            "run), "
             "or a --load-format was asked for: nested directories need the default"
         )
     nested, name = source
@@ -136,15 +141,21 @@ def _take(layer: Any, weight: torch.Tensor, loaded: torch.Tensor, shard: Any = N
     whole = shard is None and len(sizes) > 1  # fused in the file as it is here
     index = _ORDER.get(shard) if isinstance(shard, str) else shard or 0
     if not isinstance(index, int):
-        raise FormatError(f"{name}: vLLM puts it into the parts {shard} of {layer.prefix}, which is not supported")
+        raise FormatError(
+            f"{name}: vLLM puts it into the parts {shard} of {layer.prefix}, which is not supported"
+        )
     expected = (sum(sizes) if whole else sizes[index], layer.input_size)
     if nested.schema.packed[name] != expected:
-        raise FormatError(f"{name} is {list(nested.schema.packed[name])}, but vLLM's {layer.prefix} has {list(expected)}")
+        raise FormatError(
+            f"{name} is {list(nested.schema.packed[name])}, but vLLM's {layer.prefix} has {list(expected)}"
+        )
     inputs = dealt(layer.input_size, layer.inputs_each, layer.tp_rank, layer.tp_size)
     for part in range(len(sizes)) if whole else [index]:
         before = sum(sizes[:part]) if whole else 0
         rows = _rows(layer, sizes[part], layer.sefp.sizes[part])
-        layer.sefp.take(part, PackedShare(nested, name, slice(before + rows.start, before + rows.stop), inputs))
+        layer.sefp.take(
+            part, PackedShare(nested, name, slice(before + rows.start, before + rows.stop), inputs)
+        )
 
 
 def _sizes(layer: Any) -> list[int]:
@@ -163,7 +174,9 @@ def _rows(layer: Any, size: int, each: int) -> slice:
     indices = layer.shard_indices  # the vocabulary is filled up before it is dealt out
     rows = slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
     if layer.num_added_embeddings or rows.start == rows.stop:
-        what = "added rows" if layer.num_added_embeddings else f"fewer rows than {layer.tp_size} processes need"
+        what = (
+            "added rows" if layer.num_added_embeddings else f"fewer rows than {layer.tp_size} processes need"
+        )
         raise OtaroError(f"{layer.prefix} has {what}, which packed vocabularies do not take")
     return rows
 

@@ -43,7 +43,8 @@ class PackedShare(PackedWeight):
         self.inputs = (inputs.start, inputs.stop, length)
         if inputs.stop - inputs.start < length and (inputs.start % group_size or inputs.stop % group_size):
             raise OtaroError(
-                f"{name}: {length} inputs dealt out by {inputs.stop - inputs.start} would cut its groups of {group_size}; "
+                f"{name}: {length} inputs dealt out by {inputs.stop - inputs.start} would cut its groups of "
+                f"{group_size}; "
                 "choose another --tensor-parallel-size"
             )
         self.shape = (rows.stop - rows.start, inputs.stop - inputs.start)
@@ -74,7 +75,9 @@ class Shares(nn.Module):
     def attach(self, precision: Precision, device: torch.device) -> None:
         """Map, or copy to another device, what the precision needs; refused where a matrix has not come."""
         if len(self._taken) != len(self.sizes):
-            raise FormatError(f"{self.layer}: {len(self._taken)} of {len(self.sizes)} matrices are in the nested directory")
+            raise FormatError(
+                f"{self.layer}: {len(self._taken)} of {len(self.sizes)} matrices are in the nested directory"
+            )
         self.matrices = nn.ModuleList(self._taken[index] for index in range(len(self.sizes)))
         for share in self._taken.values():
             share.attach(device)

@@ -47,7 +47,9 @@ def _layers(worker: Any) -> list[Shares]:
     if not found:
         raise OtaroError("this model has no precision to switch; serve a directory that `otaro pack` wrote")
     if not worker.model_config.enforce_eager:
-        raise OtaroError("vLLM has compiled the model at one precision; start it with --enforce-eager to switch")
+        raise OtaroError(
+            "vLLM has compiled the model at one precision; start it with --enforce-eager to switch"
+        )
     return found
 
 

@@ -1,7 +1,8 @@
-"""The decoder as WebAssembly, by zig from the sources that are in the package: once, for they are kept by their hash.
+"""The decoder as WebAssembly, by zig from the sources that are in the package: once, for they are kept by
+their hash.
 
-Nothing of the sources is changed. `wasm/` has what zig's standard library lacks there (threads, mutexes, exceptions), in a few
-lines each, and the names of standard headers.
+Nothing of the sources is changed. `wasm/` has what zig's standard library lacks there (threads, mutexes,
+exceptions), in a few lines each, and the names of standard headers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ _KERNELS = _HERE.parent / "kernels"
 _CORE = ("json", "model", "sha256", "shard")
 _KERNEL_FILES = ("decoder", "pool", "portable", "select", "wasm")
 _EXPORTS = [
-    *(f"otaro_{name}" for name in ("new", "describe", "add_shard", "free", "error", "set_precision", "precision", "finest")),
-    *(f"otaro_{name}" for name in ("forward", "vocabulary", "length", "positions", "truncate", "set_threads", "backend")),
+    *(
+        f"otaro_{name}"
+        for name in ("new", "describe", "add_shard", "free", "error", "set_precision", "precision", "finest")
+    ),
+    *(
+        f"otaro_{name}"
+        for name in ("forward", "vocabulary", "length", "positions", "truncate", "set_threads", "backend")
+    ),
     *("otaro_web_pages", "malloc", "free"),
 ]
 _FLAGS = [
@@ -39,8 +46,17 @@ _FLAGS = [
     "-Wl,--initial-memory=4194304",  # engine.js: PAGES
 ]
 _THREADS = [
-    *("-matomics", "-mbulk-memory", "-Wl,--shared-memory", "-Wl,--import-memory", "-Wl,--max-memory=4294901760"),
-    *(f"-Wl,--export={name}" for name in ("otaro_web_thread", "__wasm_init_tls", "__tls_size", "__stack_pointer")),
+    *(
+        "-matomics",
+        "-mbulk-memory",
+        "-Wl,--shared-memory",
+        "-Wl,--import-memory",
+        "-Wl,--max-memory=4294901760",
+    ),
+    *(
+        f"-Wl,--export={name}"
+        for name in ("otaro_web_thread", "__wasm_init_tls", "__tls_size", "__stack_pointer")
+    ),
 ]
 
 
@@ -52,7 +68,11 @@ def _native() -> Path:
 
 def _sources() -> list[Path]:
     files = [_native() / f"{name}.cpp" for name in _CORE]
-    return [*files, *(_KERNELS / "csrc" / f"{name}.cpp" for name in _KERNEL_FILES), _HERE / "wasm" / "entry.cpp"]
+    return [
+        *files,
+        *(_KERNELS / "csrc" / f"{name}.cpp" for name in _KERNEL_FILES),
+        _HERE / "wasm" / "entry.cpp",
+    ]
 
 
 def _includes() -> list[Path]:
@@ -79,12 +99,24 @@ def build(name: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with new_file(target, overwrite=True) as out:
         includes = [f"-I{folder}" for folder in _includes()]
-        command = [sys.executable, "-m", "ziglang", "c++", *flags, *includes, *map(str, _sources()), "-o", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            *flags,
+            *includes,
+            *map(str, _sources()),
+            "-o",
+            str(out),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             said = done.stderr.strip() or "it says nothing"
             reason = next((line for line in said.splitlines() if "error" in line), said)
-            raise OtaroError(f"zig {version} could not compile the decoder of otaro {otaro.__version__}: {reason}")
+            raise OtaroError(
+                f"zig {version} could not compile the decoder of otaro {otaro.__version__}: {reason}"
+            )
     return target
 
 
@@ -93,5 +125,7 @@ def _zig_version() -> str:
         raise OtaroError(f"pages need zig to compile the decoder; install it with: {install('web')}")
     done = subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True, text=True)
     if done.returncode:
-        raise OtaroError(f"zig is installed, but does not run here: {done.stderr.strip()}; try {install('web')} again")
+        raise OtaroError(
+            f"zig is installed, but does not run here: {done.stderr.strip()}; try {install('web')} again"
+        )
     return done.stdout.strip()

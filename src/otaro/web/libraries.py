@@ -1,6 +1,8 @@
-"""Two libraries of Hugging Face's that a page takes for text, from npm: what `tokenizer.json` says, and chat templates.
+"""Two libraries of Hugging Face's that a page takes for text, from npm: what `tokenizer.json` says, and chat
+templates.
 
-Each is one file without dependencies. Versions are fixed, and so is the hash of what npm packs: anything else is refused.
+Each is one file without dependencies. Versions are fixed, and so is the hash of what npm packs: anything else
+is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ def bring(library: Library) -> Path:
     if target.is_dir():
         return target
     if shutil.which("npm") is None:
-        raise OtaroError("pages take their tokenizer from npm, which is not installed here; install Node.js, which brings it")
+        raise OtaroError(
+            "pages take their tokenizer from npm, which is not installed here; install "
+            "Node.js, which brings it"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, new_directory(target) as out:
         named = f"{library.package}@{library.version}"
@@ -71,7 +76,9 @@ def bring(library: Library) -> Path:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         packed = next(Path(folder).glob("*.tgz"), None)
         if done.returncode or packed is None:
-            raise OtaroError(f"npm could not fetch {named}: {(done.stderr or done.stdout).strip() or 'it says nothing'}")
+            raise OtaroError(
+                f"npm could not fetch {named}: {(done.stderr or done.stdout).strip() or 'it says nothing'}"
+            )
         _unpack(library, packed.read_bytes(), packed, out)
     return target
 
@@ -80,7 +87,8 @@ def _unpack(library: Library, content: bytes, packed: Path, out: Path) -> None:
     found = "sha512-" + base64.b64encode(hashlib.sha512(content).digest()).decode()
     if found != library.integrity:
         raise OtaroError(
-            f"npm sent another {library.package} {library.version} than this version of otaro was tested with "
+            f"npm sent another {library.package} {library.version} than this version of otaro was tested "
+            "with "
             f"({found[:20]}... instead of {library.integrity[:20]}...); nothing of it is used"
         )
     with tarfile.open(packed) as archive:

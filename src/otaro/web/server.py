@@ -18,7 +18,12 @@ from typing import IO, Any, ClassVar
 from otaro.errors import OtaroError
 
 ISOLATED = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
-_TYPES = {".js": "text/javascript", ".wasm": "application/wasm", ".json": "application/json", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".js": "text/javascript",
+    ".wasm": "application/wasm",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
@@ -90,7 +95,9 @@ def server(folder: Path, port: int = 0, handler: type[Handler] = Handler) -> htt
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m otaro.web.server", description="Serve a page on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m otaro.web.server", description="Serve a page on this machine."
+    )
     parser.add_argument("folder", type=Path, help="what `otaro web` wrote")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args(arguments)

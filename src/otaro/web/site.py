@@ -41,9 +41,16 @@ class Site:
 
 
 def write_site(
-    directory: Path, out: Path, *, name: str | None = None, files: str | None = None, progress: Progress = lambda *_: None
+    directory: Path,
+    out: Path,
+    *,
+    name: str | None = None,
+    files: str | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Site:
-    """A page for a nested directory, in `out`; the shards in it, or fetched from `files`, where they lie already."""
+    """A page for a nested directory, in `out`; the shards in it, or fetched from `files`, where they lie
+    already.
+    """
     check_place(out)
     nested = NestedDirectory(directory)
     if files is not None:
@@ -57,7 +64,8 @@ def write_site(
     progress("fetching the tokenizer", 0, total)
     brought = [libraries.bring(one) for one in libraries.LIBRARIES]
     shards = [
-        {"name": shard_name(bits), "bits": bits, "bytes": nested.sizes[bits]} for bits in range(BASE, finest.mantissa_bits + 1)
+        {"name": shard_name(bits), "bits": bits, "bytes": nested.sizes[bits]}
+        for bits in range(BASE, finest.mantissa_bits + 1)
     ]
     stated = {
         "version": VERSION,
@@ -89,7 +97,9 @@ def _checked(files: str) -> str:
     """Where shards lie, as a page may ask for them."""
     parts = urlsplit(files)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise OtaroError(f"{files} is not a place that a page can fetch from; give http(s)://HOST/PATH of the directory")
+        raise OtaroError(
+            f"{files} is not a place that a page can fetch from; give http(s)://HOST/PATH of the directory"
+        )
     return files if files.endswith("/") else files + "/"
 
 
@@ -99,7 +109,9 @@ def _about(directory: Path) -> dict[str, Any]:
 
     for kept in _TEXT:
         if not (directory / kept).is_file():
-            raise OtaroError(f"{directory} has no {kept}, which a page makes tokens by; copy it from the original model")
+            raise OtaroError(
+                f"{directory} has no {kept}, which a page makes tokens by; copy it from the original model"
+            )
     tokenizer = load_tokenizer(directory)
     template = tokenizer.chat_template
     if isinstance(template, dict):
