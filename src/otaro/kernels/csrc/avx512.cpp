@@ -700,6 +700,13 @@ void many(const Packed& weight, const Activations& x, const Span* spans, int cou
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
+  if (x.tokens == 2 && count == 1 && weight.bits > kCoarsest && !weight.truncate &&
+      weight.units_per_group() == 1 && weight.blocks() % 2 == 0) {
+    constexpr decltype(&whole_rows<4, false, 2>) kTwo[] = {whole_rows<4, false, 2>, whole_rows<5, false, 2>,
+                                                           whole_rows<6, false, 2>, whole_rows<7, false, 2>,
+                                                           whole_rows<8, false, 2>};
+    begin = kTwo[weight.bits - kCoarsest - 1](weight, x, begin, end, out, stride);
+  }
   const auto tile = x.tokens <= kFewTokens ? tile_for<FewSums>(weight) : tile_for<ManySums>(weight);
   Tokens of_spans[kManyTokens];
   __m512i planes[kPlanes][4] = {};

@@ -1,6 +1,7 @@
-// One token on AVX-512. Rows follow each other in memory, and so do their units: they are read sixteen at a
-// time, past the ends of rows, until a whole number of rows is done. Activations begin anew with each row, so
-// that they are there as often as it takes to read sixteen units of them from wherever a row may begin.
+// One token on AVX-512, or two of one precision. Rows follow each other in memory, and so do their
+// units: they are read sixteen at a time, past the ends of rows, until a whole number of rows is done.
+// Activations begin anew with each row, so that they are there as often as it takes to read sixteen units of
+// them from wherever a row may begin.
 //
 // A register has 32 weights of each of two neighbouring units, a pair. So one sum of products has both units,
 // each in a half, and eight such sums, sixteen units, are added up across to sixteen integers in one
@@ -17,6 +18,9 @@
 //
 // A code is a byte, u * 2^(7 - M), so that nothing else depends on how many planes there are. The fifth plane
 // of E5M8 is multiplied by itself.
+//
+// Of two tokens each takes its products from the codes of eight units while they are in registers. For more
+// it is cheaper to transpose rows (avx512.cpp), which leaves no sums across.
 #pragma once
 
 #include "x86.h"
@@ -97,46 +101,51 @@ OTARO_ONCE void sum_rows(const float* terms, int64_t units, int64_t rows, float*
 }
 
 // Activations as these kernels read them.
-struct OneToken {
-  static constexpr int kMostPairs = 512, kMostTerms = 4096;
+struct Cycle {
+  static constexpr int kMostPairs = 519, kMostTerms = 4096;
   static constexpr int kPairDigits = 8 * kBlock;  // high, low; of first blocks, of second ones
 
-  int64_t units;
+  int64_t units, tokens;
   int64_t rows;   // the fewest that end where sixteen units do
-  int64_t cycle;  // at least eight pairs, after which activations are those of a row's beginning again
-  // Of so many pairs and of those that are read beyond.
-  alignas(64) int8_t digits[kMostPairs + 7][kPairDigits];
-  int32_t offsets[2 * (kMostPairs + 7)];
-  float scales[2 * (kMostPairs + 7)];  // times what makes steps of scale bytes' halves
+  int64_t pairs;  // at least eight, after which activations are those of a row's beginning again
+  // Of so many pairs and of seven that are read beyond; all tokens of a pair, then those of the next one.
+  alignas(64) int8_t digits[kMostPairs * kPairDigits];
+  // Of a token's units, then of the next token's.
+  int32_t offsets[2 * kMostPairs];
+  float scales[2 * kMostPairs];  // times what makes steps of scale bytes' halves
 
-  OTARO_ONCE OneToken(const Packed& weight, const Activations& x) : units(x.units) {
+  OTARO_ONCE Cycle(const Packed& weight, const Activations& x) : units(x.units), tokens(x.tokens) {
     const int64_t divisor = units & -units;  // the largest power of two that divides them
     rows = divisor < 16 ? 16 / divisor : 1;
-    const int64_t pairs = units % 2 ? units : units / 2;
-    cycle = pairs < 8 ? (pairs + 7) / pairs * pairs : pairs;
+    pairs = units % 2 ? units : units / 2;
+    if (pairs < 8) pairs = (pairs + 7) / pairs * pairs;
     if (!fits()) return;
     const ByteOrder* orders = weight.bits > kCoarsest ? kOneOrders.digits : kOneOrders.digits_of_base;
-    for (int64_t pair = 0, unit = 0; pair < cycle + 7; ++pair) {
-      const auto next = [&] {
-        return x.digits + (unit < units ? unit++ : (unit = 1, 0)) * x.stride * 4 * kBlock;
-      };
-      const int8_t *first = next(), *second = next();
-      for (int half = 0; half < 2; ++half)  // high, low
-        for (int block = 0; block < 2; ++block)
-          _mm512_store_si512(
-            digits[pair] + (2 * half + block) * 2 * kBlock,
-            _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock), in_order(orders[block]),
-                                     _mm512_loadu_si512(second + half * 2 * kBlock)));
-    }
+    int8_t* out = digits;
+    for (int64_t pair = 0; pair < there(); ++pair)
+      for (int64_t t = 0; t < tokens; ++t, out += kPairDigits) {
+        const auto unit = [&](int64_t i) {
+          return x.digits + ((2 * pair + i) % units * x.stride + t) * 4 * kBlock;
+        };
+        const int8_t *first = unit(0), *second = unit(1);
+        for (int half = 0; half < 2; ++half)  // high, low
+          for (int block = 0; block < 2; ++block)
+            _mm512_store_si512(
+              out + (2 * half + block) * 2 * kBlock,
+              _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock), in_order(orders[block]),
+                                       _mm512_loadu_si512(second + half * 2 * kBlock)));
+      }
     const Meaning means = meaning(weight.bits, weight.truncate);
     const float factor = power_of_two(weight.scale_exponent + 8 - means.shift);
-    for (int64_t i = 0; i < 2 * (cycle + 7); ++i) {
-      offsets[i] = i < units ? means.constant * x.sums[i] : offsets[i - units];
-      scales[i] = i < units ? factor * x.scales[i] : scales[i - units];
-    }
+    for (int64_t t = 0, at = 0; t < tokens; ++t)
+      for (int64_t i = 0; i < 2 * there(); ++i, ++at) {
+        offsets[at] = i < units ? means.constant * x.sums[t * units + i] : offsets[at - units];
+        scales[at] = i < units ? factor * x.scales[t * units + i] : scales[at - units];
+      }
   }
 
-  bool fits() const { return cycle <= kMostPairs && rows * units <= kMostTerms; }
+  int64_t there() const { return pairs + 7; }
+  bool fits() const { return there() * tokens <= kMostPairs && rows * units <= kMostTerms; }
 };
 
 template <int M, bool Truncate>
@@ -170,11 +179,17 @@ struct One {
     return _mm512_setzero_si512();
   }
 
-  // The sums of products of a pair: 64 bytes of base, planes as matrices, and 16 bytes of the fifth.
-  static OTARO_INLINE __m512i products(__m512i base, __m512i matrices, __m128i last, const int8_t* digits) {
+  // The codes of a pair, of first blocks and of second ones; and of E5M8 what is multiplied by itself.
+  struct Codes {
+    __m512i codes[2], fifth[2];
+  };
+
+  // From 64 bytes of base, planes as matrices, and 16 bytes of the fifth.
+  static OTARO_INLINE Codes unpacked(__m512i base, __m512i matrices, __m128i last) {
     const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0)),
                   unit_vectors = _mm512_set1_epi64(0x8040201008040201);
-    __m512i codes[2], fifth[2];
+    Codes out;
+    auto& [codes, fifth] = out;
     if constexpr (kPlanesUsed > 0) {
       const __m512i nibbles = _mm512_permutexvar_epi8(in_order(kOneOrders.base), base);
       const __m512i bits = _mm512_gf2p8affine_epi64_epi8(unit_vectors, matrices, 0);
@@ -202,16 +217,21 @@ struct One {
         __m512i& part = M == kFinest ? fifth[block] : codes[block];
         part = _mm512_add_epi8(part, lowest);
       }
+    return out;
+  }
+
+  // The sums of a pair's products.
+  static OTARO_INLINE __m512i products(const Codes& of, const int8_t* digits) {
     const auto add = [&](__m512i sums, const __m512i* codes, int half) __attribute__((always_inline)) {
       const int8_t* at = digits + half * 4 * kBlock;
       return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sums, codes[0], _mm512_load_si512(at)), codes[1],
                                  _mm512_load_si512(at + 2 * kBlock));
     };
-    __m512i sums = add(_mm512_setzero_si512(), codes, 0);
-    if constexpr (M < kFinest) return add(_mm512_slli_epi32(sums, 8), codes, 1);
-    sums = add(_mm512_slli_epi32(sums, 1), fifth, 0);
-    sums = add(_mm512_slli_epi32(sums, 7), codes, 1);
-    return add(_mm512_slli_epi32(sums, 1), fifth, 1);
+    __m512i sums = add(_mm512_setzero_si512(), of.codes, 0);
+    if constexpr (M < kFinest) return add(_mm512_slli_epi32(sums, 8), of.codes, 1);
+    sums = add(_mm512_slli_epi32(sums, 1), of.fifth, 0);
+    sums = add(_mm512_slli_epi32(sums, 7), of.codes, 1);
+    return add(_mm512_slli_epi32(sums, 1), of.fifth, 1);
   }
 
   // Adds up within parts of four: part i has those of p[0], p[1], p[2], p[3].
@@ -224,26 +244,36 @@ struct One {
   }
 
   // Eight units, which begin at `at` of each plane: their sums in parts, of 0 2 4 6 in the first two and of 1
-  // 3 5 7 in the others.
+  // 3 5 7 in the others, for each token.
   //
   // The second-level cache is told what will be read a microsecond from now. The first has room for some
   // twenty misses, and one that waits for memory holds its place so long that a core would read no more than
   // 15 to 18 GB/s.
-  static OTARO_INLINE __m512i eight_sums(const Bytes<M>& bytes, int64_t at, const int8_t* digits) {
+  template <int Tokens>
+  static OTARO_INLINE void eight_sums(const Bytes<M>& bytes, int64_t at, const int8_t* digits,
+                                      __m512i (&out)[Tokens]) {
     constexpr int kAhead = 2048, kSecondLevel = 2;
     for (int i = 0; i < 8 * kUnitBase; i += 64)
       __builtin_prefetch(bytes.base + 4 * (at + kAhead) + i, 0, kSecondLevel);
     for (int p = 0; p < kPlanesUsed; ++p) __builtin_prefetch(bytes.planes[p] + at + kAhead, 0, kSecondLevel);
-    __m512i sums[4];
+    Codes codes[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m512i of_pair = _mm512_loadu_si512(bytes.base + 4 * at + i * 2 * kUnitBase);
+      __m512i of_pair = _mm512_loadu_si512(bytes.base + 4 * at + i * 2 * kUnitBase);
+      asm("" : "+v"(of_pair));  // else gcc reads it twice for E5M3: a fifth more time, most reads miss
       __m128i fifth = _mm_setzero_si128();
       if constexpr (M == kFinest)
         fifth = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.planes[4] + at + i * 2 * kUnitPlane));
-      sums[i] = products(of_pair, matrices(bytes, at, i), fifth, digits + i * OneToken::kPairDigits);
+      codes[i] = unpacked(of_pair, matrices(bytes, at, i), fifth);
     }
-    return quads(sums);
+#pragma GCC unroll 2
+    for (int t = 0; t < Tokens; ++t) {
+      __m512i sums[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        sums[i] = products(codes[i], digits + (i * Tokens + t) * Cycle::kPairDigits);
+      out[t] = quads(sums);
+    }
   }
 
   // What sums are as the integers I, but for the offset.
@@ -253,27 +283,34 @@ struct One {
     return kMeans.factor == 2 && M > kFinest - 2 ? _mm512_add_epi32(sums, sums) : sums;
   }
 
-  // The terms of the units of some rows, sixteen at a time.
-  static OTARO_INLINE void terms(const Packed& weight, const OneToken& x, int64_t row, int64_t rows,
-                                 float* out) {
+  // The terms of the units of some rows, sixteen at a time; a token's are `apart` from the last one's.
+  template <int Tokens>
+  static OTARO_INLINE void terms(const Packed& weight, const Cycle& x, int64_t row, int64_t rows, float* out,
+                                 int64_t apart) {
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     const Bytes<M> bytes(weight, row);
     const uint8_t* of_scales = weight.scales + row * x.units;
-    const int64_t end = rows * x.units * kUnitPlane, cycle = x.cycle;
+    const int64_t end = rows * x.units * kUnitPlane;
+    constexpr int kOfPair = Tokens * Cycle::kPairDigits;
     int64_t pair = 0;
     for (int64_t at = 0; at < end; at += 16 * kUnitPlane) {
-      const __m512i first = eight_sums(bytes, at, x.digits[pair]),
-                    second = eight_sums(bytes, at + 8 * kUnitPlane, x.digits[pair + 4]);
-      const __m512i sums =
-        _mm512_permutexvar_epi32(order, _mm512_add_epi32(_mm512_shuffle_i32x4(first, second, 0x88),
-                                                         _mm512_shuffle_i32x4(first, second, 0xdd)));
-      const __m512i integers = _mm512_add_epi32(scaled(sums), _mm512_loadu_si512(x.offsets + 2 * pair));
+      __m512i first[Tokens], second[Tokens];
+      eight_sums(bytes, at, x.digits + pair * kOfPair, first);
+      eight_sums(bytes, at + 8 * kUnitPlane, x.digits + (pair + 4) * kOfPair, second);
       const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_scales));
-      const __m512 steps =
-        _mm512_mul_ps(_mm512_cvtph_ps(scale_halves(sixteen)), _mm512_loadu_ps(x.scales + 2 * pair));
-      _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), steps));
+      const __m512 values = _mm512_cvtph_ps(scale_halves(sixteen));
+#pragma GCC unroll 2
+      for (int t = 0; t < Tokens; ++t) {
+        const __m512i sums =
+          _mm512_permutexvar_epi32(order, _mm512_add_epi32(_mm512_shuffle_i32x4(first[t], second[t], 0x88),
+                                                           _mm512_shuffle_i32x4(first[t], second[t], 0xdd)));
+        const int64_t slot = 2 * (t * x.there() + pair);
+        const __m512i integers = _mm512_add_epi32(scaled(sums), _mm512_loadu_si512(x.offsets + slot));
+        const __m512 steps = _mm512_mul_ps(values, _mm512_loadu_ps(x.scales + slot));
+        _mm512_storeu_ps(out + t * apart, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), steps));
+      }
       of_scales += 16, out += 16, pair += 8;
-      if (pair >= cycle) pair -= cycle;
+      if (pair >= x.pairs) pair -= x.pairs;
     }
   }
 
@@ -284,26 +321,34 @@ struct One {
   }
 };
 
+// Rows [begin, end) of a product with so many tokens; returns the first row that is left.
+template <int M, bool Truncate, int Tokens>
+int64_t whole_rows(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
+                   int64_t stride) {
+  const Cycle cycle(weight, x);
+  if (!cycle.fits()) return begin;
+  alignas(64) float terms[Tokens * Cycle::kMostTerms];
+  int64_t row = begin;
+  // Sixteen rows at a time, or as many as have a thousand terms.
+  const int64_t fit = 1024 / cycle.units, most = fit < 16 ? 16 : fit / 16 * 16;
+  while (row + cycle.rows <= end) {
+    int64_t some = (end - row) / cycle.rows * cycle.rows;
+    if (some > most) some = most;
+    if (some * cycle.units > Cycle::kMostTerms) some = cycle.rows;
+    const int64_t apart = some * cycle.units;
+    One<M, Truncate>::template terms<Tokens>(weight, cycle, row, some, terms, apart);
+    for (int t = 0; t < Tokens; ++t) sum_rows(terms + t * apart, cycle.units, some, out + t * stride + row);
+    row += some;
+  }
+  return row;
+}
+
 // The machine of rows.h, with one token by `One`.
 struct Machine : X86<Avx512> {
   template <int M, bool Truncate>
   static int64_t linear_one(const Packed& weight, const Activations& x, int64_t begin, int64_t end,
                             float* out) {
-    const OneToken one(weight, x);
-    if (!one.fits()) return begin;
-    alignas(64) float terms[OneToken::kMostTerms];
-    int64_t row = begin;
-    // Sixteen rows at a time, or as many as have a thousand terms.
-    const int64_t fit = 1024 / one.units, most = fit < 16 ? 16 : fit / 16 * 16;
-    while (row + one.rows <= end) {
-      int64_t some = (end - row) / one.rows * one.rows;
-      if (some > most) some = most;
-      if (some * one.units > OneToken::kMostTerms) some = one.rows;
-      One<M, Truncate>::terms(weight, one, row, some, terms);
-      sum_rows(terms, one.units, some, out + row);
-      row += some;
-    }
-    return row;
+    return whole_rows<M, Truncate, 1>(weight, x, begin, end, out, 0);
   }
 };
 
