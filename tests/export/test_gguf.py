@@ -220,7 +220,8 @@ def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
         def anonymous():
             return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1])
 
-        export({str(tmp_path / "nested")!r}, {str(tmp_path / "warm.gguf")!r}, precision="E5M3", to="gguf", type="F32")
+        nested, how = {str(tmp_path / "nested")!r}, dict(precision="E5M3", to="gguf", type="F32")
+        export(nested, {str(tmp_path / "warm.gguf")!r}, **how)
         before, peak, going = anonymous(), 0, True
         def watch():
             global peak
@@ -229,7 +230,7 @@ def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
                 time.sleep(0.005)
         thread = threading.Thread(target=watch)
         thread.start()
-        export({str(tmp_path / "nested")!r}, {str(tmp_path / "m.gguf")!r}, precision="E5M3", to="gguf", type="F32")
+        export(nested, {str(tmp_path / "m.gguf")!r}, **how)
         going = False
         thread.join()
         print(peak - before)

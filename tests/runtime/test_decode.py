@@ -368,8 +368,8 @@ def test_the_largest_halves_are_held_and_the_next_are_not(instructions):
 
 
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8 + [1.5] * 4, "long_factor": [4.0] * 12,
-    "original_max_position_embeddings": 40, "factor": 4.0,
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8 + [1.5] * 4,
+    "long_factor": [4.0] * 12, "original_max_position_embeddings": 40, "factor": 4.0,
 }  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_rows_end_one_by_one_and_are_padded_then(model):
 
 def test_a_row_that_ended_leaves_the_others_alone_without_an_end_of_text(model):
     class Once(StoppingCriteria):
-        """Ends the first row at once and the others after five tokens; nothing pads then, as in transformers."""
+        """Ends the first row at once, the others after five tokens; nothing pads then, as in transformers."""
 
         def __call__(self, ids, scores, **kwargs):
             count = ids.shape[1] - max(map(len, ROWS))

@@ -257,8 +257,11 @@ def test_weights_need_no_model(llama, decoded_model):
         return Matrix(torch.cat([reference.decode(matrix.at(8)) for matrix in matrices]).half())
 
     layers = [
-        replace(one, query=plain(one.query, one.key, one.value), key=None, value=None, output=plain(one.output),
-                gate=plain(one.gate, one.up), up=None, down=plain(one.down))
+        replace(
+            one,
+            query=plain(one.query, one.key, one.value), key=None, value=None, output=plain(one.output),
+            gate=plain(one.gate, one.up), up=None, down=plain(one.down),
+        )
         for one in packed.layers
     ]  # fmt: skip
     weights = replace(

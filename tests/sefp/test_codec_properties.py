@@ -130,7 +130,7 @@ def test_truncation_error_never_grows_with_a_mantissa_bit(weight):
 
 
 def test_midpoint_error_of_a_single_weight_may_grow_with_a_mantissa_bit():
-    """Only the bound halves with every bit: zero is on the grid of E5M3, and half a step off all finer ones."""
+    """Only the bound halves with every bit: zero is on the grid of E5M3, half a step off all finer ones."""
     tensor = encode(torch.tensor([0.0, -1.0]))
     assert tensor.scales.tolist() == [1.0]
     assert [float(tensor.decode(p)[0]) for p in PRECISIONS] == [

@@ -1,4 +1,4 @@
-"""Training through quantization: the same values as the codec, and the gradients of a model that holds them."""
+"""Training through quantization: the same values as the codec, the gradients of a model that holds them."""
 
 from __future__ import annotations
 
@@ -434,8 +434,13 @@ def test_lora_dropout_is_refused(make_plain):
         prepare(with_lora(make_plain(), lora_dropout=0.1), Precisely())
 
 
-@pytest.mark.parametrize(("name", "target"), [("llama", {"target_modules": ["embed_tokens"]}),
-                                              ("mixtral", {"target_parameters": ["experts.gate_up_proj"]})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("llama", {"target_modules": ["embed_tokens"]}),
+        ("mixtral", {"target_parameters": ["experts.gate_up_proj"]}),
+    ],
+)
 def test_lora_on_other_modules_is_refused(make_plain, name, target):
     with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantized as merged"):
         prepare(with_lora(make_plain(name), **{"target_modules": [], **target}), Precisely())

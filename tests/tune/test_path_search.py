@@ -1,4 +1,4 @@
-"""The four searches: scores worked out by hand, the long run of the paper's equations 6 to 9, and resuming."""
+"""The four searches: scores worked out by hand, the long run of the paper's equations 6 to 9, resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSSES = {M8: 2.0, M7: 2.1, M6: 2.3, M5: 2.6, M4: 3.2, M3: 4.5}
 
 
 def walk(search, losses, steps: int) -> list[Precision]:
-    """Let a search choose for some steps; the loss at a precision is a constant or a function of its batch."""
+    """Let a search choose for some steps; the loss at a precision is constant or a function of its batch."""
     path = []
     for step in range(steps):
         path.append(search.choose())

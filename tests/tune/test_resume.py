@@ -64,9 +64,10 @@ def number(checkpoint):
 def train():
     tokens = torch.randint(3, 120, (14, 10), generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(
-        directory, use_cpu=True, max_steps=12, per_device_train_batch_size=2, seed=3,  # 7 steps an epoch, shuffled
-        optim="sgd" if method == "otaro" else "adamw_torch", learning_rate=2.0**-7 if method == "otaro" else 1e-3,
-        lr_scheduler_type="cosine", save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
+        directory, use_cpu=True, max_steps=12, per_device_train_batch_size=2,  # 7 steps an epoch, shuffled
+        optim="sgd" if method == "otaro" else "adamw_torch",
+        learning_rate=2.0**-7 if method == "otaro" else 1e-3, lr_scheduler_type="cosine", seed=3,
+        save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
     )
     options = BEST if method == "best" else Options(method=method, exploration=30.0, delay=3)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

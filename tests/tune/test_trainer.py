@@ -710,14 +710,17 @@ from otaro.tune.config import Options
 from otaro.tune.trainer import OtaroTrainer
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-settings = dict(fsdp=True, fsdp_config=dict(state_dict_type="SHARDED_STATE_DICT"), save_strategy="no", report_to=[])
-arguments = TrainingArguments({directory!r}, use_cpu=True, bf16=True, max_steps=1, disable_tqdm=True, **settings)
+fsdp = dict(fsdp=True, fsdp_config=dict(state_dict_type="SHARDED_STATE_DICT"))
+quiet = dict(save_strategy="no", report_to=[], disable_tqdm=True)
+arguments = TrainingArguments({directory!r}, use_cpu=True, bf16=True, max_steps=1, **fsdp, **quiet)
 model = AutoModelForCausalLM.from_pretrained({checkpoint!r}, dtype=torch.float32)
 data = [dict(input_ids=torch.arange(8), labels=torch.arange(8))] * 8
 trainer = OtaroTrainer(model, arguments, train_dataset=data, otaro=Options(method="fixed:E5M8"))
 seen = set()
 layer = model.model.layers[0].self_attn.q_proj
-layer.register_forward_hook(lambda module, inputs, output: seen.add((str(module.weight.dtype), str(output.dtype))))
+layer.register_forward_hook(
+    lambda module, inputs, output: seen.add((str(module.weight.dtype), str(output.dtype)))
+)
 trainer.train()
 assert trainer.is_fsdp_enabled
 print(seen)

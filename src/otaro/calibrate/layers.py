@@ -112,7 +112,7 @@ class Skeleton:
         return torch.cat(states)
 
     def _outside(self, ids: torch.Tensor) -> torch.Tensor:
-        """Run the model with stand-ins; they keep what each layer is called with, by the number of windows."""
+        """Run the model with stand-ins; they keep what each layer is called with, by number of windows."""
         try:
             self.model(input_ids=ids.to(self._device), use_cache=False)
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:

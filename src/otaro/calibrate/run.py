@@ -235,7 +235,7 @@ class _Calibration:
     def _fold(
         self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]
     ) -> dict[str, torch.Tensor]:
-        """Fold channel scales where all readers have the same inputs; returns the norms that are others now."""
+        """Fold channel scales where all readers have the same inputs; returns the norms that changed."""
         changed = {}
         for fold in folds.folds(self._checkpoint.config, weights):
             read = [inputs.get(Matrix(name)) for name in fold.readers]

@@ -96,9 +96,10 @@ def gradients(
             progress=progress,
         )
     options = {
-        "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
-        "modules": modules, "reconstruction": coding.reconstruction, "group-size": coding.group_size, "device": device,
-        "revision": revision, "cache-dir": cache_dir, "no-bos": no_bos,
+        "text": text, "out": out, "batches": batches, "batch-size": batch_size,
+        "sequence-length": sequence_length, "modules": modules, "reconstruction": coding.reconstruction,
+        "group-size": coding.group_size, "device": device, "revision": revision, "cache-dir": cache_dir,
+        "no-bos": no_bos,
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
     result = {**_provenance("gradients", model, options), **facts, **result}

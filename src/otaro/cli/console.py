@@ -39,7 +39,7 @@ WIDE = 1000
 
 
 class _Console(Console):
-    """Wraps sentences, at words, and tables for a terminal alone: what reads a file or a pipe has them whole."""
+    """Wraps sentences, at words, and tables for a terminal alone: who reads a file or pipe has them whole."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; a table has no blanks at the ends of its lines then."""

@@ -222,9 +222,14 @@ def _legend(entries: list[Entry]) -> Iterator[str]:
     if any(entry["kind"] == "perplexity" for entry in entries):
         yield "perplexity: text, and window/stride in tokens"
     if any(entry.get("bos") for entry in entries):
-        yield "every window begins with the tokenizer's beginning-of-text token (BOS), which takes one position"
+        yield (
+            "every window begins with the tokenizer's beginning-of-text token (BOS), which takes one position"
+        )
     if any(entry.get("kv") for entry in entries):
-        yield "kv: what keys and values are kept in, by the decoder; without it transformers keeps them as the model computes"
+        yield (
+            "kv: what keys and values are kept in, by the decoder; "
+            "without it transformers keeps them as the model computes"
+        )
     for reference in dict.fromkeys(e["reference_model"] for e in entries if "reference_model" in e):
         yield f"fp is the reference's, the checkpoint {reference[:12]}"
     if any(entry["kind"] == "divergence" for entry in entries):

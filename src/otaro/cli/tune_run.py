@@ -51,7 +51,7 @@ class TuningRun:
         allowed: Collection[str] = (),
         hub: Hub | None = None,
     ) -> None:
-        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
+        """`allowed` are names that --out may hold already; `hub` is how to reach a model on the Hub."""
         from otaro.cli.tune_folder import RunFolder, refuse_changes
         from otaro.file.checkpoint import HUB
         from otaro.tune.config import Around, ConfigError
@@ -206,7 +206,7 @@ class TuningRun:
         return decision
 
     def _ended(self) -> dict[str, Any] | None:
-        """What the run gave, if it has ended and is asked for as it was: of the same model and data, by name."""
+        """What the run gave, if it has ended and is asked for as it was: of the same model and data."""
         same = self.before is not None and all(
             self.before.get(key) == value for key, value in self.stated.items() if key != "launcher"
         )

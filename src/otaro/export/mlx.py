@@ -89,7 +89,7 @@ def is_exact(grid: Grid, dtype: torch.dtype, scale_bytes: torch.Tensor) -> bool:
 
 
 def write(source: Source, out: Path, report: Report, dtype: str | None, progress: Progress) -> None:
-    """Fill the directory `out`; scales and what is not packed by default in the smallest type that is exact."""
+    """Fill the directory `out`; scales and what is not packed by default in the smallest exact type."""
     if source.transposed:
         raise OtaroError(
             f"{source.config.model_type} models cannot be written for MLX here; export --to hf, and use "

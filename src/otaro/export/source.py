@@ -173,7 +173,7 @@ class Source:
                     shutil.copyfile(path, directory / path.name)
 
     def _pieces(self, name: str) -> list[Piece]:
-        """What transformers makes of a tensor when it saves a checkpoint, asked with the numbers of its rows."""
+        """What transformers makes of a tensor when it saves a checkpoint, asked with its rows' numbers."""
         shape = self.shape(name)
         if len(shape) != 3:
             return [

@@ -94,7 +94,7 @@ def check_place(target: Path, overwrite: bool = False) -> None:
 
 @contextmanager
 def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """The same for one large file: yield the path to write, which becomes `target` when the block ends well."""
+    """The same for one large file: yield the path to write; it becomes `target` when the block ends well."""
     target = Path(os.path.realpath(target))
     partial = _partial(target)
     with explained(target):

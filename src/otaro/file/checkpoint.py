@@ -132,7 +132,7 @@ class Checkpoint:
         return self.stored_dtype(next(iter(self.packed)))
 
     def unused(self) -> list[str]:
-        """Tensors of the checkpoint that the model class lacks, less those that it says are of no use to it."""
+        """Tensors of the checkpoint that the model class lacks, less those that it says it has no use for."""
         used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
         ignored = [r"rotary_emb\.inv_freq$", *(self._model._keys_to_ignore_on_load_unexpected or ())]
         left = self._file_of.keys() - used
@@ -170,7 +170,7 @@ class Checkpoint:
             yield torch.cat(waiting)
 
     def refusal(self, name: str, position: int, value: float) -> WeightError:
-        """Of the weight at a position in `rows`, which SEFP does not hold: names its index in the checkpoint."""
+        """Of a weight at a position in `rows` that SEFP does not hold: names its index in the checkpoint."""
         if name in self._transposed:
             row, column = divmod(position, self.packed[name][-1])
             position = column * self.packed[name][0] + row
@@ -184,7 +184,7 @@ class Checkpoint:
         return file.rows(key, 0, file.row_count(key)).reshape(file.shape(key))
 
     def _name_tensors(self, files: list[_TensorFile]) -> None:
-        """Call what the files hold by the names of the model class, as transformers does when it loads them."""
+        """Call what the files hold by the names of the model class, as transformers does on loading them."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -410,7 +410,7 @@ def _joins_experts(converter: Any) -> bool:
 
 
 def build_on_meta(config: Any) -> Any:
-    """The model on the meta device; refused if load could not open it, or nothing could be generated with it."""
+    """The model on the meta device; refused if load could not open it, or it could generate nothing."""
     from transformers import AutoModelForCausalLM
 
     try:

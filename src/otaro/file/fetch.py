@@ -263,7 +263,7 @@ def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Pre
 
 
 def _beyond(remote: RemoteModel, nested: NestedDirectory) -> dict[int, int]:
-    """Sizes of the finer shards that the source has; one that is out of order there is nobody's concern yet."""
+    """Sizes of the finer shards that the source has; one out of order there is nobody's concern yet."""
     found = {}
     try:
         for plane in range(nested.finest.mantissa_bits + 1, FINEST + 1):

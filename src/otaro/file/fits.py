@@ -46,7 +46,8 @@ _MOST = 256  # fits in it
 _LONGEST = 4096  # characters of a string
 LARGEST_SUM = 1e12  # nats that all tensors could lose together: sums and squares stay finite
 _UNITS = {
-    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None, "tps": None,
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None,
+    "tps": None,
 }  # fmt: skip
 _SPELLING = {unit.casefold(): unit for unit in _UNITS}
 _BUDGET = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([a-z]+)", re.IGNORECASE | re.ASCII)

@@ -21,8 +21,8 @@ SPLITS = {
 }
 """{llama.cpp's name of a rule: the regular expression that a tokenizer.json has for it}."""
 _SAME = {
-    "mpt": "gpt-2", "olmo": "gpt-2", "refact": "smollm", "starcoder": "smollm", "codeshell": "smollm", "smaug-bpe": "dbrx",
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "stablelm2": "qwen2",
+    "mpt": "gpt-2", "olmo": "gpt-2", "refact": "smollm", "starcoder": "smollm", "codeshell": "smollm",
+    "smaug-bpe": "dbrx", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "stablelm2": "qwen2",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The folder of a tuning run, as whoever looks for a model meets it: it is none, but holds one, in two forms."""
+"""The folder of a tuning run, as met by who looks for a model: it is none, but holds one, in two forms."""
 
 from __future__ import annotations
 

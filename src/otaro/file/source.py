@@ -39,9 +39,9 @@ _BESIDE = (CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, *SIDECARS
 # `otaro pack` and transformers call the files of _BESIDE.
 _USUAL = (
     CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+    "LICENSE.md", "NOTICE", "NOTICE.txt",
 )  # fmt: skip
 _GONE = (404, 410)
 _LATER = (408, 425, 429, 500, 502, 503, 504)

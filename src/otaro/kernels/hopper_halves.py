@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
 
 def serves(matrices: Sequence[Packed]) -> bool:
-    """Whether it does: rows of whole stages with a scale for each unit, on a GPU that has the instructions."""
+    """Whether it does: rows of whole stages with a scale for each unit, on a GPU with the instructions."""
     of_such_rows = all(
         one.group_size == UNIT
         and one.length % STAGE == 0

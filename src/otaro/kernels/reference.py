@@ -4,15 +4,17 @@ backend.
 The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruction's correction
 (`sefp.codec`); `decode` gives these values. `linear` multiplies without leaving the integers for long:
 
-1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is one or more of them.
-2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
-   nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639,
-   and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
-3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
-   (n u + k) * scale * 2^-shift, see `Meaning`.
-4. The product of the weights' scale and the activations' power of two is exact; float32(I) times it is the unit's term.
-   Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1.
-   Each operation rounds once, to float32.
+1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is
+   one or more of them.
+2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two:
+   x = a * 2^(e - 15), rounded to nearest, ties to even. e is the smallest integer with |x| < 2^e throughout
+   the unit, one more where an |a| would pass 32639, and at least -80. (32639 = 127 * 257: such an integer is
+   two signed bytes, which is what byte products want.)
+3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight
+   enters as (n u + k) * scale * 2^-shift, see `Meaning`.
+4. The product of the weights' scale and the activations' power of two is exact; float32(I) times it is the
+   unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added,
+   then j + 4, j + 2, j + 1. Each operation rounds once, to float32.
 
 So the result is the same to the last bit for every backend, instruction set and number of threads. A unit
 with an activation that is not finite gives NaN.

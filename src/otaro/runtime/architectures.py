@@ -292,7 +292,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def rope_limit(model: Any) -> int | None:
-    """How many positions a model's angles hold for, until others would have to turn all of them; None: any."""
+    """How many positions a model's angles hold for, until others would have to turn all; None: any."""
     if not set(_rope_types(model)) & set(_GROWING_ROPES):
         return None
     config = model.config

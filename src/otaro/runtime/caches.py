@@ -165,7 +165,7 @@ class GpuCache(DecoderCache):
         return True
 
     def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+        """Forget all but the first `length` tokens of one sequence or all; negative: so many of the last."""
         for number, one in enumerate(self.lengths):
             if sequence in (None, number):
                 self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)

@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class Arranged:
-    """Tokens of some sequences, in the order in which they are computed; those of a sequence stand together."""
+    """Tokens of some sequences, in the order in which they are computed; each sequence's stand together."""
 
     ids: list[int]
     sequences: list[int]

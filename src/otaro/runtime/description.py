@@ -155,7 +155,7 @@ class Layer:
     experts: Experts | None = None
 
     def those(self, *names: str, first: int) -> list[tuple[Matrix, int]]:
-        """Some matrices with their numbers, counted from `first`; plain ones have swallowed their neighbours."""
+        """Some matrices with their numbers, counted from `first`; plain ones have swallowed neighbours."""
         found = ((getattr(self, name), number) for number, name in enumerate(names, first))
         return [(matrix, number) for matrix, number in found if matrix is not None]
 

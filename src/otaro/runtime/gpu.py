@@ -6,7 +6,7 @@ prompts are read in chunks, with decoded weights and the device's library. Both 
 (`gpu_layers`), by other steps, and read and write the same cache.
 
     decoder = GpuDecoder.of(model)
-    cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
+    cache = decoder.new_cache()                     # float16; packed: new_cache(Precision("E5M7"))
     logits = decoder.forward(prompt, cache)         # as `decode.Decoder` has it
     decoder.begin([int(logits.argmax())], cache)    # or: let the GPU choose by argmax and go on
     first, second = decoder.advance(), decoder.advance()
@@ -219,7 +219,7 @@ class GpuDecoder(BaseDecoder):
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> object:
-        """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
+        """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         if len(going.counts) != len(going.ids):
             raise OtaroError("what goes on by itself goes on from one token of each sequence")

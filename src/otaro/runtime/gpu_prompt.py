@@ -239,7 +239,7 @@ class Parts:
 
 
 class Ahead:
-    """Decodes parts by another stream, up to a layer ahead of what is multiplied with on torch's current one."""
+    """Decodes parts by another stream, up to a layer ahead of what torch's current one multiplies with."""
 
     def __init__(self, parts: Sequence[Part], stream: Any, device: torch.device, dtype: torch.dtype) -> None:
         self._parts, self._number, self._left = parts, -1, 0

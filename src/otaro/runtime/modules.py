@@ -112,7 +112,7 @@ class PackedWeight(nn.Module):
 
 
 class SefpModule(nn.Module):
-    """What the stand-ins share: a packed weight, the mantissa bits to read it at, and the type to decode to."""
+    """What the stand-ins share: a packed weight, the mantissa bits to read it at, the type to decode to."""
 
     _like: torch.Tensor
 
@@ -207,6 +207,6 @@ class SefpExperts(SefpModule):
 
 
 def bits_of(modules: Iterable[SefpModule], nested: NestedDirectory) -> bytes:
-    """The mantissa bits that modules of a model are set to, all at one moment: no switch is seen half done."""
+    """The mantissa bits that modules of a model are set to, all at one moment: none amid a switch."""
     with nested.lock:
         return bytes([module.mantissa_bits for module in modules])

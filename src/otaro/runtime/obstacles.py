@@ -71,7 +71,8 @@ def warn_slow(model: Any, obstacle: Obstacle) -> None:
         return
     advice = obstacle.advice and f"; {obstacle.advice}"
     if model.device.type == "cpu" and model.dtype != torch.float32:
-        advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
+        own = str(model.dtype).removeprefix("torch.")
+        advice += f"; load it with dtype=torch.float32, which is faster here than {own}"
     told = (
         f"this {type(model).__name__} generates through transformers, slower than the decoder: "
         f"{obstacle.reason}{advice}"

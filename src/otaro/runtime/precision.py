@@ -48,7 +48,7 @@ class Attachment:
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
-        """What the modules' attributes are kept in: a switch between two tokens writes one integer into each."""
+        """What the modules' attributes are kept in: a switch between tokens writes one integer into each."""
         return [module.__dict__ for module in self.modules.values()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:

@@ -328,7 +328,7 @@ class Observed:
 
 
 class Guard:
-    """Who may come in: a key where one is wanted, a local name on a local address, and not too many at once."""
+    """Who may come in: a key where one is wanted, a local name on a local address, not too many at once."""
 
     def __init__(self, app: ASGIApp, settings: Settings, local: bool) -> None:
         self._app, self._settings, self._local = app, settings, local

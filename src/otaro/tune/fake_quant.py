@@ -8,12 +8,14 @@ so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `
 
 Where the quantized weights are kept is a matter of memory, never of values:
 
-  held       On entering `at` all tuned linears are quantized together and held until it is left: on a GPU by one kernel
-             (`fused.py`), in the type that the forward computes in, which saves autocast its copies. A tuned weight
-             takes 16 bytes with gradient and optimizer; the copy adds two or four. `Precisely.hold = False` saves them.
-  made again A frozen weight takes two bytes, and a copy would double them. So it is quantized on the way through, layer
-             by layer, and autograd is not given the quantized weight to keep: it keeps what the weight was made of,
-             and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
+  held       On entering `at` all tuned linears are quantized together and held until it is left: on a GPU by
+             one kernel (`fused.py`), in the type that the forward computes in, which saves autocast its
+             copies. A tuned weight takes 16 bytes with gradient and optimizer; the copy adds two or four.
+             `Precisely.hold = False` saves them.
+  made again A frozen weight takes two bytes, and a copy would double them. So it is quantized on the way
+             through, layer by layer, and autograd is not given the quantized weight to keep: it keeps what
+             the weight was made of, and the backward pass makes it once more where the gradient of the input
+             needs it (`_Product`).
   rows       The embedding quantizes the rows that were looked up.
 
 A tensor has one scale exponent, which comes from its largest group. So whoever quantizes a part of a tensor
@@ -235,7 +237,7 @@ def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconst
 
 
 class _Recipe(NamedTuple):
-    """How the weight of a product is made; the precision is that of the forward, whenever the backward asks."""
+    """How the weight of a product is made; the precision is the forward's, whenever the backward asks."""
 
     precisely: Precisely
     precision: Precision | None

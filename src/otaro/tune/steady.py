@@ -1,11 +1,12 @@
 """What keeps a run from fitting its text too closely: L2-SP and weight averaging, each an option of its own.
 
-  L2-SP     after every step each weight goes back toward its starting point (SP) by the share rate * l2_sp of the
-            way, as weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's two factors
-            only B goes back, which takes the merged weight back by that share; with both it would be twice as much.
-  average   the mean of the weights after each step of a run's last part may take the place of the last ones. Where
-            there is much to learn it lags behind, so held-out data decide. Also one more set of weights, from the
-            first averaged step on; checkpoints keep it. Of adapters, the mean of each.
+  L2-SP     after every step each weight goes back toward its starting point (SP) by the share rate * l2_sp of
+            the way, as weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's
+            two factors only B goes back, which takes the merged weight back by that share; with both it would
+            be twice as much.
+  average   the mean of the weights after each step of a run's last part may take the place of the last ones.
+            Where there is much to learn it lags behind, so held-out data decide. Also one more set of
+            weights, from the first averaged step on; checkpoints keep it. Of adapters, the mean of each.
 
 Both sets are touched once a step, and move to host memory where the device has no room (`memory.py`).
 """

@@ -443,7 +443,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             self.average.add(parameters, self.state.global_step + 1, self.state.max_steps)
 
     def _drop_anchor(self) -> None:
-        """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
+        """Keep the weights as they are; called before anything changes them, and after FSDP sharded them."""
         if self.otaro.l2_sp and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
             self.anchor = Anchor(tuned, self.otaro.l2_sp, self._plan().copies_on_host)

@@ -136,7 +136,7 @@ def _stop(directory: Path, tokenizer: Any) -> list[int]:
 
 
 def _description(directory: Path) -> str:
-    """decoder.json as it is, or made for a directory of before it; refused where no decoder serves the model."""
+    """decoder.json as it is, or made for a directory of before it; refused where no decoder serves it."""
     if (directory / DECODER_FILE).is_file():
         return (directory / DECODER_FILE).read_text(encoding="utf-8")
     from otaro.runtime.architectures import why_not
