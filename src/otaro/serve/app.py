@@ -45,9 +45,8 @@ _OPEN = {"/", "/health"}  # without a key
 _GONE = 499  # as other servers log it; nobody reads it
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_POLICY += "form-action 'none'; frame-ancestors 'none'"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
