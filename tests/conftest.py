@@ -165,9 +165,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write
-    into it.
-    """
+    """make_checkpoint("qwen2") is an ordinary checkpoint, shared by all tests: read only."""
 
     @cache
     def make(architecture: str) -> Path:
@@ -203,9 +201,7 @@ def other_architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def as_packed() -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back
-    again.
-    """
+    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back."""
     return lambda name, weight: weight.T.contiguous() if ".c_" in name else weight
 
 
@@ -228,9 +224,7 @@ def nested_dir(make_nested) -> Path:
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """copy_of(directory) is a copy to damage, or of the given shards alone: copy_of(directory, planes=(3,
-    4)).
-    """
+    """copy_of(directory) is a copy to damage, or some shards: copy_of(directory, planes=(3, 4))."""
 
     def copy(directory: Path, planes: tuple[int, ...] = tuple(range(3, 9))) -> Path:
         target = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
@@ -329,9 +323,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def task_files(tmp_path_factory):
-    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, in the fields of these tasks' own
-    data sets.
-    """
+    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, with their data sets' fields."""
     folder = tmp_path_factory.mktemp("tasks")
     words = ["list", "string", "function", "module"]
     arc = [

@@ -1,6 +1,4 @@
-"""GGUF files hold the values of a precision, under the right names, in the right order; and llama.cpp
-computes with them.
-"""
+"""GGUF files hold a precision's values, with the right names and order; and llama.cpp computes with them."""
 
 import importlib.util
 import json
@@ -198,9 +196,7 @@ def test_only_an_earlier_export_is_replaced(make_fitting, tmp_path):
 
 
 def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
-    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not the files that are
-    mapped.
-    """
+    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not mapped files."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,

@@ -257,9 +257,7 @@ def _other_dtype(tensor: torch.Tensor, rng: random.Random) -> torch.dtype:
 
 
 def _judge(name: str, args: dict[str, Any]) -> Judge:
-    """What judges answers: they are the reference's. Arguments without numbers have an answer without
-    numbers.
-    """
+    """What judges answers: they are the reference's. Arguments without numbers have an answer without."""
     given = [value for value in args.values() if isinstance(value, torch.Tensor)]
     if any(tensor.is_meta for tensor in given):
 

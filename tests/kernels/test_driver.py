@@ -1,6 +1,4 @@
-"""The driver that tests kernels where there is no Python, here: with the portable ones, on this machine's
-CPU.
-"""
+"""The driver that tests kernels where there is no Python, here: with portable ones, on this CPU."""
 
 from __future__ import annotations
 

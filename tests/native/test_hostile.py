@@ -1,6 +1,4 @@
-"""Files from strangers: whatever is wrong is refused in words, and nothing reads beyond its memory (`make
-sanitize`).
-"""
+"""Files from strangers: what is wrong is refused in words, nothing reads out of bounds (`make sanitize`)."""
 
 import copy
 import hashlib

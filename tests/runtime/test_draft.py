@@ -1,6 +1,4 @@
-"""A draft and its judge: what is said is what the judge alone says, to the last bit, and where it is drawn,
-as often.
-"""
+"""A draft and its judge: what they say the judge alone says, to the last bit; drawn, as often."""
 
 import math
 import random

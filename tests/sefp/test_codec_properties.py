@@ -1,6 +1,4 @@
-"""What holds for any group of weights, proved on exact fractions; where a tempting property fails, the case
-that breaks it.
-"""
+"""What holds for any group of weights, proved on exact fractions; cases that break tempting properties."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def test_midpoint_is_off_by_at_most_half_a_step(precision, weight):
 @properties
 @given(weight=groups)
 def test_truncated_values_encode_to_themselves(precision, weight):
-    """Scales, unless all was cut to zero, values and codes; only -1, a negative weight cut to zero, comes
-    back as 0.
-    """
+    """Scales, unless all was cut to zero, values and codes; only -1, a negative cut to zero, becomes 0."""
     first = encode(weight, reconstruction="truncate")
     values = first.decode(precision)
     again = encode(values, reconstruction="truncate")

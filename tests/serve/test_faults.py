@@ -1,6 +1,4 @@
-"""Clients that misbehave or die, and servers that are killed: it answers on, and nothing crosses from one to
-another.
-"""
+"""Clients that misbehave or die, and servers that are killed: it answers on, and none has another's."""
 
 import json
 import random

@@ -157,9 +157,7 @@ def test_finer_precisions_are_chosen_more_often_and_ever_more_so_as_t_grows():
 
 
 def test_the_score_gap_tends_to_the_loss_gap_where_counts_grow_linearly():
-    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap stands a term that falls as sqrt(ln t /
-    t).
-    """
+    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap a term falls as sqrt(ln t / t)."""
     deviations = []
     for t in (3 * 10**2, 3 * 10**4, 3 * 10**6, 3 * 10**8):
         search = BitWidthPathSearch([M8, M3], 5.0)

@@ -1,6 +1,4 @@
-"""A run that is killed, however often and wherever, goes on to the same weights, path and accumulator, bit
-for bit.
-"""
+"""A run killed however often and wherever goes on to the same weights, path and accumulator, bit for bit."""
 
 from __future__ import annotations
 
@@ -183,9 +181,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
 
 
 def test_what_was_left_over_is_applied_once_by_a_run_that_was_killed_after_its_last_step(run, tmp_path):
-    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover as
-    well.
-    """
+    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover."""
     run(tmp_path / "whole", "otaro")
     assert "leftover" in log_of(tmp_path / "whole")[-1]
     assert run(tmp_path / "killed", "otaro", [("after training", STEPS)]) == [STEPS, STEPS]

@@ -91,9 +91,7 @@ class Work:
         plain: Sequence[str],
         after: torch.Tensor | None = None,
     ) -> None:
-        """Write the next part; `plain` names what in it could not be calibrated, `after` are the states that
-        the next reads.
-        """
+        """Write the next part; `plain` names what was not calibrated, `after` are the next one's states."""
         data, about = {f"{name}|{_STORED}": tensor.contiguous() for name, tensor in changed.items()}, {}
         for name, tensor in tensors.items():
             rows = PackedRows.of(tensor.codes, tensor.zeros)

@@ -1,6 +1,4 @@
-"""`otaro analyze gradients|weights`: the paper's observations on any model and text, as tables, figures and
-JSON.
-"""
+"""`otaro analyze gradients|weights`: the paper's observations on any model: tables, figures, JSON."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ def _load(
     bos: bool,
     device: str,
 ) -> tuple[Any, list[Any], bool]:
-    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text
-    token.
-    """
+    """The model in float32, the batches, whether each sequence begins with the beginning-of-text token."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -139,9 +139,7 @@ LINE_EVERY = 60.0
 def progress_bar(
     title: str, unit_scale: int = 1, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (what is at hand, done, total) that draws a bar on standard error, or prints a line a
-    minute there.
-    """
+    """Yield a function (what is at hand, done, total) that draws a bar on stderr, or a line a minute."""
     if not err.is_terminal:
         yield _line_a_minute(title, unit_scale, clock)
         return

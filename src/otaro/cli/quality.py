@@ -145,9 +145,7 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 
 def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
-    """What keys and values were kept in downwards; the precisions of the weights across, each with what
-    packing costs.
-    """
+    """What keys and values were kept in downwards; weights' precisions across, with what packing costs."""
     from otaro.evaluate.quality import identity
     from otaro.evaluate.records import PRECISION_NAMES
 

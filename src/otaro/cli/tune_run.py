@@ -83,9 +83,7 @@ class TuningRun:
             refuse_changes(out, self.before, self.stated)
 
     def go(self) -> dict[str, Any]:
-        """Load, measure, train, measure, save, pack; with several processes, the first writes and the others
-        wait.
-        """
+        """Load, measure, train, measure, save, pack; of several processes the first writes, others wait."""
         from otaro.file.atomic import alone
 
         processes.join()
@@ -183,9 +181,7 @@ class TuningRun:
     def _calibrate(
         self, tuned: Any, windows: torch.Tensor | None, unseen: HeldOut | None, measured: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """What was decided between two ways to pack; perplexities after the run are then those of the one
-        kept.
-        """
+        """What was decided between two ways to pack; perplexities after the run are those of the one kept."""
         from otaro.cli.tune_heldout import FEW_TOKENS
         from otaro.cli.tune_pack import calibrate
 
@@ -215,9 +211,7 @@ class TuningRun:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        """The folder, with config.json in it; one that comes to nothing before its first step is removed
-        again.
-        """
+        """The folder, with config.json in it; one that fails before its first step is removed again."""
         if processes.is_first():
             if not self.resume:
                 self.folder.clear()  # of what a failed run left

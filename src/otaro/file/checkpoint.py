@@ -55,9 +55,7 @@ _EXPERT_PARTS = {
 def resolve_model(
     model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB
 ) -> Path:
-    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's
-    cache.
-    """
+    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, fetched to its cache."""
     path = Path(model)
     if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
         raise CheckpointError(
@@ -76,9 +74,7 @@ def resolve_model(
 
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
-    """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the
-    Hub has.
-    """
+    """`resolve_model` for nested models, with the shards that `precision` needs; without, all there are."""
     path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():
@@ -87,9 +83,7 @@ def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = 
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint in safetensors files, or a GGUF file, seen under the parameter names of its
-    model class.
-    """
+    """A Hugging Face checkpoint in safetensors, or a GGUF file, by the parameter names of its model class."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -434,8 +428,6 @@ def build_on_meta(config: Any) -> Any:
 
 
 def _is_encoder(model: Any) -> bool:
-    """Whether attention looks ahead: modules that can be of an encoder say that they are not of a decoder,
-    nor causal.
-    """
+    """Whether attention looks ahead: what can be an encoder's says that it is not a decoder's, nor causal."""
     said = {getattr(module, name, None) for module in model.modules() for name in ("is_decoder", "is_causal")}
     return False in said and True not in said

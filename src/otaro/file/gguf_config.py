@@ -1,6 +1,4 @@
-"""Models of transformers and what GGUF calls them, in both directions; and the config that a GGUF file
-implies.
-"""
+"""Models of transformers and what GGUF calls them, in both directions; the config a GGUF file implies."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ _SAME = {
 
 
 def write_tokenizer(fields: Mapping[str, Any], directory: Path, positions: int | None = None) -> str:
-    """Write the files of the tokenizer; returns why not, in words, where there is none or none that is known
-    here.
-    """
+    """Write the files of the tokenizer; returns why not, in words, where there is none or an unknown one."""
     from transformers import PreTrainedTokenizerFast
 
     stated = {

@@ -62,9 +62,7 @@ def pack_codes(codes: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def unpack_codes(base: torch.Tensor, planes: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make
-    up.
-    """
+    """Codes, int16 [..., length], at the mantissa bits that the base and these planes (4, 5, ...) make up."""
     words = _words(base)
     words = words.view(*words.shape[:-1], words.shape[-1] // 4, 4)
     offset = (torch.stack((words, words >> 4), -1) & _LOW_NIBBLES).flatten(-2)

@@ -96,9 +96,7 @@ class Source(Protocol):
     def open(
         self, name: str, start: int = 0, end: int | None = None, tag: str | None = None
     ) -> Iterator[Piece | None]:
-        """A file from `start` on, or from its beginning where the source cannot or it no longer has this tag;
-        or None.
-        """
+        """A file from `start` on, or from its beginning if the source cannot or the tag is gone; or None."""
         yield None
 
 
@@ -239,9 +237,7 @@ def _path_of(url: str) -> Path:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Where a server sends us: by HTTP alone, not back from https to http, and a token goes to its own host
-    alone.
-    """
+    """Where a server sends us: by HTTP alone, not back from https to http; a token to its host alone."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str

@@ -239,9 +239,7 @@ class _Shape(NamedTuple):
         return _ROWS * self.tiles * self.groups
 
     def shared(self, units: int, unit: int, bits: int) -> int:
-        """Bytes of shared memory: the ring of weights, digits and terms of a slice, sums where a stage does
-        not hold them.
-        """
+        """Bytes of shared memory: weights' ring, a slice's digits and terms, sums if no stage holds them."""
         count = self.steps * self.lanes * unit // BLOCK
         base = BASE_BYTES * count
         row = (

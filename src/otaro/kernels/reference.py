@@ -70,9 +70,7 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
 
 
 class Meaning(NamedTuple):
-    """A weight is (factor * code + constant) * scale * 2^-shift, its code raised by one where negative or
-    not.
-    """
+    """A weight is (factor * code + constant) * scale * 2^-shift, code raised by one where negative or not."""
 
     factor: int
     constant: int
@@ -93,9 +91,7 @@ def unit_size(group_size: int) -> int:
 
 
 def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, length] as integers, int16 of the same shape, and a power of two for each unit,
-    float32.
-    """
+    """Activations [tokens, length] as integers, int16 of the same shape, a power of two per unit, float32."""
     unit = unit_size(group_size)
     units = pad(x.float(), (0, -x.shape[1] % unit)).unflatten(1, (-1, unit))
     finite = units.isfinite().all(-1, keepdim=True)
@@ -113,9 +109,7 @@ def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """The integers of step 3, as float64 [tokens, rows, units]: doubles hold them exactly, and have a fast
-    matrix product.
-    """
+    """The integers of step 3, float64 [tokens, rows, units]: it holds them exactly, and multiplies fast."""
     weights = unpack_codes(packed.base, packed.planes, packed.length)
     means = meaning(packed.bits, packed.reconstruction)
     if means.raise_negative:

@@ -339,8 +339,6 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
 
 
 def _hooked(module: Any) -> bool:
-    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states,
-    stay for good.
-    """
+    """Whether somebody looks at what goes in or out; transformers' hooks for hidden states stay for good."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)

@@ -150,9 +150,7 @@ class Decoder(BaseDecoder):
     def _restoring(
         self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]
     ) -> Iterator[None]:
-        """Have what so many more tokens of some sequences need; and if anything is refused, these as they
-        were.
-        """
+        """Have what so many more tokens of some sequences need; if any is refused, these as they were."""
         before = {sequence: cache.natives[sequence].length for sequence in sequences}
         for one in set(bits):
             self._attach(one)

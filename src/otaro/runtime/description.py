@@ -129,9 +129,7 @@ class Experts:
 
 @dataclass
 class Layer:
-    """One layer. Where matrices are plain, `query` holds keys and values too and `gate` holds up: those are
-    None then.
-    """
+    """One layer. Where matrices are plain, `query` holds keys and values too, `gate` up: these are None."""
 
     query: Matrix
     key: Matrix | None

@@ -28,9 +28,7 @@ _ADVICE = {"it has forward hooks": "remove them", "it is in training mode and dr
 
 
 def tokens_at_most(model: Any) -> int | None:
-    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not
-    read.
-    """
+    """How long a text can be where positions are a table (GPT-2, OPT, GPT-J): the last token is not read."""
     known = positions_of(model)
     if known is None:
         return None

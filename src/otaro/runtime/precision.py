@@ -166,9 +166,7 @@ def _mapped_ranges(directory: Path) -> list[tuple[int, int]]:
 
 
 def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModule, int]:
-    """The mantissa bits that a precision, or a mapping as `set_precision` takes it, gives to some modules or
-    to all.
-    """
+    """The mantissa bits that a precision, or a mapping (as `set_precision`'s), gives some modules or all."""
     patterns = precision if isinstance(precision, Mapping) else {"*": precision}
     modules, bits = attached.modules, dict[SefpModule, int]()
     for pattern, one in patterns.items():

@@ -81,9 +81,7 @@ class SefpTensor:
     """A weight tensor as shared scales and codes; made by `encode`."""
 
     scale_bytes: torch.Tensor
-    """The scales as the file holds them, uint8, of shape [..., ceil(K / group_size)] for a weight of shape
-    [..., K].
-    """
+    """The scales as the file holds them, uint8 [..., ceil(K / group_size)] for a weight [..., K]."""
     scale_exponent: int
     """The power of two that all of them are multiplied with."""
     finest_codes: torch.Tensor
@@ -176,9 +174,7 @@ def encode(
 
 
 def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Per group of a matrix the least |s| that holds it, float64, negative where s has to be; NaN where a
-    weight is NaN.
-    """
+    """Per group of a matrix the least |s| that holds it, float64, with the sign of s; NaN for NaN weights."""
     length = rows.shape[-1]
     least, most = torch.empty(2, len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
     for some, floats in _chunks(rows):
@@ -272,9 +268,7 @@ def decode_codes(
     reconstruction: Reconstruction,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape,
-    if given.
-    """
+    """Values, float32, of codes that already are at `mantissa_bits`; in `out`, if given, of their shape."""
     values = out.copy_(codes) if out is not None and out.dtype == torch.float32 else codes.float()
     if reconstruction == "truncate":
         values.sub_(values.sign().clamp_(max=0))  # one more where negative
@@ -297,9 +291,7 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _group_views(tensor: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """[..., K] as [..., groups, group_size], in two parts: the whole groups, then a short one; each with its
-    place.
-    """
+    """[..., K] as [..., groups, group_size], in two parts: whole groups, then a short one, with places."""
     length = tensor.shape[-1]
     whole = length // group_size
     if whole:
@@ -314,9 +306,7 @@ def _row_chunks(rows: int, length: int) -> list[slice]:
 
 
 def _chunks(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer serves all, as new memory is
-    slow.
-    """
+    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer, as new memory is slow."""
     chunks = _row_chunks(len(rows), rows.shape[-1])
     if chunks:
         buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=dtype, device=rows.device)

@@ -276,9 +276,7 @@ def _noted(note: dict[str, Any], answers: Answers) -> None:
 
 
 class Observed:
-    """Outermost: an id for every request, a line in the log at its end, and no patience with clients that do
-    not read.
-    """
+    """Outermost: each request's id, its line in the log, no patience with clients that do not read."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service

@@ -37,9 +37,7 @@ class Anchor:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], strength: float, on_host: bool = False
     ) -> None:
-        """`on_host`: the copy is kept in host memory, and comes to the device weight by weight; the sums are
-        the same.
-        """
+        """`on_host`: the copy is in host memory, and comes to the device by weights; sums are the same."""
         self.strength = strength
         self._start = {name: _kept(local(p), on_host) for name, p in parameters.items() if goes_back(name)}
 
@@ -76,9 +74,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the mean in place of the weights, and them in its own; done twice, the weights are back to the
-        bit.
-        """
+        """Put the mean in place of the weights, and them in its own; twice, they are back to the bit."""
         for name, mean in self._means.items():
             weight = local(parameters[name])
             kept = weight.clone()

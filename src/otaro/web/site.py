@@ -48,9 +48,7 @@ def write_site(
     files: str | None = None,
     progress: Progress = lambda *_: None,
 ) -> Site:
-    """A page for a nested directory, in `out`; the shards in it, or fetched from `files`, where they lie
-    already.
-    """
+    """A page for a nested directory, in `out`; shards in it, or from `files`, where they lie already."""
     check_place(out)
     nested = NestedDirectory(directory)
     if files is not None:
