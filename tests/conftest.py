@@ -87,12 +87,12 @@ ARCHITECTURES = {
 GEMMAS = {
     "gemma": {"model_type": "gemma", "dtype": "bfloat16"},
     "gemma2": {
-        "model_type": "gemma2", "dtype": "float16", "head_dim": 28, "query_pre_attn_scalar": 20, "sliding_window": 9,
-        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0,
+        "model_type": "gemma2", "dtype": "float16", "head_dim": 28, "query_pre_attn_scalar": 20,
+        "sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0,
     },
     "gemma3": {
-        "model_type": "gemma3_text", "dtype": "float32", "head_dim": 20, "query_pre_attn_scalar": 28, "sliding_window": 9,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "model_type": "gemma3_text", "dtype": "float32", "head_dim": 20, "query_pre_attn_scalar": 28,
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -105,7 +105,10 @@ MORE = {
         "model_type": "phi3", "dtype": "bfloat16", "sliding_window": 11, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
-    "olmo2": {"model_type": "olmo2", "dtype": "float32", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+    "olmo2": {
+        "model_type": "olmo2", "dtype": "float32", "num_attention_heads": 6, "num_key_value_heads": 3,
+        "head_dim": 16,
+    },
     "smollm3": {
         "model_type": "smollm3", "dtype": "bfloat16", "no_rope_layers": [1, 0], "use_sliding_window": True,
         "sliding_window": 9, "pad_token_id": 0, "tie_word_embeddings": True,
@@ -115,8 +118,9 @@ MORE = {
         "attention_multiplier": 0.11, "logits_scaling": 2.5,
     },
     "qwen3_moe_mixed": {  # a layer without experts; scores as they are
-        "model_type": "qwen3_moe", "dtype": "float32", "head_dim": 20, "moe_intermediate_size": 80, "mlp_only_layers": [0],
-        "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "model_type": "qwen3_moe", "dtype": "float32", "head_dim": 20, "moe_intermediate_size": 80,
+        "mlp_only_layers": [0], "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
     },
 }  # fmt: skip
 
@@ -161,9 +165,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_checkpoint("qwen2") is the directory of an ordinary checkpoint, shared by all tests: do not write
-    into it.
-    """
+    """make_checkpoint("qwen2") is an ordinary checkpoint, shared by all tests: read only."""
 
     @cache
     def make(architecture: str) -> Path:
@@ -176,7 +178,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def make_nested(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_nested("qwen2", "truncate") is that checkpoint packed, shared by all tests: do not write into it."""
+    """make_nested("qwen2", "truncate") is that checkpoint packed, shared by all tests: do not write there."""
 
     @cache
     def make(architecture: str, reconstruction: str = "midpoint") -> Path:
@@ -199,9 +201,7 @@ def other_architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def as_packed() -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back
-    again.
-    """
+    """as_packed(name, weight): the layout that is packed, transposed for GPT-2's convolutions; and back."""
     return lambda name, weight: weight.T.contiguous() if ".c_" in name else weight
 
 
@@ -224,9 +224,7 @@ def nested_dir(make_nested) -> Path:
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """copy_of(directory) is a copy to damage, or of the given shards alone: copy_of(directory, planes=(3,
-    4)).
-    """
+    """copy_of(directory) is a copy to damage, or some shards: copy_of(directory, planes=(3, 4))."""
 
     def copy(directory: Path, planes: tuple[int, ...] = tuple(range(3, 9))) -> Path:
         target = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"
@@ -325,9 +323,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def task_files(tmp_path_factory):
-    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, in the fields of these tasks' own
-    data sets.
-    """
+    """A folder with arc_easy.jsonl.gz and boolq.jsonl: six questions each, with their data sets' fields."""
     folder = tmp_path_factory.mktemp("tasks")
     words = ["list", "string", "function", "module"]
     arc = [

@@ -81,7 +81,7 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 
 def signature(line: str) -> str:
-    """What output says, but for its numbers and the lines that tables are drawn with; all of it in one line."""
+    """What output says, but for its numbers and the lines that tables are drawn with; all in one line."""
     line = re.sub(r"[─━┏┓┗┛┃│┡┩╇┳┻└┘┴┌┐├┤╭╮╰╯]", " ", line)
     line = re.sub(r"[-+]?\d[\d.,]*", "0", line)
     return re.sub(r"\b0 (kB|MB|GB|B)\b", "0 B", " ".join(line.split()))

@@ -33,8 +33,10 @@ def test_it_names_each_tensor_and_its_kind(random_model):
         f"transformer.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert of_gpt2 == {
-        "transformer.wte.weight": "embedding", **dict.fromkeys(convolutions, "conv1d"), "lm_head.weight": "head"
-    }  # fmt: skip
+        "transformer.wte.weight": "embedding",
+        **dict.fromkeys(convolutions, "conv1d"),
+        "lm_head.weight": "head",
+    }
 
 
 @pytest.mark.parametrize("architecture", ALL)

@@ -48,9 +48,7 @@ class KernelError(OtaroError, ValueError):
 
 
 class OtaroWarning(UserWarning):
-    """Not a refusal: what was asked for is done, but a user should know. The command line prints the message
-    alone.
-    """
+    """Not a refusal: what was asked for is done, but a user should know. Commands print its text alone."""
 
 
 class SlowWarning(OtaroWarning):

@@ -1,6 +1,4 @@
-"""Packing on a text: the codes of a matrix, channel scales, layers from disk, and the way from a stop to the
-end.
-"""
+"""Packing on a text: a matrix's codes, channel scales, layers from disk, the way from a stop to the end."""
 
 import errno
 import json
@@ -392,9 +390,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_computed(kind, word
     ("architecture", "words"), [("llama", "no tokenizer that opens"), ("gpt2", "has no tokenizer, and")]
 )
 def test_a_missing_tokenizer_is_refused(architecture, words, make_checkpoint, tmp_path, monkeypatch):
-    """Where there are no files, transformers refuses some models, and makes up a tokenizer without words for
-    others.
-    """
+    """Without files, transformers refuses some models, and makes up a tokenizer without words for others."""
     monkeypatch.undo()
     with pytest.raises(OtaroError, match=words):
         run.pack_calibrated(make_checkpoint(architecture), tmp_path / "out", content())

@@ -1,6 +1,4 @@
-"""`otaro demo`: the story has its table, its samples and its page, and replaces only what an earlier demo
-left.
-"""
+"""`otaro demo`: the story has its table, its samples and its page, and replaces only an earlier demo."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def test_both_ways_of_tuning_are_measured_at_all_precisions_from_the_packed_file
 
 
 def test_one_file_shows_what_it_can(told):
-    """A text whose precision changes, the time of a switch, an upgrade by one shard with the bits of the
-    whole.
-    """
+    """A text whose precision changes, a switch's time, an upgrade by one shard with the bits of the whole."""
     folder, result = told
     assert [name for name, _ in result["changing"]] == ["E5M8", "E5M3", "E5M5", "E5M8"]
     assert "".join(text for _, text in result["changing"])

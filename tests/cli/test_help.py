@@ -18,8 +18,8 @@ from otaro.tune.config import Around, Options, Training, recipe
 
 GROUP = typer.main.get_command(app)
 # Each is in somebody's script.
-TUNE = """--accumulate --accumulator --average --batch-size --bf16 --cache-dir --calibrate --chat-template --clip
---compile --data --delay --distill --distill-at --epochs --eval-data --eval-tokens --fsdp --full
+TUNE = """--accumulate --accumulator --average --batch-size --bf16 --cache-dir --calibrate --chat-template
+--clip --compile --data --delay --distill --distill-at --epochs --eval-data --eval-tokens --fsdp --full
 --grad-accum --gradient-checkpointing --group-size --hold-out --json --l2-sp --lambda --leftover --lora --lr
 --method --no-bf16 --no-bos --no-calibrate --optimizer --out --precisions --recipe --reconstruction --resume
 --revision --save-every --schedule --seed --sequence-length --skip-bad-rows --steps --token --ultra-low

@@ -78,9 +78,7 @@ def test_a_run_leaves_a_checkpoint_a_nested_model_and_a_folder_that_tells_everyt
 
 
 def test_what_was_tuned_is_what_is_opened_and_measured(text, tmp_path):
-    """A bfloat16 model is tuned in float32: a config that still said bfloat16 would have every reader round
-    the weights.
-    """
+    """A bfloat16 model is tuned in float32: a config with bfloat16 would have readers round the weights."""
     from otaro.builtin import MODEL_DIR
 
     source = shutil.copytree(MODEL_DIR, tmp_path / "source")

@@ -21,9 +21,7 @@ from otaro.sefp.codec import SefpTensor, scale_values
 
 @pytest.fixture(scope="session")
 def decoded() -> Callable[[Path, str], dict[str, torch.Tensor]]:
-    """decoded(directory, "E5M4"): every tensor of a nested model, float32, by the names and shapes of the
-    model class.
-    """
+    """decoded(directory, "E5M4"): a nested model's tensors, float32, with names and shapes of its class."""
 
     def decode(directory: Path, precision: str) -> dict[str, torch.Tensor]:
         nested = NestedDirectory(directory)
@@ -68,9 +66,7 @@ FITTING = {
 
 @pytest.fixture(scope="session")
 def make_fitting(random_model, tmp_path_factory) -> Callable[..., Path]:
-    """make_fitting("gemma2") is a nested model that every target can hold, shared by all tests: do not write
-    into it.
-    """
+    """make_fitting("gemma2") is a nested model that every target can hold, shared by all tests: read only."""
 
     @cache
     def make(architecture: str, reconstruction: str = "midpoint") -> Path:

@@ -1,6 +1,4 @@
-"""GGUF files hold the values of a precision, under the right names, in the right order; and llama.cpp
-computes with them.
-"""
+"""GGUF files hold a precision's values, with the right names and order; and llama.cpp computes with them."""
 
 import importlib.util
 import json
@@ -198,9 +196,7 @@ def test_only_an_earlier_export_is_replaced(make_fitting, tmp_path):
 
 
 def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
-    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not the files that are
-    mapped.
-    """
+    """Of a file of 70 MB whose largest tensor takes 4; anonymous memory alone counts, not mapped files."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -220,7 +216,8 @@ def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
         def anonymous():
             return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1])
 
-        export({str(tmp_path / "nested")!r}, {str(tmp_path / "warm.gguf")!r}, precision="E5M3", to="gguf", type="F32")
+        nested, how = {str(tmp_path / "nested")!r}, dict(precision="E5M3", to="gguf", type="F32")
+        export(nested, {str(tmp_path / "warm.gguf")!r}, **how)
         before, peak, going = anonymous(), 0, True
         def watch():
             global peak
@@ -229,7 +226,7 @@ def test_memory_stays_near_the_largest_tensor(random_model, tmp_path, in_child):
                 time.sleep(0.005)
         thread = threading.Thread(target=watch)
         thread.start()
-        export({str(tmp_path / "nested")!r}, {str(tmp_path / "m.gguf")!r}, precision="E5M3", to="gguf", type="F32")
+        export(nested, {str(tmp_path / "m.gguf")!r}, **how)
         going = False
         thread.join()
         print(peak - before)

@@ -13,9 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Misbehaving:
-    """Files by name, and what is wrong with how they are served; `asked` notes name and range of everything
-    asked for.
-    """
+    """Files by name, and what is wrong with how they are served; `asked` notes names and ranges."""
 
     address: str
     files: dict[str, bytes]

@@ -160,9 +160,7 @@ def test_a_second_writer_is_refused_while_the_first_one_writes(target):
 
 @pytest.mark.parametrize("step", ["flush", "_move_into_place"])
 def test_a_second_writer_is_refused_while_the_first_one_finishes(target, monkeypatch, step):
-    """Flushing a large model takes minutes, in which a second writer must not sweep away what the first one
-    wrote.
-    """
+    """Flushing a large model takes minutes, in which a second writer must not sweep away the first's."""
     original, refusals = getattr(atomic, step), []
 
     def with_second_writer(*args):

@@ -51,12 +51,8 @@ def test_a_config_one_level_up_that_is_no_runs_says_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON object"), ("[64]", "no JSON object"), ("[" * 100_000, "no JSON object"), ("\xff", "no "
-                                                                                                        "JSON "
-                                                                                                        ""
-                                                                                                        ""
-                                                                                                        ""
-                                                                                                        "object"),
+        ("", "no JSON object"), ("[64]", "no JSON object"), ("[" * 100_000, "no JSON object"),
+        ("\xff", "no JSON object"),
         ("{}", "group_size is 'None'"), ('{"group_size": 64}', "reconstruction is 'None'"),
         ('{"group_size": 48, "reconstruction": "midpoint"}', "group_size is '48'"),
         ('{"group_size": true, "reconstruction": "midpoint"}', "group_size is 'True'"),

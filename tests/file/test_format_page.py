@@ -1,6 +1,4 @@
-"""FORMAT.md is run: its reader against the package, its worked bytes against the packer, its example file
-byte for byte.
-"""
+"""FORMAT.md is run: its reader against the package, its bytes against the packer, its example file too."""
 
 import hashlib
 import re
@@ -86,9 +84,7 @@ def test_the_worked_bytes_of_the_page_are_what_the_packer_makes():
 
 @pytest.mark.parametrize("reconstruction", ["midpoint", "truncate"])
 def test_files_of_this_version_never_change(tmp_path, reconstruction):
-    """Golden bytes: if this fails, the format has changed, and the version with it; or only what the encoder
-    chooses.
-    """
+    """Golden bytes: if this fails, the format has changed, and its version; or only the encoder's choices."""
     write_example(tmp_path / "example", reconstruction)
     golden = GOLDEN / f"version2-{reconstruction}"
     names = sorted(path.name for path in golden.iterdir())

@@ -1,6 +1,4 @@
-"""GGUF files are packed like checkpoints: by rows, with their tokenizer; and damaged ones are refused in
-words.
-"""
+"""GGUF files are packed like checkpoints: by rows, with their tokenizer; refusals of damaged ones."""
 
 import importlib.util
 import json

@@ -29,9 +29,7 @@ def load_parameters(checkpoint):
 
 
 def names_to_pack(parameters, tied):
-    """Matrices and stacks of matrices, except routers and GPT-2's positions; a tied head is stored as the
-    embedding.
-    """
+    """Matrices and stacks of matrices, but routers and GPT-2's positions; a tied head is the embedding."""
     return {
         name
         for name, tensor in parameters.items()
@@ -70,9 +68,7 @@ def files_of(directory):
 
 
 def edited_copy(checkpoint, tmp_path, **changes):
-    """A copy of a one-file checkpoint with tensors replaced, or removed by None; `__` in a name stands for a
-    dot.
-    """
+    """A copy of a one-file checkpoint with tensors replaced, or removed by None; `__` in a name is a dot."""
     copy = shutil.copytree(checkpoint, tmp_path / "edited")
     tensors = load_file(copy / "model.safetensors")
     tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
@@ -776,9 +772,7 @@ def test_a_hub_id_is_fetched_without_pickles(checkpoint_dir, nested_dir, tmp_pat
 
 
 def test_packing_reads_a_checkpoint_twice_and_holds_little_of_it(checkpoint_dir, tmp_path, in_child):
-    """Packing 245 MB, the largest tensor 31 MB, may add a third of the checkpoint to the process, and not
-    more.
-    """
+    """Packing 245 MB, the largest tensor 31 MB, may add at most a third of the checkpoint to the process."""
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2304, "vocab_size": 20000}
     config = AutoConfig.from_pretrained(
         checkpoint_dir, **sizes, num_attention_heads=12, num_key_value_heads=12, head_dim=64

@@ -1,6 +1,4 @@
-"""The order of bits in a nested file: pinned bytes, and the formulas of the format read aloud in plain
-Python.
-"""
+"""The order of bits in a nested file: pinned bytes, the formulas of the format read aloud in plain Python."""
 
 from __future__ import annotations
 

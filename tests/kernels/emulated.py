@@ -83,9 +83,7 @@ def kernel(file, name, device, **constants):
 
 @cache
 def _folder():
-    """Where kernels are kept, with emulated.h compiled ahead: reading the library's headers takes longer than
-    a kernel.
-    """
+    """Where kernels are kept, with emulated.h compiled ahead: the library's headers take longer."""
     headers = [_HERE / "emulated.h", *sorted(cuda_structs.FORMAT.parent.glob("*.h"))]
     made_of = [repr(_COMPILER).encode(), *(path.read_bytes() for path in headers)]
     folder = (

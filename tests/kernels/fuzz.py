@@ -93,7 +93,7 @@ def _bytes(rng: random.Random, shape: tuple[int, int]) -> np.ndarray:
 
 
 def through_ops(seed: int, number: int) -> Ends:
-    """A call of an operation, whole or spoiled, on some backends; says how it ended, and how many there were."""
+    """A call of an operation, whole or spoiled, on some backends; says how it ended, and on how many."""
     rng = random.Random(f"operations {seed} {number}")
     problem = Problem(rng)
     dtype = FLOATS[rng.randrange(3)]
@@ -257,9 +257,7 @@ def _other_dtype(tensor: torch.Tensor, rng: random.Random) -> torch.dtype:
 
 
 def _judge(name: str, args: dict[str, Any]) -> Judge:
-    """What judges answers: they are the reference's. Arguments without numbers have an answer without
-    numbers.
-    """
+    """What judges answers: they are the reference's. Arguments without numbers have an answer without."""
     given = [value for value in args.values() if isinstance(value, torch.Tensor)]
     if any(tensor.is_meta for tensor in given):
 
@@ -331,7 +329,7 @@ class Output:
 
 
 def through_extension(seed: int, number: int) -> Ends:
-    """A call of a function of the extension, whole or spoiled, with all instruction sets; says how it ended."""
+    """A call of the extension, whole or spoiled, with all instruction sets; says how it ended."""
     extension = cpu._cpu
     rng = random.Random(f"extension {seed} {number}")
     problem = Problem(rng)

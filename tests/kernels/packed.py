@@ -119,9 +119,7 @@ def same_products(
     weight: packed.Packed,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Equal in every bit for few tokens, whose products are promised to be; for many, each as exact as a
-    library's.
-    """
+    """Equal in every bit for few tokens, as is promised; for many, each as exact as a library's."""
     if len(x) <= ops.FEW_TOKENS:
         return same_bits(got, expected)
     bound = 2 * rounding_of_products(x, reference.decode(weight), bias)

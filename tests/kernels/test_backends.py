@@ -132,9 +132,7 @@ def test_decoded_rows_and_embeddings_are_those_of_the_reference(backend, shape, 
 
 @pytest.fixture(params=[False, True], ids=["subnormals kept", "subnormals flushed"])
 def flushed(request):
-    """Whether the CPU takes subnormal numbers for zero, as loading a library built with -ffast-math may leave
-    it.
-    """
+    """Whether the CPU takes subnormal numbers for zero, as a library built with -ffast-math may leave it."""
     if request.param and not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormal numbers")
     torch.set_flush_denormal(False)
@@ -186,9 +184,7 @@ def test_many_tokens_at_once_have_the_products_that_each_has_alone(instructions,
 @EVERY_INSTRUCTION_SET
 @pytest.mark.parametrize("units", [*range(1, 19), 23, 24, 31, 32, 33])
 def test_rows_of_any_number_of_units_are_summed_in_order_for_many_tokens(instructions, units):
-    """Sums of more than sixteen tokens may be kept by a scheme of their own, whose order depends on the
-    units.
-    """
+    """Sums of more than sixteen tokens may have a scheme of their own, whose order depends on the units."""
     x, whole = make_activations(37, 64 * units), make_packed(17, 64 * units, 64, seed=units)
     for bits in (3, 6, 8):
         packed = whole.at(bits, False)
@@ -596,9 +592,7 @@ def test_a_fork_in_the_middle_of_other_threads_work_does_not_hang(restored_threa
             cpu._cpu.linear(*arrays, out)
 
     def right() -> bool:
-        """Only the extension and numpy: the allocator of a library may not survive a fork among threads, ours
-        must.
-        """
+        """Only the extension and numpy: a library's allocator may not survive a threaded fork, ours must."""
         out = np.empty((2, 200), np.float32)
         cpu._cpu.linear(*arrays, out)
         return bool((out == expected.numpy()).all())

@@ -19,8 +19,8 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 
 # Around blocks, units and sixteen units; groups of one unit, of several, of half a one; rows around sixteen.
 SHAPES = [
-    (3, 1, 64), (17, 33, 64), (16, 64, 64), (5, 65, 64), (40, 576, 64), (33, 1000, 96), (20, 1024, 64), (7, 300, 32),
-    (15, 512, 32), (18, 4097, 256), (33, 14336, 64), (100, 2112, 128), (1, 2048, 64),
+    (3, 1, 64), (17, 33, 64), (16, 64, 64), (5, 65, 64), (40, 576, 64), (33, 1000, 96), (20, 1024, 64),
+    (7, 300, 32), (15, 512, 32), (18, 4097, 256), (33, 14336, 64), (100, 2112, 128), (1, 2048, 64),
 ]  # fmt: skip
 
 
@@ -31,15 +31,11 @@ def on_gpu(packed: Packed) -> Packed:
 
 
 SIZES = (2.0**-90, 2.0**-80, 1.0, 2.0**100)
-"""Of activations: below and at the smallest power of two that they share, and where the largest products
-still are finite.
-"""
+"""Of activations: below and at the least power of two that they share, and of the largest finite products."""
 
 
 def with_every_scale(bits: int, truncate: bool, scale_exponent: int) -> Packed:
-    """64 rows of 16 groups: each of the 256 scale bytes is the first, the second, the third and the fourth of
-    some word.
-    """
+    """64 rows of 16 groups: each of the 256 scale bytes is the first, second, third and fourth of a word."""
     packed = make_packed(64, 1024, 64, scale_exponent=scale_exponent).at(bits, truncate)
     row, group = torch.arange(64)[:, None], torch.arange(16)
     scales = row + 64 * ((group // 4 + group) % 4)
@@ -48,9 +44,7 @@ def with_every_scale(bits: int, truncate: bool, scale_exponent: int) -> Packed:
 
 
 def one_unit_each(size: float) -> torch.Tensor:
-    """16 tokens, each with activations in a unit of its own: a product then shows one scale, and nothing
-    hides it.
-    """
+    """16 tokens, each with activations in its own unit: a product then shows one scale, nothing hides it."""
     x = torch.rand(16, 16, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return (x * torch.eye(16)[..., None]).flatten(1) * size
 
@@ -370,9 +364,7 @@ def test_small_matrices_are_decoded_at_once(dtype):
 @needs_gpu
 @pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: "x".join(map(str, SHAPES[number])))
 def test_products_are_those_of_the_reference(number):
-    """Not every precision and number of tokens for every shape: each is a kernel of its own, and has to be
-    compiled.
-    """
+    """Not every precision and number of tokens for every shape: each is a kernel, and must be compiled."""
     shape = SHAPES[number]
     x = make_activations(16, shape[1])
     for turn in range(3):

@@ -23,9 +23,7 @@ HOPPER = 227328
 
 @pytest.fixture(autouse=True)
 def on_some_gpu(monkeypatch):
-    """On the GPU there is, else emulated: two multiprocessors of one block each, which then have several
-    tiles.
-    """
+    """On the GPU there is, else emulated: two multiprocessors of one block each, with several tiles."""
     if HAS_GPU:
         yield
         return
@@ -113,9 +111,7 @@ def test_small_products_by_halves_know_every_code(bits, truncate):
     ids=str,
 )
 def test_small_products_of_many_tokens_are_those_of_halves(monkeypatch, tokens, length, dtype):
-    """Through the operation, whose results have the tokens' type, as exact as that; of any size that it
-    holds.
-    """
+    """Through the operation, whose results have the tokens' type, as exact, of any size that it holds."""
     monkeypatch.setattr(ops, "_serving", lambda device: cuda)
     monkeypatch.setattr(halves, "MOST_TOKENS", 130)
     packed = make_packed(70, length, 64, 5, seed=length)
@@ -256,9 +252,7 @@ def test_small_products_by_halves_on_hopper_are_exact_but_for_sums(shape, tokens
 
 @pytest.mark.parametrize(("bits", "truncate"), GRIDS)
 def test_small_products_by_halves_on_hopper_know_every_code(bits, truncate):
-    """A token for each weight of a unit shows each by itself; to E5M5 these are the weights, then the nearest
-    halves.
-    """
+    """A token for each weight of a unit shows it; to E5M5 these are the weights, then the next halves."""
     needs_hopper()
     packed = make_packed(64, 256, 64, seed=bits, spread=2).at(bits, truncate)
     (got,) = multiplied(torch.eye(256)[64:128].half(), [packed], [None], Wide(64, 2, 2))

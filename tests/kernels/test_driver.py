@@ -1,6 +1,4 @@
-"""The driver that tests kernels where there is no Python, here: with the portable ones, on this machine's
-CPU.
-"""
+"""The driver that tests kernels where there is no Python, here: with portable ones, on this CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_the_reference_s_cases_pass_and_floats_are_those_of_every_other_cpu(driv
 
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.9], ids=str)
 def test_a_case_with_one_wrong_byte_fails(driver, cases, at, tmp_path):
-    """Or the driver would compare nothing. Every part of a case is either an input or what is expected of it."""
+    """Or the driver would compare nothing. Every part of a case is an input or what is expected of it."""
     data = bytearray(cases.read_bytes())
     data[int(len(data) * at)] ^= 0x40
     (wrong := tmp_path / "wrong.bin").write_bytes(data)

@@ -11,8 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "src" / "otaro" / "kernels" / "csrc"
-CORE = [*(ROOT / "native" / f"{name}.cpp" for name in ("files", "json", "model", "sha256", "shard", "text", "tokenizer")),
-        *(CSRC / f"{name}.cpp" for name in ("decoder", "pool", "portable", "select"))]  # fmt: skip
+CORE = [
+    *(
+        ROOT / "native" / f"{name}.cpp"
+        for name in ("files", "json", "model", "sha256", "shard", "text", "tokenizer")
+    ),
+    *(CSRC / f"{name}.cpp" for name in ("decoder", "pool", "portable", "select")),
+]
 SOURCES = (ROOT / "native", CSRC, CSRC.parent / "shared")
 INCLUDES = [f"-I{folder}" for folder in SOURCES]
 

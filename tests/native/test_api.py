@@ -20,8 +20,8 @@ from otaro.sefp.precision import PRECISIONS
 
 pytestmark = pytest.mark.skipif(bool(cpu.MISSING), reason=cpu.MISSING or "built")
 
-SERVED = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite",
-          "mixtral", "qwen3_moe", "qwen3_moe_mixed")  # fmt: skip
+SERVED = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3",
+          "granite", "mixtral", "qwen3_moe", "qwen3_moe_mixed")  # fmt: skip
 IDS = [(7 * i + i * i // 3) % 120 for i in range(150)]
 
 

@@ -1,6 +1,4 @@
-"""Files from strangers: whatever is wrong is refused in words, and nothing reads beyond its memory (`make
-sanitize`).
-"""
+"""Files from strangers: what is wrong is refused in words, nothing reads out of bounds (`make sanitize`)."""
 
 import copy
 import hashlib
@@ -172,21 +170,22 @@ DESCRIPTIONS = {
     "a norm that is packed": ({"norm": QUERY}, "is no tensor that is not packed"),
     "no norm": ({"norm": "nothing"}, "is no tensor that is not packed"),
     "a head of its own shape": ({"lm_head": {"tensor": QUERY}}, "the head has the wrong shape"),
-    "a matrix that is missing": (layer(up={"tensor": "nothing"}), "layer 1's up is nothing, which is not "
-                                                                  "packed"),
-    "rows beyond the tensor": (layer(query={"tensor": QUERY, "first": 1, "rows": 96}), "query has the wrong "
-                                                                                       "shape"),
+    "a matrix that is missing": (
+        layer(up={"tensor": "nothing"}), "layer 1's up is nothing, which is not packed",
+    ),
+    "rows beyond the tensor": (
+        layer(query={"tensor": QUERY, "first": 1, "rows": 96}), "query has the wrong shape",
+    ),
     "rows without end": (layer(gate={"tensor": QUERY, "first": 0, "rows": 1 << 62}), "'rows' from 1 to 96"),
-    "a bias of another length": (layer(down={"tensor": "model.layers.0.mlp.down_proj.weight", "bias": QUERY}), "not "
-                                                                                                               ""
-                                                                                                               ""
-                                                                                                               ""
-                                                                                                               "packed"),
+    "a bias of another length": (
+        layer(down={"tensor": "model.layers.0.mlp.down_proj.weight", "bias": QUERY}), "not packed",
+    ),
     "a rope that is missing": (layer(rope=1), "'rope' from 0 to 0"),
     "a window": (layer(window=-1), "'window' from 0"),
     "a norm of another length": (layer(key_norm=NORM), "wrong length"),
-    "experts without a router": (layer(experts={"router": NORM, "chosen": 1, "normalize": True}), "have no "
-                                                                                                  "router"),
+    "experts without a router": (
+        layer(experts={"router": NORM, "chosen": 1, "normalize": True}), "have no router",
+    ),
 }  # fmt: skip
 
 

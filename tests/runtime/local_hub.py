@@ -1,6 +1,4 @@
-"""A Hub on 127.0.0.1: as much of its HTTP interface as fetching models takes, so that the real client runs
-against it.
-"""
+"""A Hub on 127.0.0.1: as much of its HTTP interface as fetching models takes: the real client runs on it."""
 
 from __future__ import annotations
 

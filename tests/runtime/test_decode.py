@@ -36,9 +36,7 @@ KV = (None, Precision("E5M7"), Precision("E5M3"))
 
 
 class RoundingCache(DynamicCache):
-    """Keeps keys and values as the decoder's cache does: in float16, or encoded at a precision, keys less an
-    offset.
-    """
+    """Has keys and values as the decoder's cache does: in float16, or at a precision, keys less an offset."""
 
     def __init__(self, kv, offsets=None, **kwargs):
         super().__init__(**kwargs)
@@ -74,9 +72,7 @@ def key_offsets(model):
 
 
 def slow(model, ids, kv=None):
-    """Logits [ids, vocabulary] of transformers, as many tokens at a time as packed modules multiply on
-    integers.
-    """
+    """Logits [ids, vocabulary] of transformers, as many tokens at a time as modules multiply on integers."""
     offsets = key_offsets(model)
     cache, rows = RoundingCache(kv, offsets, config=model.config), []
     with torch.no_grad():
@@ -368,8 +364,8 @@ def test_the_largest_halves_are_held_and_the_next_are_not(instructions):
 
 
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8 + [1.5] * 4, "long_factor": [4.0] * 12,
-    "original_max_position_embeddings": 40, "factor": 4.0,
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8 + [1.5] * 4,
+    "long_factor": [4.0] * 12, "original_max_position_embeddings": 40, "factor": 4.0,
 }  # fmt: skip
 
 

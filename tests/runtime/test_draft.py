@@ -1,6 +1,4 @@
-"""A draft and its judge: what is said is what the judge alone says, to the last bit, and where it is drawn,
-as often.
-"""
+"""A draft and its judge: what they say the judge alone says, to the last bit; drawn, as often."""
 
 import math
 import random
@@ -313,7 +311,7 @@ def test_a_draft_that_fails_is_none(model, monkeypatch):
 
 
 def bound(samples, outcomes, chance=1e-9):
-    """What a frequency misses its probability by, but with this chance, for any of some outcomes (Hoeffding)."""
+    """What a frequency misses its probability by, but with this chance, for any outcome (Hoeffding)."""
     return math.sqrt(math.log(2 * outcomes / chance) / (2 * samples))
 
 
@@ -343,7 +341,7 @@ def test_a_proposal_is_kept_as_often_as_its_token_would_be_drawn(warpers, sharp)
 
 @pytest.mark.parametrize("kind", ["cpu"], indirect=True)
 def test_what_is_drawn_with_a_draft_is_distributed_as_without(model):
-    """Pairs of tokens, of which the second was drafted; their probabilities are those of the judge's logits."""
+    """Pairs of tokens, of which the second was drafted; their probabilities are the judge's."""
     samples, options = 1200, {"top_k": 3, "temperature": 1.5}
     decoder, cache = serving.decoder_of(model), serving.decoder_of(model).new_cache()
     bits = decoder.description.all_at(Precision("E5M8"))

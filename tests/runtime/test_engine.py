@@ -67,9 +67,7 @@ def finish(scheduler, steps=10_000):
 
 
 def drawn_request(draw, common):
-    """Prompt, options, precisions to switch to after so many tokens, and after how many tokens it is
-    cancelled.
-    """
+    """Prompt, options, precisions to switch to after so many tokens, and after how many it is cancelled."""
     precisions = ["E5M3", "E5M5", "E5M8"]
     prompt = draw.choice(common)[: draw.choice([0, 12, 24, 40, 48])] + [
         draw.randrange(120) for _ in range(draw.randrange(1, 8))

@@ -1,6 +1,4 @@
-"""`generate` of a nested model: what transformers promises holds on the decoder's way too, and phases hold on
-both.
-"""
+"""`generate` of a nested model: transformers' promises hold on the decoder's way too, phases on both."""
 
 import warnings
 

@@ -139,7 +139,7 @@ def test_rows_end_one_by_one_and_are_padded_then(model):
 
 def test_a_row_that_ended_leaves_the_others_alone_without_an_end_of_text(model):
     class Once(StoppingCriteria):
-        """Ends the first row at once and the others after five tokens; nothing pads then, as in transformers."""
+        """Ends the first row at once, the others after five tokens; nothing pads then, as in transformers."""
 
         def __call__(self, ids, scores, **kwargs):
             count = ids.shape[1] - max(map(len, ROWS))
@@ -364,9 +364,7 @@ def test_batches_on_a_cpu_say_what_their_rows_say_alone(make_nested):
 @ON_GPU
 @pytest.mark.parametrize("kv", [None, "E5M7"])
 def test_on_a_gpu_it_says_what_the_cpu_says(tiny, kv):
-    """Logits of two orders of float32 sums differ a little: a token may differ where the lead of the best is
-    less than that.
-    """
+    """Logits of two orders of float32 sums differ a little: a token may, where the best leads by less."""
     here, there = (otaro.load(tiny, "E5M4", device=device, dtype=torch.float32) for device in ("cpu", "cuda"))
     ids = AutoTokenizer.from_pretrained(tiny)("The module", return_tensors="pt")["input_ids"]
     options = {**OPTIONS, "max_new_tokens": 40, "kv": kv}

@@ -248,17 +248,18 @@ def test_the_likeliest_tokens_are_chosen_ahead_of_the_host(llama):
 
 
 def test_weights_need_no_model(llama, decoded_model):
-    """Plain float16 matrices, fused as the library likes them, are as good as transformers on them in
-    float16.
-    """
+    """Plain float16 matrices, fused as the library likes them, are as good as transformers in float16."""
     packed = describe(llama)
 
     def plain(*matrices):
         return Matrix(torch.cat([reference.decode(matrix.at(8)) for matrix in matrices]).half())
 
     layers = [
-        replace(one, query=plain(one.query, one.key, one.value), key=None, value=None, output=plain(one.output),
-                gate=plain(one.gate, one.up), up=None, down=plain(one.down))
+        replace(
+            one,
+            query=plain(one.query, one.key, one.value), key=None, value=None, output=plain(one.output),
+            gate=plain(one.gate, one.up), up=None, down=plain(one.down),
+        )
         for one in packed.layers
     ]  # fmt: skip
     weights = replace(
@@ -552,9 +553,7 @@ def on_gpu(make_nested):
 @pytest.mark.parametrize("kv", KV, ids=lambda kv: str(kv or "float16"))
 @pytest.mark.parametrize("name", [*SERVED, *MORE])
 def test_on_the_gpu_it_computes_what_torch_computes(make_nested, decoded_model, name, kv):
-    """The same steps in torch are the measure: kernels sum in another order, and may be off by no more than
-    twice as much.
-    """
+    """Steps in torch are the measure: kernels sum in another order, and may be twice as far off at most."""
     model = otaro.load(make_nested(name), "E5M5", device="cuda", dtype=torch.float32)
     decoder, law = GpuDecoder.of(model), GpuDecoder.of(otaro.load(make_nested(name), "E5M5"))
     truth = slow(decoded_model(name, "E5M5", dtype=torch.float64), IDS[:40], kv and EXACT)

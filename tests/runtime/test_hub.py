@@ -150,9 +150,7 @@ def test_a_repository_that_stops_early_is_known_to(how, hub, repository, online,
 
 
 def test_what_could_not_be_fetched_is_not_taken_for_what_is_not_there(hub, repository, online, nested_dir):
-    """Offline with planes 4 and 5 in the cache: whether there are finer ones nobody knows, so only E5M5 by
-    name will do.
-    """
+    """Offline with planes 4 and 5 in the cache: nobody knows of finer ones, so only E5M5 by name will do."""
     repository.commit("main", nested_dir)
     name = repository.name
     online(opened_by("otaro.load", name, "'E5M5'"))
@@ -205,9 +203,7 @@ for command in {commands!r}:
 def test_fetch_brings_one_commit_and_inspect_its_headers_alone(
     hub, repository, online, make_nested, tmp_path, home
 ):
-    """By revision and with the token, past the cache; what `main` points to later is another model, and is
-    not mixed in.
-    """
+    """By revision and with the token, past the cache; a model that `main` points to later is not mixed in."""
     repository.token = TOKEN
     wanted, out = make_nested("llama"), tmp_path / "out"
     repository.commit("v1", wanted)

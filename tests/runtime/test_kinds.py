@@ -1,6 +1,4 @@
-"""Kinds of models beside those of the other tests: each packs, opens, generates and is saved again, or is
-refused by name.
-"""
+"""Kinds of models beside other tests': each packs, opens, generates and is saved, or is refused by name."""
 
 import warnings
 

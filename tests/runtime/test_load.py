@@ -177,9 +177,7 @@ def test_from_pretrained_takes_a_precision(nested_dir, decoded_model, assert_sam
 
 
 def test_from_pretrained_keeps_the_numbers_of_the_file(make_nested, decoded_model, assert_same_logits):
-    """A config given for its precision alone carries defaults for the rest, which must not be taken for the
-    file's.
-    """
+    """A config given for its precision alone has defaults for the rest, which are not the file's."""
     model = AutoModelForCausalLM.from_pretrained(
         make_nested("llama", "truncate"),
         dtype=torch.float32,

@@ -57,9 +57,7 @@ def hundred_million(random_model, tmp_path_factory) -> Path:
 
 
 def test_a_generation_takes_little_more_than_the_planes_and_the_cache(hundred_million, tiny, in_child):
-    """Compared with a process that has done the same with the tiny model: has everything imported and its
-    code in memory.
-    """
+    """Compared with a process that did the same with the tiny model: imports and code are in its memory."""
     done = in_child(
         MEASURE
         + f"""

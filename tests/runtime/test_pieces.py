@@ -25,9 +25,7 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def byte_fallback():
-    """As SentencePiece models are converted: words begin with a ▁, which is dropped at the beginning of a
-    text.
-    """
+    """As SentencePiece models are converted: words begin with a ▁, dropped at the beginning of a text."""
     words = ["<unk>", "</s>", "▁a", "▁word", "s", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))

@@ -1,6 +1,4 @@
-"""A config.json that does not go with the shards is refused; transformers without the plug-in refuses the
-whole directory.
-"""
+"""A config.json that does not fit the shards is refused; transformers without the plug-in refuses it all."""
 
 import copy
 import json

@@ -260,9 +260,7 @@ def test_a_cache_serves_one_generation_at_a_time(make_nested):
 
 @pytest.mark.usefixtures("swift_products")
 def test_threads_on_the_decoder_of_a_gpu_get_what_one_thread_gets(make_nested, monkeypatch):
-    """With its steps in torch: precisions of their own, by phase and by row, while others are set on the
-    model.
-    """
+    """With its steps in torch: precisions of their own, by phase and by row, while the model has others."""
     monkeypatch.setattr(serving, "kind_of", lambda model: GpuDecoder)
     directory = make_nested("llama")
     asked = [

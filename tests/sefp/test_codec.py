@@ -35,9 +35,7 @@ def encodable_bfloat16() -> torch.Tensor:
 
 
 def random_float32(count: int = 20_000) -> torch.Tensor:
-    """Half of them uniform bit patterns, half with 24 random significant bits where the exponents of SEFP
-    are.
-    """
+    """Half uniform bit patterns, half with 24 random significant bits where the exponents of SEFP are."""
     generator = torch.Generator().manual_seed(3)
     anywhere = torch.randint(-(2**31), 2**31, (count // 2,), generator=generator).to(torch.int32)
     significands = torch.randint(-(2**24) + 1, 2**24, (count // 2,), generator=generator).float()
@@ -47,9 +45,7 @@ def random_float32(count: int = 20_000) -> torch.Tensor:
 
 
 def float32_around_powers_of_two() -> torch.Tensor:
-    """2^k for all k that float32 has, subnormal ones too, with both neighbours and both signs; 2^15 and up
-    left out.
-    """
+    """2^k for all k of float32, subnormal ones too, with both neighbours and signs; not 2^15 and up."""
     powers = torch.cat([1 << torch.arange(23), torch.arange(1, 144) << 23]).to(torch.int32)
     magnitudes = torch.cat([powers - 1, powers, powers + 1]).view(torch.float32)
     both = torch.cat([magnitudes, -magnitudes])
@@ -75,9 +71,7 @@ def spanning(weights: torch.Tensor) -> torch.Tensor:
 
 
 def beside_a_larger_one(weights: torch.Tensor) -> torch.Tensor:
-    """Pairs of every weight with a random one of at least its magnitude: all exponents a weight can meet
-    occur.
-    """
+    """Pairs of every weight with a random one of at least its magnitude: all exponents it can meet occur."""
     by_magnitude = weights[weights.float().abs().argsort()]
     at = torch.arange(len(weights))
     ahead = torch.rand(len(weights), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -111,9 +105,7 @@ def groups(source: str) -> torch.Tensor:
 
 
 SPANS = (2.0**15, 2.0**-3, 2.0**-16)
-"""A tensor has one scale exponent: weights that are small beside others have coarse scales. So smaller ones
-are tried alone.
-"""
+"""A tensor has one scale exponent: weights small beside others have coarse scales, and are tried alone."""
 
 
 @cache
@@ -173,9 +165,7 @@ def test_every_infinity_and_every_nan_of_float16_is_refused_at_its_place(reconst
 
 
 def float16_bit_fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sign, significand with its one made explicit, and exponent field, of |w| = significand * 2^(field -
-    25).
-    """
+    """Sign, significand with its one explicit, exponent field, of |w| = significand * 2^(field - 25)."""
     pattern = weight.view(torch.int16).long() & 0xFFFF
     field, fraction = (pattern >> 10) & 31, pattern & 1023
     return pattern >> 15, torch.where(field > 0, fraction | 1024, fraction), field.clamp(min=1)
@@ -183,9 +173,7 @@ def float16_bit_fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("exponent", range(-15, 16))
 def test_truncation_of_float16_cuts_its_own_mantissa_bits(exponent):
-    """For every weight below 2^e: line the significand up with the shared exponent, keep m bits, drop the
-    rest.
-    """
+    """For every weight below 2^e: line the significand up with the shared exponent, keep m bits."""
     weight = encodable_float16()
     weight = weight[weight.float().abs() < 2.0**exponent]
     reaching = torch.full_like(weight, 2.0 ** (exponent - 1))  # makes the shared exponent e

@@ -1,6 +1,4 @@
-"""The codec where tensors are odd: zeros, subnormals, outliers, short groups, strange shapes; and what it
-refuses.
-"""
+"""The codec where tensors are odd: zeros, subnormals, outliers, short groups, strange shapes; refusals."""
 
 from __future__ import annotations
 

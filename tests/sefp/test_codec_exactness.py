@@ -62,7 +62,7 @@ def test_float32_holds_the_value_of_every_code_at_every_scale(precision, reconst
 @RECONSTRUCTIONS
 @EXTREME_EXPONENTS
 def test_floors_are_right_on_every_border_and_beside_it(reconstruction, scale_exponent):
-    """Weights on each border between two codes at every scale, and the nearest float32 on both sides of it."""
+    """Weights on each border between two codes at every scale, and the nearest float32 on both sides."""
     scales = scale_values(EVERY_BYTE[1:0x7F], scale_exponent)
     if reconstruction == "midpoint":
         scales = torch.cat([scales, -scales])

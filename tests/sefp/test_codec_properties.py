@@ -1,6 +1,4 @@
-"""What holds for any group of weights, proved on exact fractions; where a tempting property fails, the case
-that breaks it.
-"""
+"""What holds for any group of weights, proved on exact fractions; cases that break tempting properties."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def test_midpoint_is_off_by_at_most_half_a_step(precision, weight):
 @properties
 @given(weight=groups)
 def test_truncated_values_encode_to_themselves(precision, weight):
-    """Scales, unless all was cut to zero, values and codes; only -1, a negative weight cut to zero, comes
-    back as 0.
-    """
+    """Scales, unless all was cut to zero, values and codes; only -1, a negative cut to zero, becomes 0."""
     first = encode(weight, reconstruction="truncate")
     values = first.decode(precision)
     again = encode(values, reconstruction="truncate")
@@ -130,7 +126,7 @@ def test_truncation_error_never_grows_with_a_mantissa_bit(weight):
 
 
 def test_midpoint_error_of_a_single_weight_may_grow_with_a_mantissa_bit():
-    """Only the bound halves with every bit: zero is on the grid of E5M3, and half a step off all finer ones."""
+    """Only the bound halves with every bit: zero is on the grid of E5M3, half a step off all finer ones."""
     tensor = encode(torch.tensor([0.0, -1.0]))
     assert tensor.scales.tolist() == [1.0]
     assert [float(tensor.decode(p)[0]) for p in PRECISIONS] == [

@@ -90,9 +90,7 @@ def model(chat_dir):
 
 @pytest.fixture(scope="module")
 def start(model) -> Iterator[Callable[..., Running]]:
-    """start(max_queue=0, engine={"max_sequences": 1}) is a server in a thread of this process, until the
-    module ends.
-    """
+    """start(max_queue=0, engine={"max_sequences": 1}) is a server in a thread, until the module ends."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(_in_thread(model, **options))
 

@@ -1,6 +1,4 @@
-"""Clients that misbehave or die, and servers that are killed: it answers on, and nothing crosses from one to
-another.
-"""
+"""Clients that misbehave or die, and servers that are killed: it answers on, and none has another's."""
 
 import json
 import random
@@ -84,18 +82,26 @@ def test_half_sent_requests_hold_up_nobody(start):
 # A thousand bad bodies
 
 GOOD = {
-    "/v1/completions": {"prompt": ["A", "B"], "max_tokens": 2, "stop": ["x"], "logprobs": 1, "n": 1, "seed": 1, "top_p": 0.9},
-    "/v1/chat/completions": {
-        "model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "A"}]}], "max_tokens": 2,
-        "stream": True, "stream_options": {"include_usage": True}, "precision": {"prefill": "E5M8", "decode": "E5M3"},
+    "/v1/completions": {
+        "prompt": ["A", "B"], "max_tokens": 2, "stop": ["x"], "logprobs": 1, "n": 1, "seed": 1, "top_p": 0.9,
     },
-    "/v1/responses": {"input": [{"role": "user", "content": "A"}], "max_output_tokens": 2, "metadata": {"a": "b"}},
-    "/v1/systemone": {"state": {"a": [1]}, "questions": {"q": {"type": "choice", "criteria": {"a": "b", "c": None}}}},
+    "/v1/chat/completions": {
+        "model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "A"}]}],
+        "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True},
+        "precision": {"prefill": "E5M8", "decode": "E5M3"},
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": "A"}], "max_output_tokens": 2, "metadata": {"a": "b"},
+    },
+    "/v1/systemone": {
+        "state": {"a": [1]}, "questions": {"q": {"type": "choice", "criteria": {"a": "b", "c": None}}},
+    },
     "/v1/answers/x/precision": {"precision": "E5M4"},
 }  # fmt: skip
 ODD = [
-    None, True, False, 0, -1, 2, 2**31, 2**63, 2**70, -(2**70), 1.5, 1e308, "", "x", "\x00", "\ud800", "é" * 99, "auto", [], {},
-    [[]], {"": ""}, {"0": "E5M4"}, {"type": "text"}, [1, 2, 3], [-1], [10**9], ["a", 1], [None], [{}], {"a": {"b": {"c": []}}},
+    None, True, False, 0, -1, 2, 2**31, 2**63, 2**70, -(2**70), 1.5, 1e308, "", "x", "\x00", "\ud800",
+    "é" * 99, "auto", [], {}, [[]], {"": ""}, {"0": "E5M4"}, {"type": "text"}, [1, 2, 3], [-1], [10**9],
+    ["a", 1], [None], [{}], {"a": {"b": {"c": []}}},
 ]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from otaro.sefp.precision import Precision
 
 ASK = {"prompt": "The file", "max_tokens": 12, "temperature": 0}
 STATED = {
-    "predicted": 0.1, "measured": 0.1, "uniform": "E5M3", "uniform_measured": 0.2, "text": "none", "text_sha256": "0" * 64,
-    "command": "otaro fit", "date": "2026-11-16",
+    "predicted": 0.1, "measured": 0.1, "uniform": "E5M3", "uniform_measured": 0.2, "text": "none",
+    "text_sha256": "0" * 64, "command": "otaro fit", "date": "2026-11-16",
 }  # fmt: skip
 
 

@@ -111,8 +111,9 @@ def size(count):
 
 def answer_with(browser, body, status=200):
     """Let the page hear this in place of an answer."""
-    browser.evaluate(f"""void (window.fetched ??= fetch, fetch = async (path, options) => path.endsWith("completions")
-        ? new Response({json.dumps(body)}, {{ status: {status} }}) : fetched(path, options))""")
+    browser.evaluate(f"""void (window.fetched ??= fetch, fetch = async (path, options) =>
+        path.endsWith("completions")
+            ? new Response({json.dumps(body)}, {{ status: {status} }}) : fetched(path, options))""")
 
 
 def event(text, tokens=1):
@@ -396,7 +397,8 @@ def test_nothing_that_a_model_or_a_server_says_is_run(browser, start):
         "OTARo",
     ]
     inserted = browser.evaluate("""(() => { const script = document.createElement("script");
-        script.textContent = "document.title = 'run'"; document.body.append(script); return document.title; })()""")
+        script.textContent = "document.title = 'run'"; document.body.append(script);
+        return document.title; })()""")
     assert inserted == "OTARo", "the policy forbids what is not in a file of the page"
     assert all("Content Security Policy" in one for one in browser.complaints)
     browser.complaints.clear()
@@ -418,7 +420,8 @@ def test_it_can_be_read_on_a_phone_in_light_and_dark(browser, tiny, scheme):
     ask(browser, "W" * 300)
     browser.wait(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
     wide = """[document.documentElement, ...document.querySelectorAll("body *")]
-        .filter((one) => one.getBoundingClientRect().right > 375.5 || (one.id === "talk" && one.scrollWidth > one.clientWidth))
+        .filter((one) => one.getBoundingClientRect().right > 375.5
+            || (one.id === "talk" && one.scrollWidth > one.clientWidth))
         .map((one) => one.outerHTML)"""
     assert browser.evaluate(wide) == []
     boxes = browser.evaluate(
@@ -428,10 +431,11 @@ def test_it_can_be_read_on_a_phone_in_light_and_dark(browser, tiny, scheme):
     browser.click("summary")
     assert browser.evaluate(wide) == []
     assert browser.evaluate("document.getElementById('prompt').getBoundingClientRect().bottom") <= 740
-    texts = browser.evaluate("""Object.fromEntries(["body", ".note", "#send", "mark", ".question", ".precision"].map((name) => {
-        const one = document.querySelector(name) ?? document.body;
-        return [name, [getComputedStyle(one).color, getComputedStyle(one).backgroundColor]];
-    }))""")
+    texts = browser.evaluate("""Object.fromEntries(
+        ["body", ".note", "#send", "mark", ".question", ".precision"].map((name) => {
+            const one = document.querySelector(name) ?? document.body;
+            return [name, [getComputedStyle(one).color, getComputedStyle(one).backgroundColor]];
+        }))""")
     ground = texts["body"][1]
     assert (luminance(ground) > 0.5) == (scheme == "light")
     for name, (colour, behind) in texts.items():

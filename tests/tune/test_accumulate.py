@@ -104,9 +104,7 @@ def test_taking_from_an_empty_accumulator_gives_nothing():
 
 
 def test_gradients_survive_other_steps_in_between():
-    """As the trainer does it: the parameter gives its gradient away, and steps go on with gradients of their
-    own.
-    """
+    """As the trainer does it: the parameter gives its gradient away, and steps go on with their own."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4)
     accumulator = GradientAccumulator(4)
@@ -155,9 +153,7 @@ def test_what_is_collected_carries_no_graph():
 
 @pytest.mark.parametrize(("place", "kept_on"), [("host", "cpu"), ("device", "meta")])
 def test_the_place_decides_where_tensors_are_kept(place, kept_on):
-    """The meta device stands for any that is not the host; nothing can be copied out of it, so the host is
-    given its own.
-    """
+    """The meta device stands for any but the host; nothing can be copied out of it: the host has its own."""
     accumulator = GradientAccumulator(3, place=place)
     accumulator.restore(1, {"a": torch.ones(2)}, {"a": torch.device("meta")})
     assert accumulator.tensors()["a"].device.type == kept_on

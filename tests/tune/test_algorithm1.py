@@ -185,7 +185,7 @@ def test_a_delay_of_one_is_path_search_alone(load, tmp_path):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_what_is_left_over_at_the_end_is_applied(load, reduction, tmp_path):
-    """With a delay that is never reached; and without exploration, so that the path follows the losses alone."""
+    """With a delay that is never reached; and without exploration, so that losses alone make the path."""
     expected, path, _, updates, leftover = algorithm_1(
         load("llama"), batches(), "midpoint", reduction, 0.0, 1000
     )

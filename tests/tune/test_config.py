@@ -1,6 +1,4 @@
-"""What a run may be told: refusals in the spelling of the command line, the two recipes, and what a method
-brings along.
-"""
+"""What a run may be told: refusals in the command line's spelling, both recipes, what methods bring along."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ class Sharded(OtaroTrainer):
 
 
 def train_sharded(checkpoint, directory, case, *, empty=False, resume=None):
-    """As `train`. `empty`: only the first process holds weights already, and the other gets them when they
-    are sharded.
-    """
+    """As `train`. `empty`: only the first process holds weights, the other gets them at sharding."""
     layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": empty}
     settings = {"fsdp": True, "fsdp_config": {**layers, "state_dict_type": "SHARDED_STATE_DICT"}}
     saved = {"save_strategy": "steps", "save_steps": 6, "resume": resume}
@@ -98,9 +96,7 @@ def train_sharded(checkpoint, directory, case, *, empty=False, resume=None):
 
 
 def train(checkpoint, directory, case, batch_size, *, kind=OtaroTrainer, empty=False, resume=None, **more):
-    """Through the trainer; returns weights and path, and of an average at its end which weights were kept,
-    and why.
-    """
+    """Through the trainer; returns weights and path, and of an average which weights were kept, and why."""
     options, changes = CASES[case]
     settings = {
         "optim": "sgd",

@@ -1,4 +1,4 @@
-"""Training through quantization: the same values as the codec, and the gradients of a model that holds them."""
+"""Training through quantization: the same values as the codec, the gradients of a model that holds them."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def around(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def borders() -> torch.Tensor:
-    """Every border of E5M8 at every scale there is but for powers of two, upright and mirrored, at both kinds
-    of places.
-    """
+    """Each border of E5M8 at each scale but powers of two, upright and mirrored, at both kinds of places."""
     groups = []
     for s in torch.arange(8, 16) / 16:
         numbers = torch.cat([torch.tensor([-272]), torch.arange(-272, 240), torch.zeros(54)]).view(-1, 63)
@@ -434,8 +432,13 @@ def test_lora_dropout_is_refused(make_plain):
         prepare(with_lora(make_plain(), lora_dropout=0.1), Precisely())
 
 
-@pytest.mark.parametrize(("name", "target"), [("llama", {"target_modules": ["embed_tokens"]}),
-                                              ("mixtral", {"target_parameters": ["experts.gate_up_proj"]})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("llama", {"target_modules": ["embed_tokens"]}),
+        ("mixtral", {"target_parameters": ["experts.gate_up_proj"]}),
+    ],
+)
 def test_lora_on_other_modules_is_refused(make_plain, name, target):
     with pytest.raises(OtaroError, match="only LoRA on linear layers can be quantized as merged"):
         prepare(with_lora(make_plain(name), **{"target_modules": [], **target}), Precisely())
@@ -555,9 +558,7 @@ def test_types_of_frozen_weights_change_no_bit_of_logits_and_gradients(make_plai
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
 def test_merging_for_good_gives_the_bits_that_were_tuned_whatever_the_types(make_plain, architecture):
-    """peft would round the sum to the type of the frozen weight, and autocast the product of the factors to
-    bfloat16.
-    """
+    """peft would round the sum to the frozen weight's type, and autocast the factors' product to bfloat16."""
     lora, precisely = prepared(narrow(make_plain(architecture), torch.bfloat16))
     seen = []
     layer = lora.base_model.model.model.layers[0].self_attn.q_proj
@@ -577,9 +578,7 @@ def test_merging_for_good_gives_the_bits_that_were_tuned_whatever_the_types(make
 
 
 def fresh_bytes_saved(model: nn.Module) -> dict[tuple[int, ...], int]:
-    """Bytes that autograd keeps for the backward pass and that are no parameter of the model, by shape, two
-    sides sorted.
-    """
+    """Bytes that autograd keeps for the backward and that are no parameter, by shape, two sides sorted."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

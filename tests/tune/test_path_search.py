@@ -1,4 +1,4 @@
-"""The four searches: scores worked out by hand, the long run of the paper's equations 6 to 9, and resuming."""
+"""The four searches: scores worked out by hand, the long run of the paper's equations 6 to 9, resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSSES = {M8: 2.0, M7: 2.1, M6: 2.3, M5: 2.6, M4: 3.2, M3: 4.5}
 
 
 def walk(search, losses, steps: int) -> list[Precision]:
-    """Let a search choose for some steps; the loss at a precision is a constant or a function of its batch."""
+    """Let a search choose for some steps; the loss at a precision is constant or a function of its batch."""
     path = []
     for step in range(steps):
         path.append(search.choose())
@@ -157,9 +157,7 @@ def test_finer_precisions_are_chosen_more_often_and_ever_more_so_as_t_grows():
 
 
 def test_the_score_gap_tends_to_the_loss_gap_where_counts_grow_linearly():
-    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap stands a term that falls as sqrt(ln t /
-    t).
-    """
+    """Equation 7 with t_h = 2t/3 and t_l = t/3: beside the loss gap a term falls as sqrt(ln t / t)."""
     deviations = []
     for t in (3 * 10**2, 3 * 10**4, 3 * 10**6, 3 * 10**8):
         search = BitWidthPathSearch([M8, M3], 5.0)

@@ -1,6 +1,4 @@
-"""A run that is killed, however often and wherever, goes on to the same weights, path and accumulator, bit
-for bit.
-"""
+"""A run killed however often and wherever goes on to the same weights, path and accumulator, bit for bit."""
 
 from __future__ import annotations
 
@@ -64,9 +62,10 @@ def number(checkpoint):
 def train():
     tokens = torch.randint(3, 120, (14, 10), generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(
-        directory, use_cpu=True, max_steps=12, per_device_train_batch_size=2, seed=3,  # 7 steps an epoch, shuffled
-        optim="sgd" if method == "otaro" else "adamw_torch", learning_rate=2.0**-7 if method == "otaro" else 1e-3,
-        lr_scheduler_type="cosine", save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
+        directory, use_cpu=True, max_steps=12, per_device_train_batch_size=2,  # 7 steps an epoch, shuffled
+        optim="sgd" if method == "otaro" else "adamw_torch",
+        learning_rate=2.0**-7 if method == "otaro" else 1e-3, lr_scheduler_type="cosine", seed=3,
+        save_strategy="steps", save_steps=3, report_to=[], disable_tqdm=True, **settings,
     )
     options = BEST if method == "best" else Options(method=method, exploration=30.0, delay=3)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -182,9 +181,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(run, metho
 
 
 def test_what_was_left_over_is_applied_once_by_a_run_that_was_killed_after_its_last_step(run, tmp_path):
-    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover as
-    well.
-    """
+    """The last checkpoint holds the accumulator as it was before; so the log must forget the leftover."""
     run(tmp_path / "whole", "otaro")
     assert "leftover" in log_of(tmp_path / "whole")[-1]
     assert run(tmp_path / "killed", "otaro", [("after training", STEPS)]) == [STEPS, STEPS]

@@ -39,8 +39,9 @@ def train(checkpoint_dir, tmp_path):
     def run(method="uniform", model=None, steps=10, judge="average", **steady):
         tokens = torch.randint(3, 120, (32, 10), generator=torch.Generator().manual_seed(1))
         arguments = TrainingArguments(
-            tmp_path, use_cpu=True, max_steps=steps, per_device_train_batch_size=2, train_sampling_strategy="sequential",
-            optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to=[],
+            tmp_path, use_cpu=True, max_steps=steps, per_device_train_batch_size=2,
+            train_sampling_strategy="sequential", optim="sgd", learning_rate=RATE,
+            lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to=[],
             disable_tqdm=True,
         )  # fmt: skip
         model = model or AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32)

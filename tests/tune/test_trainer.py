@@ -1,6 +1,4 @@
-"""OtaroTrainer among the rest of Trainer: accumulation of micro-batches, optimizers, schedules, logs,
-distillation, peers.
-"""
+"""OtaroTrainer among the rest of Trainer: micro-batches, optimizers, schedules, logs, distillation, peers."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ def equal(one, other):
 
 
 def assert_close(one, other, tolerance=1e-5):
-    """Sums of a thousand terms in float32 are that exact; of models in float64 only norms and losses are in
-    float32.
-    """
+    """Sums of a thousand terms in float32 are that exact; of float64 models only norms and losses are."""
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=name)
 
@@ -247,9 +243,7 @@ def test_the_schedule_advances_on_withheld_steps_and_the_leftover_gets_the_last_
 
 
 def by_hand(model, batch, share, precision="E5M4"):
-    """The loss and its gradients, from a student that holds decoded weights and a teacher that holds the full
-    ones.
-    """
+    """The loss and its gradients, from a student with decoded weights and a teacher with the full ones."""
     ids, labels = (torch.stack([example[key] for example in batch]) for key in ("input_ids", "labels"))
     with torch.no_grad():
         teacher = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
@@ -444,9 +438,7 @@ def test_losses_by_precision_do_not_count_what_is_padded(fresh):
 
 @pytest.fixture
 def sft(tmp_path):
-    """sft(model, options, argument=...) trains by TRL's SFTTrainer with the mixin; returns the trainer and
-    its log.
-    """
+    """sft(model, options, argument=...) trains by TRL's SFTTrainer with the mixin; returns it and its log."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
@@ -495,9 +487,7 @@ def test_the_default_in_trl_is_the_recipe_best(sft):
 
 @pytest.mark.parametrize(("share", "full"), [(0.0, 0.0), (0.5, 0.0), (0.5, 1 / 3)])
 def test_trl_trains_through_the_same_quantized_head_and_teacher(train, fresh, sft, share, full):
-    """Of itself SFTTrainer takes the head's weights past its forward, and returns logits that carry no
-    gradients.
-    """
+    """Of itself SFTTrainer takes the head's weights past its forward, and its logits carry no gradients."""
     tokens = torch.randint(3, 120, (8, 10), generator=torch.Generator().manual_seed(1))
     few = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
     chosen = Options(method="fixed:E5M3", distill=share, full=full)
@@ -710,14 +700,17 @@ from otaro.tune.config import Options
 from otaro.tune.trainer import OtaroTrainer
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-settings = dict(fsdp=True, fsdp_config=dict(state_dict_type="SHARDED_STATE_DICT"), save_strategy="no", report_to=[])
-arguments = TrainingArguments({directory!r}, use_cpu=True, bf16=True, max_steps=1, disable_tqdm=True, **settings)
+fsdp = dict(fsdp=True, fsdp_config=dict(state_dict_type="SHARDED_STATE_DICT"))
+quiet = dict(save_strategy="no", report_to=[], disable_tqdm=True)
+arguments = TrainingArguments({directory!r}, use_cpu=True, bf16=True, max_steps=1, **fsdp, **quiet)
 model = AutoModelForCausalLM.from_pretrained({checkpoint!r}, dtype=torch.float32)
 data = [dict(input_ids=torch.arange(8), labels=torch.arange(8))] * 8
 trainer = OtaroTrainer(model, arguments, train_dataset=data, otaro=Options(method="fixed:E5M8"))
 seen = set()
 layer = model.model.layers[0].self_attn.q_proj
-layer.register_forward_hook(lambda module, inputs, output: seen.add((str(module.weight.dtype), str(output.dtype))))
+layer.register_forward_hook(
+    lambda module, inputs, output: seen.add((str(module.weight.dtype), str(output.dtype)))
+)
 trainer.train()
 assert trainer.is_fsdp_enabled
 print(seen)

@@ -155,9 +155,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _runs_of(paragraph: str) -> Iterator[str]:
-    """Every run of words, so that line breaks and punctuation do not hide a quotation; short paragraphs
-    whole.
-    """
+    """Every run of words, so that breaks and punctuation hide no quotation; short paragraphs whole."""
     words = re.findall(r"\w+", paragraph.lower())
     if SHORTEST_QUOTE <= len(words) < RUN_OF_WORDS:
         yield " ".join(words)

@@ -45,9 +45,7 @@ _BYTES_ON_CPU, _BYTES_ELSEWHERE = 32 << 20, 4 << 30  # of moved weights at a tim
 
 
 class Errors:
-    """A Gram matrix, damped and factored: what an error in each column costs, and how later columns make up
-    for it.
-    """
+    """A Gram matrix, damped and factored: an error's cost in each column, and how later ones make up."""
 
     def __init__(self, gram: torch.Tensor) -> None:
         damped = gram.double()
@@ -61,9 +59,7 @@ class Errors:
 
 
 def compensated(weight: torch.Tensor, scales: torch.Tensor, group_size: int, errors: Errors) -> torch.Tensor:
-    """The E5M8 codes, int16, of a float32 matrix [rows, columns] on the grids that `scales` [rows, groups]
-    give.
-    """
+    """The E5M8 codes, int16, of a float32 matrix [rows, columns] on the grids of `scales` [rows, groups]."""
     (rows, columns), on_cpu = weight.shape, weight.device.type == "cpu"
     count = max(64, (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE) // (4 * len(LEVELS) * columns))
     if on_cpu:
@@ -112,9 +108,7 @@ class _Block:
         codes: torch.Tensor,
         missed: torch.Tensor,
     ) -> None:
-        """Writes `codes` [columns, rows] and, for what comes after them, `missed` [columns, precisions,
-        rows].
-        """
+        """Writes `codes` [columns, rows] and, for what comes after, `missed` [columns, precisions, rows]."""
         inverses = torch.where(steps == 0, 0.0, 1 / steps)
         for at, target in enumerate(targets):
             if at:
@@ -124,9 +118,7 @@ class _Block:
             torch.sub(target, self._choice.values(chosen).mul_(steps[at]), out=missed[at])
 
     def captured(self, levels: int, rows: int) -> Callable[..., None]:
-        """The same for whole blocks as one CUDA graph: a column is some ninety launches, and each waits for
-        Python.
-        """
+        """The same for blocks as one CUDA graph: a column is some ninety launches, each after Python."""
         shapes = (
             (_BLOCK, levels, rows),
             (_BLOCK, rows),

@@ -46,9 +46,7 @@ class Fold:
 
 
 def folds(config: Any, names: Mapping[str, Any]) -> list[Fold]:
-    """Those of one layer, with names inside of it; `names` are its parameters. None for an unknown
-    architecture.
-    """
+    """Those of one layer, with names inside of it; `names` are its parameters. None if it is unknown."""
     entry = ARCHITECTURES.get(config.model_type)
     if entry is None:
         return []

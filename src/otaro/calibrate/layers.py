@@ -82,16 +82,12 @@ class Skeleton:
 
     @property
     def head(self) -> str | None:
-        """The name of the head's weight as it is stored, if it is packed: that of the embedding where they
-        are tied.
-        """
+        """The stored name of the head's weight, if it is packed: the embedding's where they are tied."""
         name = next((name for name, one in self.rule.items() if one.module is self._head), None)
         return None if name is None else self._checkpoint.tied.get(name, name)
 
     def start(self, ids: torch.Tensor, batch: int) -> torch.Tensor:
-        """Read what is outside of the layers; returns the hidden states before the first, [windows, tokens,
-        width].
-        """
+        """Read what is outside of the layers; returns what enters the first, [windows, tokens, width]."""
         table = self.model.get_input_embeddings()
         used, ids = ids.unique(return_inverse=True)
         whole = self._name_of(table.weight)
@@ -112,7 +108,7 @@ class Skeleton:
         return torch.cat(states)
 
     def _outside(self, ids: torch.Tensor) -> torch.Tensor:
-        """Run the model with stand-ins; they keep what each layer is called with, by the number of windows."""
+        """Run the model with stand-ins; they keep what each layer is called with, by number of windows."""
         try:
             self.model(input_ids=ids.to(self._device), use_cache=False)
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:

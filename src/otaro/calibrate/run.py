@@ -39,9 +39,7 @@ from otaro.sefp.codec import Reconstruction, SefpTensor, encode, group_needs, sm
 SAMPLES = 128
 """Windows of text, by default."""
 TIED = 0.1
-"""What a tied table's rows count as embedding beside what they count as head, as a share of the mean of the
-head's H.
-"""
+"""What a tied table's rows count as embedding beside what they do as head, over the mean of the head's H."""
 
 _WINDOWS_ON_CPU, _WINDOWS_ELSEWHERE = 4, 16  # that run together
 _HEAD_ROWS_ON_CPU, _HEAD_ROWS_ELSEWHERE = 4096, 32768
@@ -235,7 +233,7 @@ class _Calibration:
     def _fold(
         self, prefix: str, weights: dict[str, torch.Tensor], inputs: Mapping[Matrix, Inputs]
     ) -> dict[str, torch.Tensor]:
-        """Fold channel scales where all readers have the same inputs; returns the norms that are others now."""
+        """Fold channel scales where all readers have the same inputs; returns the norms that changed."""
         changed = {}
         for fold in folds.folds(self._checkpoint.config, weights):
             read = [inputs.get(Matrix(name)) for name in fold.readers]
@@ -281,9 +279,7 @@ class _Calibration:
         return {name: _on_cpu(tensor) for name, tensor in plainly.items()}, plain
 
     def _head(self, states: torch.Tensor) -> None:
-        """The head, whose inputs are those of the last norm; as an embedding the rows of a tied one all count
-        alike.
-        """
+        """The head, whose inputs are those of the last norm; as embedding, rows of a tied one count alike."""
         skeleton, checkpoint = self._skeleton, self._checkpoint
         embedding = next((name for name, one in skeleton.rule.items() if one.kind is Kind.EMBEDDING), None)
         name, plain = skeleton.head, []

@@ -61,9 +61,7 @@ def windows(content: str, tokenizer: Any, samples: int, length: int) -> torch.Te
 def windows_of_examples(
     examples: Iterable[Sequence[int]], samples: int, length: int = LENGTH
 ) -> torch.Tensor:
-    """Likewise of tokens that are cut into examples: each window begins with one, and goes on with those
-    after it.
-    """
+    """Likewise of tokens that are cut into examples: each window begins with one, and goes on after it."""
     each = [torch.tensor(example) for example in examples]
     lengths = torch.tensor([len(example) for example in each], dtype=torch.long)
     ids, starts = torch.cat([torch.zeros(0, dtype=torch.long), *each]).long(), lengths.cumsum(0) - lengths

@@ -3,7 +3,7 @@ where it was.
 
     state.json             a digest of model, text and settings: another one, and the folder is begun anew
     states-0, states-1     hidden states before the layer at hand, and after it; they take turns
-    part-00000 ...         the packed tensors of a layer, and norms that were changed; the last one is the head
+    part-00000 ...         the packed tensors of a layer, and norms that were changed; the last is the head
 
 A part is put in place when the states after it are on disk, so the number of parts says where to go on. It
 has a digest of these states: where they are others now, everything begins anew. The room for the states is
@@ -91,9 +91,7 @@ class Work:
         plain: Sequence[str],
         after: torch.Tensor | None = None,
     ) -> None:
-        """Write the next part; `plain` names what in it could not be calibrated, `after` are the states that
-        the next reads.
-        """
+        """Write the next part; `plain` names what was not calibrated, `after` are the next one's states."""
         data, about = {f"{name}|{_STORED}": tensor.contiguous() for name, tensor in changed.items()}, {}
         for name, tensor in tensors.items():
             rows = PackedRows.of(tensor.codes, tensor.zeros)
@@ -157,7 +155,7 @@ class Work:
             self.remove()
 
     def _states_fit(self) -> bool:
-        """Whether the states are those that the last part was finished with; after the head none are needed."""
+        """Whether the states are those the last part was finished with; after the head none are needed."""
         stated, path = self._open(self.done - 1).metadata().get("states"), self._states(self.done)
         if stated == "":
             return True

@@ -1,6 +1,4 @@
-"""`otaro analyze gradients|weights`: the paper's observations on any model and text, as tables, figures and
-JSON.
-"""
+"""`otaro analyze gradients|weights`: the paper's observations on any model: tables, figures, JSON."""
 
 from __future__ import annotations
 
@@ -96,9 +94,10 @@ def gradients(
             progress=progress,
         )
     options = {
-        "text": text, "out": out, "batches": batches, "batch-size": batch_size, "sequence-length": sequence_length,
-        "modules": modules, "reconstruction": coding.reconstruction, "group-size": coding.group_size, "device": device,
-        "revision": revision, "cache-dir": cache_dir, "no-bos": no_bos,
+        "text": text, "out": out, "batches": batches, "batch-size": batch_size,
+        "sequence-length": sequence_length, "modules": modules, "reconstruction": coding.reconstruction,
+        "group-size": coding.group_size, "device": device, "revision": revision, "cache-dir": cache_dir,
+        "no-bos": no_bos,
     }  # fmt: skip
     facts = {"text": text, "batch_size": batch_size, "sequence_length": sequence_length, "bos": begun}
     result = {**_provenance("gradients", model, options), **facts, **result}
@@ -160,9 +159,7 @@ def _load(
     bos: bool,
     device: str,
 ) -> tuple[Any, list[Any], bool]:
-    """The model in float32, the batches, and whether each sequence of text begins with the beginning-of-text
-    token.
-    """
+    """The model in float32, the batches, whether each sequence begins with the beginning-of-text token."""
     import torch
     from transformers import AutoModelForCausalLM
 

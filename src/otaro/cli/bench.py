@@ -1,6 +1,4 @@
-"""`otaro bench DIR`: how fast each precision runs, what bounds it, and how llama.cpp does on the same
-weights.
-"""
+"""`otaro bench DIR`: how fast each precision runs, what bounds it, how llama.cpp does on the same weights."""
 
 from __future__ import annotations
 

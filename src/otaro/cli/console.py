@@ -39,7 +39,7 @@ WIDE = 1000
 
 
 class _Console(Console):
-    """Wraps sentences, at words, and tables for a terminal alone: what reads a file or a pipe has them whole."""
+    """Wraps sentences, at words, and tables for a terminal alone: who reads a file or pipe has them whole."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; a table has no blanks at the ends of its lines then."""
@@ -139,9 +139,7 @@ LINE_EVERY = 60.0
 def progress_bar(
     title: str, unit_scale: int = 1, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (what is at hand, done, total) that draws a bar on standard error, or prints a line a
-    minute there.
-    """
+    """Yield a function (what is at hand, done, total) that draws a bar on stderr, or a line a minute."""
     if not err.is_terminal:
         yield _line_a_minute(title, unit_scale, clock)
         return

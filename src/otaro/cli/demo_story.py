@@ -1,6 +1,4 @@
-"""What `otaro demo` shows of the nested file after tuning: a text whose precision changes, an upgrade by one
-shard, speed.
-"""
+"""What `otaro demo` shows of the nested file: a text that changes precision, an upgrade by a shard, speed."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ def examine() -> dict[str, Any]:
 
 
 def _outdated() -> list[str]:
-    """What to do where this code is another version than the one that was installed: its extras are those of
-    then.
-    """
+    """What to do where this code is another version than was installed: its extras are of then."""
     import otaro
 
     installed = metadata.distribution(DISTRIBUTION)
@@ -159,9 +157,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _lacking(extra: str) -> list[str] | None:
-    """What an extra asks for and is not here, or too old or new; "" is what all need. None: it is not known
-    here.
-    """
+    """What an extra asks for and is missing, too old or too new; "" is what all need. None: unknown here."""
     from packaging.requirements import Requirement
 
     asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]

@@ -64,9 +64,7 @@ def inspect(
 
 
 def _elsewhere(directory: str) -> bool:
-    """Whether this is a URL or a Hub id; offline, a model of the Hub is what its cache has, and that lies
-    here.
-    """
+    """Whether this is a URL or a Hub id; offline, the Hub is what its cache has, and that lies here."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     from otaro.file.checkpoint import BUILTIN

@@ -105,9 +105,7 @@ def wait_asleep() -> None:
 
 
 def main() -> None:
-    """Run the command line; a refusal becomes one clear line and exit status 1, also where several processes
-    meet it.
-    """
+    """Run the command line; a refusal becomes one clear line and exit status 1, of several processes too."""
     processes.mute_others()
     wait_asleep()
     try:

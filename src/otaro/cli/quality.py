@@ -145,9 +145,7 @@ def _text_columns(entries: list[Entry]) -> Iterator[_Column]:
 
 
 def _tables_by_kv(entries: list[Entry]) -> Iterator[Table]:
-    """What keys and values were kept in downwards; the precisions of the weights across, each with what
-    packing costs.
-    """
+    """What keys and values were kept in downwards; weights' precisions across, with what packing costs."""
     from otaro.evaluate.quality import identity
     from otaro.evaluate.records import PRECISION_NAMES
 
@@ -222,9 +220,14 @@ def _legend(entries: list[Entry]) -> Iterator[str]:
     if any(entry["kind"] == "perplexity" for entry in entries):
         yield "perplexity: text, and window/stride in tokens"
     if any(entry.get("bos") for entry in entries):
-        yield "every window begins with the tokenizer's beginning-of-text token (BOS), which takes one position"
+        yield (
+            "every window begins with the tokenizer's beginning-of-text token (BOS), which takes one position"
+        )
     if any(entry.get("kv") for entry in entries):
-        yield "kv: what keys and values are kept in, by the decoder; without it transformers keeps them as the model computes"
+        yield (
+            "kv: what keys and values are kept in, by the decoder; "
+            "without it transformers keeps them as the model computes"
+        )
     for reference in dict.fromkeys(e["reference_model"] for e in entries if "reference_model" in e):
         yield f"fp is the reference's, the checkpoint {reference[:12]}"
     if any(entry["kind"] == "divergence" for entry in entries):

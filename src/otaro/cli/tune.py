@@ -1,6 +1,4 @@
-"""`otaro tune MODEL --data FILE --out DIR`: from options to a tuned checkpoint, its nested file and a run
-folder.
-"""
+"""`otaro tune MODEL --data FILE --out DIR`: options to a tuned checkpoint, its nested file, a run folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A tuning run that ends early: by a signal, for lack of memory, by another library's refusal. It says what
-is kept.
-"""
+"""A tuning run that ends early, by a signal, a lack of memory, a library's refusal, says what is kept."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class RunFolder:
         return stated
 
     def check_free(self) -> None:
-        """Refuse a folder with something in it, except what a run left that failed before its first
-        checkpoint.
-        """
+        """Refuse a folder with something in it, but what a run left that failed before a checkpoint."""
         if not self.path.exists() or not (names := self._names()) or self._left_by_a_failure(names):
             return
         if (stated := read_run(self.path)) is not None:

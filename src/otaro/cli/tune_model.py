@@ -96,9 +96,7 @@ def gathered(model: Any) -> dict[str, Any]:
 
 
 def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
-    """The tuned checkpoint: weights as tuned, and a config.json that names their type, or opening it would
-    round them.
-    """
+    """The tuned checkpoint: weights as tuned, and a config.json with their type, or opening rounds them."""
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T", Options, Training, Around)
 
 
 def from_configuration(examples: str) -> Callable[[Any], Any]:
-    """Let a command take every field as a flag, by its keyword arguments; None is a flag that was not given."""
+    """Let a command take every field as a flag, by its keyword arguments; None is a flag not given."""
 
     def declare(command: Any) -> Any:
         own = inspect.signature(command, eval_str=True)

@@ -51,7 +51,7 @@ class TuningRun:
         allowed: Collection[str] = (),
         hub: Hub | None = None,
     ) -> None:
-        """`allowed` are names that --out may hold before the run; `hub` is how to reach a model on the Hub."""
+        """`allowed` are names that --out may hold already; `hub` is how to reach a model on the Hub."""
         from otaro.cli.tune_folder import RunFolder, refuse_changes
         from otaro.file.checkpoint import HUB
         from otaro.tune.config import Around, ConfigError
@@ -83,9 +83,7 @@ class TuningRun:
             refuse_changes(out, self.before, self.stated)
 
     def go(self) -> dict[str, Any]:
-        """Load, measure, train, measure, save, pack; with several processes, the first writes and the others
-        wait.
-        """
+        """Load, measure, train, measure, save, pack; of several processes the first writes, others wait."""
         from otaro.file.atomic import alone
 
         processes.join()
@@ -183,9 +181,7 @@ class TuningRun:
     def _calibrate(
         self, tuned: Any, windows: torch.Tensor | None, unseen: HeldOut | None, measured: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """What was decided between two ways to pack; perplexities after the run are then those of the one
-        kept.
-        """
+        """What was decided between two ways to pack; perplexities after the run are those of the one kept."""
         from otaro.cli.tune_heldout import FEW_TOKENS
         from otaro.cli.tune_pack import calibrate
 
@@ -206,7 +202,7 @@ class TuningRun:
         return decision
 
     def _ended(self) -> dict[str, Any] | None:
-        """What the run gave, if it has ended and is asked for as it was: of the same model and data, by name."""
+        """What the run gave, if it has ended and is asked for as it was: of the same model and data."""
         same = self.before is not None and all(
             self.before.get(key) == value for key, value in self.stated.items() if key != "launcher"
         )
@@ -215,9 +211,7 @@ class TuningRun:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        """The folder, with config.json in it; one that comes to nothing before its first step is removed
-        again.
-        """
+        """The folder, with config.json in it; one that fails before its first step is removed again."""
         if processes.is_first():
             if not self.resume:
                 self.folder.clear()  # of what a failed run left

@@ -1,3 +1,1 @@
-"""A nested model at one precision in the formats of others: hf, gguf, compressed-tensors, mlx
-(docs/export.md).
-"""
+"""A nested model at a precision in others' formats: hf, gguf, compressed-tensors, mlx (docs/export.md)."""

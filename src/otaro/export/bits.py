@@ -1,6 +1,4 @@
-"""Small integers as a stream of bits, the first in the lowest bits: what compressed-tensors and MLX store as
-32-bit words.
-"""
+"""Small integers as a stream of bits, the first lowest: the 32-bit words of compressed-tensors and MLX."""
 
 from __future__ import annotations
 

@@ -63,9 +63,7 @@ def write_checkpoint(
     form: Form | None = None,
     packed: Container[str] = (),
 ) -> None:
-    """Fill the directory `out`, with the pieces that `packed` names in a form; `source.config` goes there as
-    it is.
-    """
+    """Fill the directory `out` with the pieces that `packed` names in a form and `source.config` as it is."""
     pieces = source.pieces()
     dtypes = {piece.name: _dtype(source, piece, dtype) for piece in pieces}
     layout: Layout = {}
@@ -115,9 +113,7 @@ def write_checkpoint(
 
 
 def spell_out_rope(path: Path) -> None:
-    """Rope as readers look for it that do not know `rope_parameters`: mlx_lm would take its default without a
-    word.
-    """
+    """Rope as readers look for it that do not know `rope_parameters`: mlx_lm takes its default silently."""
     config = json.loads(path.read_text())
     rope = config.get("rope_parameters") or {}
     if "full_attention" in rope:  # a rope for each kind of layer, as in Gemma 3

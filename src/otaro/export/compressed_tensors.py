@@ -74,7 +74,7 @@ def integer_bits(grid: Grid) -> int | None:
 
 
 def write(source: Source, out: Path, report: Report, dtype: str | None, progress: Progress) -> None:
-    """Fill the directory `out`; scales and what is not packed by default in the smallest type that is exact."""
+    """Fill the directory `out`; scales and what is not packed by default in the smallest exact type."""
     bits = integer_bits(source.grid)
     if bits is None:
         raise OtaroError(

@@ -69,9 +69,7 @@ def vocabulary(directory: Path, rows: int) -> dict[str, Any]:
 
 
 def split_rule(stated: Mapping[str, Any]) -> str | None:
-    """llama.cpp's name of the rule by which a tokenizer.json cuts text before merging; None where there is
-    none.
-    """
+    """llama.cpp's name of the rule by which a tokenizer.json cuts text before merging, or None."""
     steps = stated.get("pre_tokenizer") or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):

@@ -4,7 +4,8 @@ hold.
 With s the scale of a group (`sefp.codec`), values at m mantissa bits are n times unit:
 
   midpoint, m = 3   n = code                      unit = s / 8           n = -8 ... 7
-  midpoint, m > 3   n = 2 code + 1 - 2^(m-3)      unit = s / 2^(m+1)     every second integer, a few more of them below zero
+  midpoint, m > 3   n = 2 code + 1 - 2^(m-3)      unit = s / 2^(m+1)     every second integer,
+                                                                         a few more of them below zero
   truncate          n = code, + 1 below zero      unit = s / 2^m         n = 1 - 2^m ... 2^m - 1
 
 A scale has four significant bits, so a unit has as many. It may be negative, which no format here minds:
@@ -59,7 +60,7 @@ class Grid:
         return scales * 2.0 ** -(self.mantissa_bits + self.stride - 1)
 
     def fits(self, dtype: torch.dtype, scale_bytes: torch.Tensor) -> bool:
-        """Whether a type has the digits for every code at these scales; how small it goes is another matter."""
+        """Whether a type has the digits for every code at these scales; how small it goes is not asked."""
         scales = scale_values(scale_bytes.unique().view(-1, 1), 0)
         codes = torch.arange(-(1 << self.mantissa_bits), 1 << self.mantissa_bits).expand(len(scales), -1)
         values = decode_codes(codes, scales, self.mantissa_bits, codes.shape[-1], self.reconstruction)

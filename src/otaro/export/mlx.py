@@ -79,9 +79,7 @@ def integer_bits(grid: Grid) -> int | None:
 
 
 def is_exact(grid: Grid, dtype: torch.dtype, scale_bytes: torch.Tensor) -> bool:
-    """Whether integer times scale plus bias comes out right in a type, for every code at these scales, as far
-    as digits go.
-    """
+    """Whether a type has the digits for integer times scale plus bias, for every code at these scales."""
     units = grid.units(scale_values(scale_bytes.unique(), 0)).view(-1, 1)
     numbers = torch.arange(grid.levels)
     found = numbers.to(dtype) * (units * grid.stride).to(dtype) + (units * grid.least).to(dtype)
@@ -89,7 +87,7 @@ def is_exact(grid: Grid, dtype: torch.dtype, scale_bytes: torch.Tensor) -> bool:
 
 
 def write(source: Source, out: Path, report: Report, dtype: str | None, progress: Progress) -> None:
-    """Fill the directory `out`; scales and what is not packed by default in the smallest type that is exact."""
+    """Fill the directory `out`; scales and what is not packed by default in the smallest exact type."""
     if source.transposed:
         raise OtaroError(
             f"{source.config.model_type} models cannot be written for MLX here; export --to hf, and use "

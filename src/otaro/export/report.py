@@ -25,7 +25,7 @@ class TypeReport:
 
 @dataclass
 class Report:
-    """Of an export: all tensors were read back from what was written, and compared with the codec's values."""
+    """Of an export: all tensors were read back from what was written, and compared with the codec."""
 
     target: str
     precision: str

@@ -1,6 +1,4 @@
-"""`otaro export`: a nested model at one precision, written in another program's format and read back from
-there.
-"""
+"""`otaro export`: a nested model at one precision, written in another program's format and read back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A safetensors file, filled tensor by tensor: its layout is known before the first byte, and no tensor is
-ever whole.
-"""
+"""A safetensors file, filled tensor by tensor: its layout is known at the start, no tensor is ever whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is exported: the tensors of a nested directory at one precision, or each at that of a fit, some rows
-at a time.
-"""
+"""What is exported: a nested directory's tensors at a precision, or each at a fit's, some rows at a time."""
 
 from __future__ import annotations
 
@@ -173,7 +171,7 @@ class Source:
                     shutil.copyfile(path, directory / path.name)
 
     def _pieces(self, name: str) -> list[Piece]:
-        """What transformers makes of a tensor when it saves a checkpoint, asked with the numbers of its rows."""
+        """What transformers makes of a tensor when it saves a checkpoint, asked with its rows' numbers."""
         shape = self.shape(name)
         if len(shape) != 3:
             return [
@@ -218,9 +216,7 @@ class Source:
 
 
 def chosen_dtype(source: Source) -> torch.dtype:
-    """The model's own type where that has 16 bits and the digits for all packed weights; else float16, else
-    float32.
-    """
+    """The model's type where it has 16 bits and digits for all packed weights; else float16, else float32."""
     own = source.config.dtype
     bytes_of = torch.cat([source.scale_bytes(name).flatten().unique() for name in source.packed])
     candidates = [own] * (own in (torch.float16, torch.bfloat16)) + [torch.float16]

@@ -1,3 +1,1 @@
-"""The nested file: one directory of safetensors shards, cut by bit-plane, that holds every precision. See
-FORMAT.md.
-"""
+"""The nested file: a directory of safetensors shards, cut by bit-plane, with every precision (FORMAT.md)."""

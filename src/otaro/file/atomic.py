@@ -94,7 +94,7 @@ def check_place(target: Path, overwrite: bool = False) -> None:
 
 @contextmanager
 def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """The same for one large file: yield the path to write, which becomes `target` when the block ends well."""
+    """The same for one large file: yield the path to write; it becomes `target` when the block ends well."""
     target = Path(os.path.realpath(target))
     partial = _partial(target)
     with explained(target):
@@ -114,9 +114,7 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Put a file in place in one step, its directory too if there is none; whatever was there stays until
-    that moment.
-    """
+    """Put a file in place in one step, its directory too if there is none; what was there stays till then."""
     update_text(target, lambda: text)
 
 
@@ -216,9 +214,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories atomically, where the system can (Linux); the first path then holds the old
-    content.
-    """
+    """Swap two directories atomically, where the system can (Linux); the first path then has the old."""
     at_current_directory, exchange_flag = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:

@@ -55,9 +55,7 @@ _EXPERT_PARTS = {
 def resolve_model(
     model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB
 ) -> Path:
-    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, downloaded into the Hub's
-    cache.
-    """
+    """The local directory of a model: a directory as it is, `builtin`, or a Hub id, fetched to its cache."""
     path = Path(model)
     if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
         raise CheckpointError(
@@ -76,9 +74,7 @@ def resolve_model(
 
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
-    """`resolve_model` for nested models, with the shards that `precision` needs; without one, all that the
-    Hub has.
-    """
+    """`resolve_model` for nested models, with the shards that `precision` needs; without, all there are."""
     path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():
@@ -87,9 +83,7 @@ def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = 
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint in safetensors files, or a GGUF file, seen under the parameter names of its
-    model class.
-    """
+    """A Hugging Face checkpoint in safetensors, or a GGUF file, by the parameter names of its model class."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -132,7 +126,7 @@ class Checkpoint:
         return self.stored_dtype(next(iter(self.packed)))
 
     def unused(self) -> list[str]:
-        """Tensors of the checkpoint that the model class lacks, less those that it says are of no use to it."""
+        """Tensors of the checkpoint that the model class lacks, less those that it says it has no use for."""
         used = {key for parts in self._parts.values() for key in parts} | set(self.tied)
         ignored = [r"rotary_emb\.inv_freq$", *(self._model._keys_to_ignore_on_load_unexpected or ())]
         left = self._file_of.keys() - used
@@ -170,7 +164,7 @@ class Checkpoint:
             yield torch.cat(waiting)
 
     def refusal(self, name: str, position: int, value: float) -> WeightError:
-        """Of the weight at a position in `rows`, which SEFP does not hold: names its index in the checkpoint."""
+        """Of a weight at a position in `rows` that SEFP does not hold: names its index in the checkpoint."""
         if name in self._transposed:
             row, column = divmod(position, self.packed[name][-1])
             position = column * self.packed[name][0] + row
@@ -184,7 +178,7 @@ class Checkpoint:
         return file.rows(key, 0, file.row_count(key)).reshape(file.shape(key))
 
     def _name_tensors(self, files: list[_TensorFile]) -> None:
-        """Call what the files hold by the names of the model class, as transformers does when it loads them."""
+        """Call what the files hold by the names of the model class, as transformers does on loading them."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -410,7 +404,7 @@ def _joins_experts(converter: Any) -> bool:
 
 
 def build_on_meta(config: Any) -> Any:
-    """The model on the meta device; refused if load could not open it, or nothing could be generated with it."""
+    """The model on the meta device; refused if load could not open it, or it could generate nothing."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -434,8 +428,6 @@ def build_on_meta(config: Any) -> Any:
 
 
 def _is_encoder(model: Any) -> bool:
-    """Whether attention looks ahead: modules that can be of an encoder say that they are not of a decoder,
-    nor causal.
-    """
+    """Whether attention looks ahead: what can be an encoder's says that it is not a decoder's, nor causal."""
     said = {getattr(module, name, None) for module in model.modules() for name in ("is_decoder", "is_causal")}
     return False in said and True not in said

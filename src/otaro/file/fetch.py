@@ -77,9 +77,7 @@ class Offer:
 
 
 class RemoteModel:
-    """A nested model at its source, as headers describe it; planes must belong to its base shard, or to the
-    one given.
-    """
+    """A nested model at its source, as headers describe it; planes must be of its base, or the one given."""
 
     def __init__(self, source: Source, base: Header | None = None) -> None:
         self.source = source
@@ -230,9 +228,7 @@ class _Count:
 
 
 def _there(target: Path) -> NestedDirectory | None:
-    """The model that `target` holds already; a place that is not empty, and neither one nor begun, is
-    refused.
-    """
+    """The model that `target` holds already; a place that is not empty, neither one nor begun, is refused."""
     if target.exists() and not target.is_dir():
         raise TargetError(f"{target} exists and is not a directory; choose another place")
     if (target / shard_name(BASE)).is_file():
@@ -263,7 +259,7 @@ def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Pre
 
 
 def _beyond(remote: RemoteModel, nested: NestedDirectory) -> dict[int, int]:
-    """Sizes of the finer shards that the source has; one that is out of order there is nobody's concern yet."""
+    """Sizes of the finer shards that the source has; one out of order there is nobody's concern yet."""
     found = {}
     try:
         for plane in range(nested.finest.mantissa_bits + 1, FINEST + 1):
@@ -290,9 +286,7 @@ def _part(offer: Offer, under_way: Path) -> Path:
 
 
 def _begun(offer: Offer, under_way: Path) -> int:
-    """Bytes of a shard that have come before; none where what came does not begin as the shard does, or goes
-    on beyond it.
-    """
+    """Bytes of a shard that have come before; none where it begins otherwise, or goes on beyond the shard."""
     try:
         with _part(offer, under_way).open("rb") as file:
             same = file.read(len(offer.start)) == offer.start
@@ -447,9 +441,7 @@ def read_small(source: Source, name: str, path: Path) -> bool:
 
 
 def _check_end(piece: Piece, length: int, name: str, source: Source) -> None:
-    """These files have no digest: all there is to tell a broken-off one by is its length, or the end of its
-    JSON.
-    """
+    """These files have no digest: a broken-off one is told by its length, or the end of its JSON."""
     if piece.size is not None and length != piece.size:
         raise CutOff(f"it ended after {length} of {piece.size} bytes")
     if not piece.ends and not name.endswith(".json"):

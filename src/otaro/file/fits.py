@@ -46,7 +46,8 @@ _MOST = 256  # fits in it
 _LONGEST = 4096  # characters of a string
 LARGEST_SUM = 1e12  # nats that all tensors could lose together: sums and squares stay finite
 _UNITS = {
-    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None, "tps": None,
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bits": None,
+    "tps": None,
 }  # fmt: skip
 _SPELLING = {unit.casefold(): unit for unit in _UNITS}
 _BUDGET = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([a-z]+)", re.IGNORECASE | re.ASCII)
@@ -203,9 +204,7 @@ def plane_bytes(schema: Schema) -> dict[str, int]:
 
 
 def find_fit(nested: Nested, name: str) -> Fit:
-    """The fit that a precision names, `fit:90MB`; refused where there is none, or shards that it needs are
-    missing.
-    """
+    """The fit that a precision names, `fit:90MB`; refused if there is none, or it lacks shards."""
     budget, fits = Budget.parse(fit_name(name)[len(PREFIX) :]), read_fits(nested)
     if (fit := fits.get(budget.name)) is None:
         there = f"there are {', '.join(map(str, fits.values()))}" if fits else "there are no fits yet"
@@ -223,9 +222,7 @@ def find_fit(nested: Nested, name: str) -> Fit:
 
 
 def read_fits(nested: Nested) -> dict[str, Fit]:
-    """The fits beside a model by name, none where there is no file; one that is damaged, or of another model,
-    is refused.
-    """
+    """The fits beside a model by name; a file that is damaged, or of another model, is refused."""
     return read_fits_in(nested.path, nested.model, nested)
 
 

@@ -1,6 +1,4 @@
-"""Models of transformers and what GGUF calls them, in both directions; and the config that a GGUF file
-implies.
-"""
+"""Models of transformers and what GGUF calls them, in both directions; the config a GGUF file implies."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Architecture:
     """{method of gguf's writer: setting of the model}."""
 
     def turned_rows(self, name: str, rows: int, config: Any) -> torch.Tensor | None:
-        """The rows of queries and keys with the two halves of each head interleaved; None for other tensors."""
+        """The rows of queries and keys with the two halves of each head interleaved; None for others."""
         projection = name.split(".")[-2] if "." in name else ""
         if not self.turned or projection not in ("q_proj", "k_proj"):
             return None

@@ -21,15 +21,13 @@ SPLITS = {
 }
 """{llama.cpp's name of a rule: the regular expression that a tokenizer.json has for it}."""
 _SAME = {
-    "mpt": "gpt-2", "olmo": "gpt-2", "refact": "smollm", "starcoder": "smollm", "codeshell": "smollm", "smaug-bpe": "dbrx",
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "stablelm2": "qwen2",
+    "mpt": "gpt-2", "olmo": "gpt-2", "refact": "smollm", "starcoder": "smollm", "codeshell": "smollm",
+    "smaug-bpe": "dbrx", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "stablelm2": "qwen2",
 }  # fmt: skip
 
 
 def write_tokenizer(fields: Mapping[str, Any], directory: Path, positions: int | None = None) -> str:
-    """Write the files of the tokenizer; returns why not, in words, where there is none or none that is known
-    here.
-    """
+    """Write the files of the tokenizer; returns why not, in words, where there is none or an unknown one."""
     from transformers import PreTrainedTokenizerFast
 
     stated = {

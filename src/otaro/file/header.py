@@ -189,9 +189,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def packed_identity(schema: Schema, digests_by_plane: Mapping[int, Mapping[str, str]]) -> str:
-    """SHA-256 over what says all of the packed tensors: names, scale exponents, digests of scales, base,
-    planes 4 to 8.
-    """
+    """SHA-256 over what tells all packed tensors: names, scale exponents, digests of scales, base, planes."""
     items = [str(schema.group_size), schema.reconstruction]
     for name in schema.packed:
         items += [name, str(schema.scale_exponents[name]), digests_by_plane[BASE][name + SCALES]]
@@ -282,9 +280,7 @@ def _read_text(path: Path) -> tuple[int, bytes]:
 
 
 def header_length(path: Path, prefix: bytes, size: int | None) -> int:
-    """Of the header's text, as the first eight bytes of a shard state it: neither beyond the file nor over
-    the limit.
-    """
+    """Of the header's text, as a shard's first eight bytes state it: not beyond the file or the limit."""
     length = int.from_bytes(prefix, "little")
     if size is not None and (size < 8 or length > size - 8):
         raise FormatError(f"{path} is truncated inside its header ({size} bytes); {AGAIN}")

@@ -20,9 +20,7 @@ from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 @dataclass(frozen=True)
 class Hub:
-    """How to reach the Hub; what is not said here, its own environment variables say (HF_TOKEN, HF_HOME,
-    ...).
-    """
+    """How to reach the Hub; what is not said, its environment variables say (HF_TOKEN, HF_HOME, ...)."""
 
     revision: str | None = None
     """A branch, a tag or a commit."""
@@ -32,9 +30,7 @@ class Hub:
     force_download: bool = False
 
     def snapshot(self, model: str, patterns: Sequence[str]) -> Path:
-        """The directory in the cache with a repository's files, those that match fetched; they are of one
-        commit.
-        """
+        """The cache's directory with a repository's files, those that match fetched; all of one commit."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 

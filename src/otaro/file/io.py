@@ -73,9 +73,7 @@ class Shard:
         return tensor
 
     def verify(self, progress: Callable[[str, int], None] = lambda what, size: None) -> None:
-        """Read everything and compare digests; raises at the first damaged tensor. `progress` gets the bytes
-        of each.
-        """
+        """Read all and compare digests; raises at the first damaged tensor. `progress` gets each size."""
         with self.header.path.open("rb") as file:
             for name, entry in self.header.entries.items():
                 digest = hashlib.sha256()
@@ -118,9 +116,7 @@ class NestedDirectory:
             )
         self._shards = {BASE: Shard.open(base, BASE)}
         self.lock = RLock()
-        """For whatever grows or switches: shards opened here, planes and precisions of the models that run
-        from here.
-        """
+        """For whatever grows or switches: shards opened here, planes and precisions of its models."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NestedDirectory:
         return self  # read-only: copies of a model share the mapped files
@@ -199,9 +195,7 @@ class NestedDirectory:
             self.plane(plane)
 
     def scale_bytes(self, name: str) -> torch.Tensor:
-        """The scales of a packed tensor as they are stored, uint8; `schema.scale_exponents` has their power
-        of two.
-        """
+        """A packed tensor's scales as stored, uint8; `schema.scale_exponents` has their power of two."""
         return self.base.tensor(name + SCALES).view(torch.uint8)
 
     def behind_gap(self) -> list[int]:

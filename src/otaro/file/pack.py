@@ -43,9 +43,7 @@ from otaro.sefp.codec import (
 )
 
 MANY_ZEROS = 0.01
-"""From this share of exact zeros on `midpoint`, which keeps none of them above E5M3, may not be what the user
-wants.
-"""
+"""From this share of exact zeros on `midpoint`, which keeps none above E5M3, may not be what is wanted."""
 
 LARGE_BYTES = 1 << 20
 """From this size on a float32 matrix that is not packed is stored in 16 bits."""
@@ -188,9 +186,7 @@ def _large_float32(checkpoint: Checkpoint, kept: Mapping[str, Sequence[int]]) ->
 
 
 def _sixteen_bits(tensor: torch.Tensor) -> torch.dtype:
-    """bfloat16 where it is exact; else float16, which rounds eight times finer; bfloat16 again beyond its
-    range.
-    """
+    """bfloat16 where it is exact; else float16, eight times finer; bfloat16 again beyond its range."""
     if torch.equal(tensor.bfloat16().float(), tensor) or not tensor.half().isfinite().all():
         return torch.bfloat16
     return torch.float16
@@ -317,9 +313,7 @@ def _write_origin(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
 
 
 def write_config(config: Any, directory: Path) -> None:
-    """Write config.json so that transformers opens the base shard, and it alone: the plug-in attaches the
-    planes.
-    """
+    """Write config.json so that transformers opens the base shard alone: the plug-in attaches planes."""
     config.save_pretrained(directory)
     path = directory / "config.json"
     # which save_pretrained leaves out

@@ -5,10 +5,11 @@ A code is stored as u = code + 256, nine bits, offset binary. The top four bits 
 cut into blocks of 32 weights, the last one filled up with u = 0. Within a block, call the four weights 4j ...
 4j+3 the *quad* j (j = 0 ... 7):
 
-  base   16 bytes: byte 4w + b holds weight 8w + b in its low and weight 8w + 4 + b in its high nibble (w, b = 0 ... 3),
-         so the little-endian word w holds quad 2w in the low nibbles of its bytes and quad 2w + 1 in the high ones;
-  plane  4 bytes: bit j of byte b belongs to weight 4j + b, so shifting the word right by j leaves quad j's bits in the
-         lowest bit of each byte.
+  base   16 bytes: byte 4w + b holds weight 8w + b in its low and weight 8w + 4 + b in its high nibble
+         (w, b = 0 ... 3), so the little-endian word w holds quad 2w in the low nibbles of its bytes and
+         quad 2w + 1 in the high ones;
+  plane  4 bytes: bit j of byte b belongs to weight 4j + b, so shifting the word right by j leaves quad j's
+         bits in the lowest bit of each byte.
 
 Every function below therefore works on 32-bit words of four weights: one shift and one mask unpack a quad. A
 CPU with 32-byte registers takes a whole block at a time by the same two steps, a GPU thread takes quads as
@@ -61,9 +62,7 @@ def pack_codes(codes: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def unpack_codes(base: torch.Tensor, planes: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Codes, int16 [..., length], at as many mantissa bits as the base and the given planes (4, 5, ...) make
-    up.
-    """
+    """Codes, int16 [..., length], at the mantissa bits that the base and these planes (4, 5, ...) make up."""
     words = _words(base)
     words = words.view(*words.shape[:-1], words.shape[-1] // 4, 4)
     offset = (torch.stack((words, words >> 4), -1) & _LOW_NIBBLES).flatten(-2)

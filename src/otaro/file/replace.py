@@ -61,9 +61,7 @@ def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> Non
 
 
 def _place_of_record(path: Path, new: Path, model: str) -> Path:
-    """Where a record goes: it keeps its name if it is about `model`, else it gets a free one, after its own
-    model.
-    """
+    """Where a record goes: it keeps its name if of `model`, else gets a free one, after its own model."""
     try:
         about = json.loads(path.read_text())["model"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The folder of a tuning run, as whoever looks for a model meets it: it is none, but holds one, in two forms."""
+"""The folder of a tuning run, as met by who looks for a model: it is none, but holds one, in two forms."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
 
 
 def command_to_resume(directory: Path, stated: dict[str, Any]) -> str:
-    """By what the run was started with; runs of before it was stated were started by torchrun, if by
-    anything.
-    """
+    """By what the run was started; runs of before it was stated were started by torchrun, if by anything."""
     count = stated.get("processes", 1)
     started = stated.get("launcher") or (
         "otaro" if count == 1 else f"torchrun --nproc_per_node {count} -m otaro"

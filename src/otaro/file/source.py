@@ -39,9 +39,9 @@ _BESIDE = (CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, *SIDECARS
 # `otaro pack` and transformers call the files of _BESIDE.
 _USUAL = (
     CONFIG, CODING_FILE, DECODER_FILE, QUALITY_FILE, FITS_FILE, "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+    "LICENSE.md", "NOTICE", "NOTICE.txt",
 )  # fmt: skip
 _GONE = (404, 410)
 _LATER = (408, 425, 429, 500, 502, 503, 504)
@@ -96,9 +96,7 @@ class Source(Protocol):
     def open(
         self, name: str, start: int = 0, end: int | None = None, tag: str | None = None
     ) -> Iterator[Piece | None]:
-        """A file from `start` on, or from its beginning where the source cannot or it no longer has this tag;
-        or None.
-        """
+        """A file from `start` on, or from its beginning if the source cannot or the tag is gone; or None."""
         yield None
 
 
@@ -239,9 +237,7 @@ def _path_of(url: str) -> Path:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Where a server sends us: by HTTP alone, not back from https to http, and a token goes to its own host
-    alone.
-    """
+    """Where a server sends us: by HTTP alone, not back from https to http; a token to its host alone."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str

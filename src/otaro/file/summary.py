@@ -80,9 +80,7 @@ class Summary:
 
 
 class Described(Protocol):
-    """A nested model as its headers describe it, whether it lies here (`NestedDirectory`) or elsewhere
-    (`RemoteModel`).
-    """
+    """A nested model as its headers describe it, here (`NestedDirectory`) or elsewhere (`RemoteModel`)."""
 
     @property
     def model(self) -> str: ...  # noqa: D102

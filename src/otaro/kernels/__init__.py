@@ -1,3 +1,1 @@
-"""Arithmetic on packed planes: `ops` is the contract, `reference` plain torch and the oracle, `cpu` the C++
-in csrc/.
-"""
+"""Arithmetic on packed planes: `ops` is the contract, `reference` the oracle in torch, `cpu` C++ (csrc/)."""

@@ -172,9 +172,11 @@ def _multiply_few(
     shared = columns * units * (2 * unit + 8)
     shared = shared if shared <= min(_MOST_SHARED, nvrtc.most_shared(device)) else 0
     kernel, most = _linear_kernel(
-        device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit,
-        columns, count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
-        like.group_size == unit and units % 4 == 0 and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
+        device, like.bits, like.truncate, unit // BLOCK, like.group_size // unit, columns,
+        count % 2 == 0 and all(plane.data_ptr() % 8 == 0 for one in matrices for plane in one.planes),
+        like.group_size == unit
+        and units % 4 == 0
+        and all(one.scales.data_ptr() % 4 == 0 for one in matrices),
         count % (_LANES * unit // BLOCK) != 0, units >= _LONG_ROW, shared, experts is not None,
     )  # fmt: skip
     tiles = [-(-len(one.base) // _ROWS) for one in matrices]
@@ -182,11 +184,11 @@ def _multiply_few(
     ends = list(accumulate(max(1, int(tile * share)) if tile else 0 for tile in tiles))
     kernel(
         (ends[-1],) if experts is None else (ends[-1], pairs), _THREADS, shared,
-        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
-        first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(),
-        tokens=columns, blocks=count, units=units, groups=-(-like.length // like.group_size),
-        experts=None if experts is None else experts.numbers, expert_rows=() if experts is None else experts.strides,
-        each=each,
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs,
+        stride=[out.stride(0) for out in outs], first_block=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
+        x=digits._asdict(), tokens=columns, blocks=count, units=units,
+        groups=-(-like.length // like.group_size), experts=None if experts is None else experts.numbers,
+        expert_rows=() if experts is None else experts.strides, each=each,
     )  # fmt: skip
 
 
@@ -237,9 +239,7 @@ class _Shape(NamedTuple):
         return _ROWS * self.tiles * self.groups
 
     def shared(self, units: int, unit: int, bits: int) -> int:
-        """Bytes of shared memory: the ring of weights, digits and terms of a slice, sums where a stage does
-        not hold them.
-        """
+        """Bytes of shared memory: weights' ring, a slice's digits and terms, sums if no stage holds them."""
         count = self.steps * self.lanes * unit // BLOCK
         base = BASE_BYTES * count
         row = (
@@ -257,7 +257,8 @@ class _Shape(NamedTuple):
 
 # As measured on an H200: of what fits the first, which for a row of 4,096 weights is the fastest.
 _SHAPES = (
-    _Shape(16, 1, 1, 2, 2, 2), _Shape(16, 1, 1, 2, 2, 1), _Shape(16, 4, 4, 2, 2, 2), _Shape(16, 4, 4, 2, 2, 1),
+    _Shape(16, 1, 1, 2, 2, 2), _Shape(16, 1, 1, 2, 2, 1),
+    _Shape(16, 4, 4, 2, 2, 2), _Shape(16, 4, 4, 2, 2, 1),
     _Shape(8, 1, 1, 2, 3, 2), _Shape(8, 1, 1, 2, 4, 1), _Shape(8, 1, 1, 2, 3, 1), _Shape(8, 4, 4, 2, 4, 1),
     _Shape(8, 4, 4, 1, 2, 1, 2), _Shape(8, 8, 8, 1, 2, 1, 1, 2), _Shape(8, 16, 8, 1, 2, 1, 1, 1),
 )  # fmt: skip
@@ -300,22 +301,24 @@ def _multiply_batch(
     kernel(
         (shape.slices * min(ends[-1], max(1, most // shape.slices)),), shape.threads,
         shape.shared(units, unit, like.bits),
-        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
-        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(), scratch=sums, tickets=tickets,
-        tokens=tokens, blocks=count, units=units, groups=-(-like.length // like.group_size),
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs,
+        stride=[out.stride(0) for out in outs], first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
+        x=digits._asdict(), scratch=sums, tickets=tickets, tokens=tokens, blocks=count, units=units,
+        groups=-(-like.length // like.group_size),
     )  # fmt: skip
 
 
 @cache
 def _batch_kernel(
-    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, shape: _Shape, ragged: bool, plane_copy: int,
-    units: int,
+    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, shape: _Shape, ragged: bool,
+    plane_copy: int, units: int,
 ) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
     """The kernel, and how many of its blocks the GPU runs at a time."""
     kernel = nvrtc.kernel(
-        "batch.cu", "batch", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
-        COLUMNS=shape.columns, CHUNK=shape.chunk, SLICES=shape.slices, GROUPS=shape.groups, TILES=shape.tiles,
-        STAGES=shape.stages, STEPS=shape.steps, RAGGED=ragged, PLANE_COPY=plane_copy, BLOCKS=shape.blocks,
+        "batch.cu", "batch", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks,
+        UNITS_PER_GROUP=per_group, COLUMNS=shape.columns, CHUNK=shape.chunk, SLICES=shape.slices,
+        GROUPS=shape.groups, TILES=shape.tiles, STAGES=shape.stages, STEPS=shape.steps, RAGGED=ragged,
+        PLANE_COPY=plane_copy, BLOCKS=shape.blocks,
     )  # fmt: skip
     shared = shape.shared(units, unit_blocks * BLOCK, bits)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -336,9 +339,9 @@ def _multiply_wide(
     ends = list(accumulate(-(-len(one.base) // hopper.ROWS) for one in matrices))
     kernel(
         (hopper.CLUSTER * min(ends[-1], most),), hopper.THREADS, shared,
-        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs, stride=[out.stride(0) for out in outs],
-        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=digits._asdict(),
-        tokens=tokens, units=units,
+        matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs,
+        stride=[out.stride(0) for out in outs], first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
+        x=digits._asdict(), tokens=tokens, units=units,
     )  # fmt: skip
 
 
@@ -398,8 +401,9 @@ def halves_launch(
             nvrtc.most_shared(device), processors, tokens, rows, stages, like.bits
         )
         kernel = nvrtc.kernel(
-            "hopper_halves.cu", "wide_halves", device, BITS=like.bits, TRUNCATE=like.truncate, COLUMNS=shape.columns,
-            GROUPS=shape.groups, STAGES=shape.stages, SLICES=shape.slices, ARRANGED=arranged, OUT=_TYPES[dtype],
+            "hopper_halves.cu", "wide_halves", device, BITS=like.bits, TRUNCATE=like.truncate,
+            COLUMNS=shape.columns, GROUPS=shape.groups, STAGES=shape.stages, SLICES=shape.slices,
+            ARRANGED=arranged, OUT=_TYPES[dtype],
         )  # fmt: skip
         most = processors
     else:
@@ -434,21 +438,21 @@ def halves_launch(
     return kernel.bound(
         (min(items, most),), shape.threads, shape.shared(like.bits),
         matrix=[packed_fields(one) for one in matrices], bias=biases, out=(), stride=(),
-        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=None, sizes=sizes, scratch=sums, tickets=tickets,
-        tokens=tokens, units=units, early=1, **fields,
+        first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))], x=None, sizes=sizes, scratch=sums,
+        tickets=tickets, tokens=tokens, units=units, early=1, **fields,
     )  # fmt: skip
 
 
 @cache
 def _halves_kernel(
-    device: int, bits: int, truncate: bool, per_group: int, shape: halves.Shape, ragged: bool, plane_copy: int, words: bool,
-    dtype: torch.dtype,
+    device: int, bits: int, truncate: bool, per_group: int, shape: halves.Shape, ragged: bool,
+    plane_copy: int, words: bool, dtype: torch.dtype,
 ) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
     """The kernel, and how many of its blocks the GPU runs at a time."""
     kernel = nvrtc.kernel(
-        "halves.cu", "halves", device, BITS=bits, TRUNCATE=truncate, UNITS_PER_GROUP=per_group, COLUMNS=shape.columns,
-        GROUPS=shape.groups, PARTS=shape.parts, UNITS=shape.units, STAGES=shape.stages, SLICES=shape.slices, RAGGED=ragged,
-        PLANE_COPY=plane_copy, SCALE_WORDS=words, OUT=_TYPES[dtype],
+        "halves.cu", "halves", device, BITS=bits, TRUNCATE=truncate, UNITS_PER_GROUP=per_group,
+        COLUMNS=shape.columns, GROUPS=shape.groups, PARTS=shape.parts, UNITS=shape.units, STAGES=shape.stages,
+        SLICES=shape.slices, RAGGED=ragged, PLANE_COPY=plane_copy, SCALE_WORDS=words, OUT=_TYPES[dtype],
     )  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return kernel, processors * kernel.blocks_per_multiprocessor(shape.threads, shape.shared(bits))
@@ -466,8 +470,8 @@ def _to_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _linear_kernel(
-    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool, quadruple: bool,
-    ragged: bool, long: bool, shared: int, experts: bool,
+    device: int, bits: int, truncate: bool, unit_blocks: int, per_group: int, tokens: int, wide: bool,
+    quadruple: bool, ragged: bool, long: bool, shared: int, experts: bool,
 ) -> tuple[nvrtc.Kernel, int]:  # fmt: skip
     """The kernel, and how many of its blocks the GPU runs at a time.
 
@@ -476,9 +480,9 @@ def _linear_kernel(
     """
     of_experts = {"EXPERTS": True} if experts else {}
     kernel = nvrtc.kernel(
-        "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks, UNITS_PER_GROUP=per_group,
-        TOKENS=tokens, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged, SHARED=shared > 0, DEPTH=4 if long else 3,
-        **of_experts,
+        "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks,
+        UNITS_PER_GROUP=per_group, TOKENS=tokens, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged,
+        SHARED=shared > 0, DEPTH=4 if long else 3, **of_experts,
     )  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return kernel, processors * kernel.blocks_per_multiprocessor(_THREADS, shared)
@@ -546,9 +550,9 @@ def decoding(matrices: Sequence[Packed], dtype: torch.dtype, ids: torch.Tensor |
     threads = min(256, -(-words // _WARP) * _WARP)
     ends = list(accumulate(min(-(-count // _DECODED_ROWS), 4096) for count in counts))
     return kernel.bound(
-        (-(-words // threads), ends[-1]), threads, packed=[packed_fields(one) for one in matrices], out=(), counts=counts,
-        first_block=[0, *ends, *[ends[-1]] * (DECODED - len(ends))], ids=ids, length=like.length,
-        blocks=blocks(like.length), groups=-(-like.length // like.group_size),
+        (-(-words // threads), ends[-1]), threads, packed=[packed_fields(one) for one in matrices], out=(),
+        counts=counts, first_block=[0, *ends, *[ends[-1]] * (DECODED - len(ends))], ids=ids,
+        length=like.length, blocks=blocks(like.length), groups=-(-like.length // like.group_size),
     )  # fmt: skip
 
 

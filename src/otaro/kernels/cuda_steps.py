@@ -65,8 +65,8 @@ class CudaSteps:
         groups = -(-weight.length // weight.group_size)
         grid = (-(-weight.length // (4 * _THREADS)), len(ids))
         nvrtc.kernel("decode.cu", "embed", self._gpu, **constants)(
-            grid, _THREADS, matrix=cuda.packed_fields(weight), ids=ids, x=x, length=weight.length, blocks=blocks, groups=groups,
-            scale=scale,
+            grid, _THREADS, matrix=cuda.packed_fields(weight), ids=ids, x=x, length=weight.length,
+            blocks=blocks, groups=groups, scale=scale,
         )  # fmt: skip
 
     def rms_norm(
@@ -174,11 +174,12 @@ class CudaSteps:
             constants["WHOLE_NORM"] = True
         grid = (-(-(heads + 2 * cache.kv_heads) // _CACHED_HEADS), len(queries))
         return nvrtc.kernel("decode.cu", "rope_and_cache", self._gpu, **constants).bound(
-            grid, 32 * _CACHED_HEADS, vectors=vectors, strides=[one.stride(0) for one in vectors], norms=norms,
-            offsets=None if cache.offsets is None else cache.offsets[layer], cosines=rope.cosines, sines=rope.sines,
-            positions=tokens.positions, sequences=tokens.sequences, queries=queries,
-            rows=[cache_rows("decode.cu", cache, kind, layer) for kind in (0, 1)], refused=cache.refused,
-            capacity=cache.capacity, eps=rope.eps, scale=rope.scale, heads=heads, kv_heads=cache.kv_heads,
+            grid, 32 * _CACHED_HEADS, vectors=vectors, strides=[one.stride(0) for one in vectors],
+            norms=norms, offsets=None if cache.offsets is None else cache.offsets[layer],
+            cosines=rope.cosines, sines=rope.sines, positions=tokens.positions, sequences=tokens.sequences,
+            queries=queries, rows=[cache_rows("decode.cu", cache, kind, layer) for kind in (0, 1)],
+            refused=cache.refused, capacity=cache.capacity, eps=rope.eps, scale=rope.scale, heads=heads,
+            kv_heads=cache.kv_heads,
         )  # fmt: skip
 
     def attend(
@@ -263,9 +264,10 @@ class CudaSteps:
         constants = {"NORMALIZE": True} if normalize else {}
         grid = (-(-experts // _ROUTED), len(x))
         nvrtc.kernel("decode.cu", "route", self._gpu, **constants)(
-            grid, 32 * _ROUTED, x=x, router=router, scores=self._buffer("scores", (MAX_TOKENS, experts), torch.float32),
-            tickets=self._buffer("routing", (MAX_TOKENS,), torch.int32), chosen=routing.experts, weights=routing.weights,
-            length=x.shape[1], experts=experts, count=count,
+            grid, 32 * _ROUTED, x=x, router=router,
+            scores=self._buffer("scores", (MAX_TOKENS, experts), torch.float32),
+            tickets=self._buffer("routing", (MAX_TOKENS,), torch.int32), chosen=routing.experts,
+            weights=routing.weights, length=x.shape[1], experts=experts, count=count,
         )  # fmt: skip
 
     def multiply_experts(
@@ -304,9 +306,11 @@ class CudaSteps:
     def argmax(self, logits: torch.Tensor, state: State) -> None:
         """By many blocks; the one that finishes last writes the token down."""
         nvrtc.kernel("decode.cu", "argmax", self._gpu)(
-            (_ARGMAX_BLOCKS, len(logits)), _THREADS, logits=logits, best=self._buffer("best", (MAX_TOKENS,), torch.int64),
-            tickets=self._buffer("argmax tickets", (MAX_TOKENS,), torch.int32), ids=state.ids, positions=state.positions,
-            steps=state.steps, ring=state.ring, count=logits.shape[1], ring_size=RING, stride=MAX_TOKENS,
+            (_ARGMAX_BLOCKS, len(logits)), _THREADS, logits=logits,
+            best=self._buffer("best", (MAX_TOKENS,), torch.int64),
+            tickets=self._buffer("argmax tickets", (MAX_TOKENS,), torch.int32), ids=state.ids,
+            positions=state.positions, steps=state.steps, ring=state.ring, count=logits.shape[1],
+            ring_size=RING, stride=MAX_TOKENS,
         )  # fmt: skip
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

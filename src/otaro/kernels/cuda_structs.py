@@ -68,9 +68,7 @@ def assertions(file: str) -> str:
 
 
 def filled(kind: Any, values: dict[str, Any]) -> Structure:
-    """A structure with all its fields, by name: tensors give their addresses, None is null, what arrays lack
-    is zero.
-    """
+    """A structure with its fields by name: tensors give addresses, None is null, what arrays lack is zero."""
     if values.keys() != kind.names:
         raise KernelError(
             f"{kind.__name__} was given too much or too little: "

@@ -71,7 +71,7 @@ def as_many(tokens: int) -> int:
 
 @cache
 def shape(most: int, processors: int, tokens: int, rows: tuple[int, ...], units: int, bits: int) -> Shape:
-    """For so many bytes of shared memory and multiprocessors: that which takes least, as measured on an H200."""
+    """For so many bytes of shared memory and multiprocessors: what takes least, as measured on an H200."""
     columns = min(as_many(tokens), _COLUMNS[-1])
     found = []
     for groups, parts, each in product(range(1, _MOST_WARPS + 1), (1, 2, 4), (4, 2)):

@@ -1,6 +1,4 @@
-"""What `cuda_src/hopper_halves.cu` serves, and how: products of many tokens on GPUs of compute capability
-9.0.
-"""
+"""What `cuda_src/hopper_halves.cu` serves, and how: products of many tokens at compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class Shape(NamedTuple):
 
 
 def serves(matrices: Sequence[Packed]) -> bool:
-    """Whether it does: rows of whole stages with a scale for each unit, on a GPU that has the instructions."""
+    """Whether it does: rows of whole stages with a scale for each unit, on a GPU with the instructions."""
     of_such_rows = all(
         one.group_size == UNIT
         and one.length % STAGE == 0
@@ -100,8 +98,6 @@ def columns_of(tokens: int) -> int:
 
 
 def arranged(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Activations [tokens, length] in the order in which the kernel takes stages of them, in passes of so
-    many tokens.
-    """
+    """Activations [tokens, length] in the order in which the kernel takes stages, in passes of so many."""
     x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % columns))
     return x.reshape(-1, columns, x.shape[1] // UNIT, 4, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(x.shape)

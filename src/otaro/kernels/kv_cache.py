@@ -114,9 +114,7 @@ class KvCache:
         return new
 
     def write(self, kind: int, layer: int, sequence: int, start: int, rows: torch.Tensor) -> None:
-        """Put keys (kind 0) or values (kind 1), [positions, kv heads, head], at the positions from `start`
-        on.
-        """
+        """Put keys (kind 0) or values (kind 1), [positions, kv heads, head], at positions from `start` on."""
         some = (kind, layer, sequence, slice(None), slice(start, start + len(rows)))
         rows = rows.transpose(0, 1)
         if not self.bits:
@@ -166,9 +164,7 @@ class KvCache:
 
 
 def _encoded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents, int32, and codes, int16, of float32 rows. NaN and infinity give an exponent that is never
-    allowed.
-    """
+    """Exponents, int32, and codes, int16, of float32 rows. NaN and infinity give one never allowed."""
     length = rows.shape[1]
     groups = pad(rows, (0, -length % GROUP)).unflatten(1, (-1, GROUP))
     fields = groups.abs().amax(-1).view(torch.int32) >> 23  # a float32 is below 2^(field - 126)

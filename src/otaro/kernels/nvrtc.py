@@ -87,9 +87,7 @@ def compiler() -> str:
 
 
 class Launch:
-    """One that can be made again and again, as long as its tensors live. What `fields` are set to in between
-    counts.
-    """
+    """One that can be made again and again, as long as its tensors live. Fields may be set in between."""
 
     def __init__(
         self, kernel: Kernel, grid: tuple[int, ...], threads: int, shared: int, fields: ctypes.Structure
@@ -271,9 +269,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def _nvrtc() -> Any:
-    """The compiler of torch's CUDA version: loaded already, on the library path, or in one of NVIDIA's
-    packages.
-    """
+    """The compiler of torch's CUDA version: loaded already, on the library path, or in an NVIDIA package."""
     major = (torch.version.cuda or "13").partition(".")[0]
     name = f"libnvrtc.so.{major}"
     with suppress(OSError):

@@ -217,9 +217,7 @@ def _(
 
 @torch.library.custom_op("otaro::quantize", mutates_args=())
 def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, length] as 16-bit integers, and the power of two of each unit [tokens, units],
-    float32.
-    """
+    """Activations [tokens, length] as int16, and the power of two of each unit [tokens, units], float32."""
     _check_quantize(x, group_size)
     codes, scales = _serving(x.device).quantize(x.detach().contiguous(), group_size)
     return codes, scales

@@ -4,15 +4,17 @@ backend.
 The value of a stored u = code + 2^m is (u - 2^m) * step(m) with the reconstruction's correction
 (`sefp.codec`); `decode` gives these values. `linear` multiplies without leaving the integers for long:
 
-1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is one or more of them.
-2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two: x = a * 2^(e - 15), rounded to
-   nearest, ties to even. e is the smallest integer with |x| < 2^e throughout the unit, one more where an |a| would pass 32639,
-   and at least -80. (32639 = 127 * 257: such an integer is two signed bytes, which is what byte products want.)
-3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight enters as
-   (n u + k) * scale * 2^-shift, see `Meaning`.
-4. The product of the weights' scale and the activations' power of two is exact; float32(I) times it is the unit's term.
-   Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added, then j + 4, j + 2, j + 1.
-   Each operation rounds once, to float32.
+1. A row of weights is cut into *units* of 64 (of 32 where the group size is no multiple of 64); a group is
+   one or more of them.
+2. `quantize` turns each unit of activations into 16-bit integers a that share a power of two:
+   x = a * 2^(e - 15), rounded to nearest, ties to even. e is the smallest integer with |x| < 2^e throughout
+   the unit, one more where an |a| would pass 32639, and at least -80. (32639 = 127 * 257: such an integer is
+   two signed bytes, which is what byte products want.)
+3. The dot product I of a unit is a sum of integers below 2^31 (`dots`), so any order is exact. A weight
+   enters as (n u + k) * scale * 2^-shift, see `Meaning`.
+4. The product of the weights' scale and the activations' power of two is exact; float32(I) times it is the
+   unit's term. Unit i is added to lane i mod 16, units in ascending order; then lane j gets lane j + 8 added,
+   then j + 4, j + 2, j + 1. Each operation rounds once, to float32.
 
 So the result is the same to the last bit for every backend, instruction set and number of threads. A unit
 with an activation that is not finite gives NaN.
@@ -68,9 +70,7 @@ def matmul(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) ->
 
 
 class Meaning(NamedTuple):
-    """A weight is (factor * code + constant) * scale * 2^-shift, its code raised by one where negative or
-    not.
-    """
+    """A weight is (factor * code + constant) * scale * 2^-shift, code raised by one where negative or not."""
 
     factor: int
     constant: int
@@ -91,9 +91,7 @@ def unit_size(group_size: int) -> int:
 
 
 def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, length] as integers, int16 of the same shape, and a power of two for each unit,
-    float32.
-    """
+    """Activations [tokens, length] as integers, int16 of the same shape, a power of two per unit, float32."""
     unit = unit_size(group_size)
     units = pad(x.float(), (0, -x.shape[1] % unit)).unflatten(1, (-1, unit))
     finite = units.isfinite().all(-1, keepdim=True)
@@ -111,9 +109,7 @@ def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def dots(codes: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """The integers of step 3, as float64 [tokens, rows, units]: doubles hold them exactly, and have a fast
-    matrix product.
-    """
+    """The integers of step 3, float64 [tokens, rows, units]: it holds them exactly, and multiplies fast."""
     weights = unpack_codes(packed.base, packed.planes, packed.length)
     means = meaning(packed.bits, packed.reconstruction)
     if means.raise_negative:

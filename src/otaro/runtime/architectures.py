@@ -292,7 +292,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def rope_limit(model: Any) -> int | None:
-    """How many positions a model's angles hold for, until others would have to turn all of them; None: any."""
+    """How many positions a model's angles hold for, until others would have to turn all; None: any."""
     if not set(_rope_types(model)) & set(_GROWING_ROPES):
         return None
     config = model.config
@@ -339,8 +339,6 @@ def _key_offsets(described: Description) -> torch.Tensor | None:
 
 
 def _hooked(module: Any) -> bool:
-    """Whether somebody looks at what goes in or out; transformers' own hooks, which collect hidden states,
-    stay for good.
-    """
+    """Whether somebody looks at what goes in or out; transformers' hooks for hidden states stay for good."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)

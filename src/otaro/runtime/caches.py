@@ -40,9 +40,7 @@ class DecoderCache:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each sequence has; whoever reads into it is waited for, since it may yet be
-        refused.
-        """
+        """How many tokens each sequence has; whoever reads into it is waited for, as it may be refused."""
         with self._lock:
             return [int(native.length) for native in self.natives]
 
@@ -92,9 +90,7 @@ class DecoderCache:
 
 
 class GpuCache(DecoderCache):
-    """What `GpuDecoder.new_cache` makes: memory of a fixed size for each sequence, exchanged for more when it
-    is full.
-    """
+    """What `GpuDecoder.new_cache` makes: memory of a fixed size for each sequence, more once it is full."""
 
     pooled = False
 
@@ -122,9 +118,7 @@ class GpuCache(DecoderCache):
         spare = spare or self._new(-(-capacity // GROWTH) * GROWTH)
         spare.refused.zero_()  # an interrupted generation may have left it
         self.holder = [spare]
-        """The memory, in a list that may outlive this object: graphs point into it, the next cache can have
-        it.
-        """
+        """The memory, in a list that may outlive this object: graphs point into it, the next can have it."""
 
     def _new(self, capacity: int) -> KvCache:
         layers, sequences, kv_heads, head, bits, device = self._make
@@ -165,15 +159,13 @@ class GpuCache(DecoderCache):
         return True
 
     def crop(self, length: int, sequence: int | None = None) -> None:
-        """Forget all but the first `length` tokens of one sequence, or of all; negative: so many of the last."""
+        """Forget all but the first `length` tokens of one sequence or all; negative: so many of the last."""
         for number, one in enumerate(self.lengths):
             if sequence in (None, number):
                 self.lengths[number] = max(0, one + length) if length < 0 else min(one, length)
 
     def check(self, wait: bool = True) -> None:
-        """Refuse, if there was a number since the last time that the cache cannot hold; waits for steps under
-        way, or not.
-        """
+        """Refuse, if a number since the last time did not fit; waits for steps under way, or not."""
         if self._beside is None and not wait and self.kv_cache.refused.is_cuda:
             self._beside = torch.cuda.Stream(self.kv_cache.refused.device)
         with torch.cuda.stream(None if wait else self._beside):

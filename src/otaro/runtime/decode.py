@@ -5,7 +5,7 @@ whatever the model's type is: norms and biases are pointed into where they are f
 A prompt leaves the same bits read at once, in pieces, token by token or beside others.
 
     decoder = Decoder.of(model)
-    cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
+    cache = decoder.new_cache()                     # float16; packed: new_cache(Precision("E5M7"))
     logits = decoder.forward(prompt, cache)
     logits = decoder.forward([int(logits.argmax())], cache)
 
@@ -70,7 +70,7 @@ class Decoder(BaseDecoder):
         return None
 
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> DecoderCache:
-        """An empty cache for some sequences, in float16, or packed at a precision. It grows as it is filled."""
+        """An empty cache for some sequences, in float16, or packed at a precision; grows as it is filled."""
         if not 0 < sequences <= self.max_sequences:
             raise OtaroError(f"a cache holds 1 to {self.max_sequences} sequences, not {sequences}")
         bits = kv.mantissa_bits if kv else 0
@@ -150,9 +150,7 @@ class Decoder(BaseDecoder):
     def _restoring(
         self, cache: DecoderCache, sequences: list[int], count: int, bits: Sequence[bytes]
     ) -> Iterator[None]:
-        """Have what so many more tokens of some sequences need; and if anything is refused, these as they
-        were.
-        """
+        """Have what so many more tokens of some sequences need; if any is refused, these as they were."""
         before = {sequence: cache.natives[sequence].length for sequence in sequences}
         for one in set(bits):
             self._attach(one)
@@ -200,8 +198,8 @@ class Decoder(BaseDecoder):
         def floats(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.numpy()
 
-        numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap", "embedding_scale",
-                   "residual_scale", "logit_scale")  # fmt: skip
+        numbers = ("heads", "kv_heads", "head_dim", "eps", "scale", "attention_cap", "logit_cap",
+                   "embedding_scale", "residual_scale", "logit_scale")  # fmt: skip
         model = {name: getattr(described, name) for name in numbers}
         model |= {name: matrix(getattr(described, name)) for name in ("embedding", "lm_head")}
         model["norm"], model["gelu"] = floats(described.norm), described.activation == "gelu_tanh"

@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class Arranged:
-    """Tokens of some sequences, in the order in which they are computed; those of a sequence stand together."""
+    """Tokens of some sequences, in the order in which they are computed; each sequence's stand together."""
 
     ids: list[int]
     sequences: list[int]
@@ -70,9 +70,7 @@ class BaseDecoder(ABC):
     of the latter.
     """
     ahead: ClassVar[int]
-    """Steps that it pays to have begun before the last one's token is looked at; `gpu.GpuDecoder.begin` tells
-    how.
-    """
+    """Steps that it pays to begin before the last one's token is looked at; `gpu.GpuDecoder.begin` says."""
 
     def __init__(self, description: Description) -> None:
         self.description, self.vocabulary = description, description.lm_head.rows
@@ -80,9 +78,7 @@ class BaseDecoder(ABC):
 
     @classmethod
     def of(cls, model: Any, *args: Any) -> Self:
-        """The decoder of a nested model. It keeps parts of it, and not the model itself, which must be free
-        to go.
-        """
+        """The decoder of a nested model; it keeps parts, not the model itself, which must be free to go."""
         if reason := cls.why_not(model):
             raise OtaroError(f"the decoder does not serve this model: {reason}")
         return cls(describe(model), *args)

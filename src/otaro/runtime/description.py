@@ -129,9 +129,7 @@ class Experts:
 
 @dataclass
 class Layer:
-    """One layer. Where matrices are plain, `query` holds keys and values too and `gate` holds up: those are
-    None then.
-    """
+    """One layer. Where matrices are plain, `query` holds keys and values too, `gate` up: these are None."""
 
     query: Matrix
     key: Matrix | None
@@ -155,7 +153,7 @@ class Layer:
     experts: Experts | None = None
 
     def those(self, *names: str, first: int) -> list[tuple[Matrix, int]]:
-        """Some matrices with their numbers, counted from `first`; plain ones have swallowed their neighbours."""
+        """Some matrices with their numbers, counted from `first`; plain ones have swallowed neighbours."""
         found = ((getattr(self, name), number) for number, name in enumerate(names, first))
         return [(matrix, number) for matrix, number in found if matrix is not None]
 

@@ -61,18 +61,20 @@ class Engine:
     def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """A request, answered as soon as there is memory; refused at once where it can never be.
 
-        - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of new
-          tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1. Without any
-          the model is run as it is set when a step begins.
-        - `max_new_tokens`: by default 256, or fewer where a model has no more positions, or the engine no more memory.
+        - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of
+          new tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1.
+          Without any the model is run as it is set when a step begins.
+        - `max_new_tokens`: by default 256, or fewer where a model has no more positions, or the engine no
+          more memory.
         - `sampling`: the likeliest tokens, unless an `otaro.Sampling` says otherwise.
-        - `stop`: texts and tokens that end the answer and are not part of its text, besides the model's own end of
-          text; `ignore_eos` goes on past that.
+        - `stop`: texts and tokens that end the answer and are not part of its text, besides the model's own
+          end of text; `ignore_eos` goes on past that.
         - `deadline`: seconds from now after which the answer ends as it is.
         - `logprobs`: 0 for those of the tokens, more for so many of the likeliest as well.
-        - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between them without
-          any text: `token.watched` of the first one, with `max_new_tokens=1`.
-        - `priority`: who has a higher one begins first, then who came first; 0 by default, and it may be negative.
+        - `watched`: tokens whose log-probabilities come with every token of the answer, to choose between
+          them without any text: `token.watched` of the first one, with `max_new_tokens=1`.
+        - `priority`: who has a higher one begins first, then who came first; 0 by default, and it may be
+          negative.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
         with self._lock:

@@ -17,9 +17,7 @@ from otaro.sefp.precision import FINEST, Precision
 
 
 def weight_bytes_per_token(model: Any, precision: Precision | Fit) -> int:
-    """Bytes of the matrices that computing one token reads, packed or not: not those that rows are looked up
-    in.
-    """
+    """Bytes of the matrices that computing one token reads, packed or not: not those for looking up rows."""
     attached = attachment(model)
     schema, shares = attached.nested.schema, read_shares(model)
     packed = {module.packed.name: module.packed for module in attached.modules.values()}
@@ -43,9 +41,7 @@ def weight_bytes_per_token(model: Any, precision: Precision | Fit) -> int:
 
 
 def read_shares(model: Any) -> dict[str, Fraction]:
-    """The share of every packed tensor that computing one token reads: of an embedding a row, which is
-    nothing.
-    """
+    """The share of every packed tensor that computing one token reads: of embeddings a row: nothing."""
     shares, text = dict[str, Fraction](), _text_modules(model)
     for module in attachment(model).modules.values():
         share = Fraction(0 if isinstance(module, SefpEmbedding) or module not in text else 1)

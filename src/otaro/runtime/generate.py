@@ -13,7 +13,7 @@ On both ways the precision may change while tokens are produced:
     model.generate(ids, precision="E5M4")                          # all of it at E5M4
     model.generate(ids, precision=["E5M4", "E5M8"])                # one for each row (decoder only)
     model.generate(ids, kv="E5M7")                                 # packed keys and values (decoder only)
-    model.generate(ids, precision="E5M8", draft="E5M3")            # what E5M8 says, drafted at E5M3 (decoder only)
+    model.generate(ids, precision="E5M8", draft="E5M3")            # E5M8's, drafted by E5M3 (decoder only)
 
 and, without any of these, by `otaro.set_precision` in a streamer or another thread: what counts is the
 precision when a step begins; reading the prompt is one step. From its first phase on a generation minds only

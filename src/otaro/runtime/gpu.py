@@ -6,7 +6,7 @@ prompts are read in chunks, with decoded weights and the device's library. Both 
 (`gpu_layers`), by other steps, and read and write the same cache.
 
     decoder = GpuDecoder.of(model)
-    cache = decoder.new_cache()                     # float16; new_cache(Precision("E5M7")) for packed keys and values
+    cache = decoder.new_cache()                     # float16; packed: new_cache(Precision("E5M7"))
     logits = decoder.forward(prompt, cache)         # as `decode.Decoder` has it
     decoder.begin([int(logits.argmax())], cache)    # or: let the GPU choose by argmax and go on
     first, second = decoder.advance(), decoder.advance()
@@ -123,9 +123,7 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def new_cache(self, kv: Precision | None = None, sequences: int = 1, capacity: int = 0) -> GpuCache:
-        """An empty cache, in float16 or packed, for up to 16 sequences, with memory for `capacity` tokens of
-        each.
-        """
+        """An empty cache, in float16 or packed, for up to 16 sequences of `capacity` tokens each."""
         if not 0 < sequences <= MAX_TOKENS:
             raise OtaroError(f"a cache holds 1 to {MAX_TOKENS} sequences, not {sequences}")
         self._enter_stream()
@@ -219,7 +217,7 @@ class GpuDecoder(BaseDecoder):
         sequences: Sequence[int] | None = None,
         bits: Sequence[bytes] | None = None,
     ) -> object:
-        """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, and `goes_on`."""
+        """Go on from these tokens, one for each of some sequences, by argmax: see `advance`, `goes_on`."""
         going = self._arranged(ids, cache, sequences, bits)
         if len(going.counts) != len(going.ids):
             raise OtaroError("what goes on by itself goes on from one token of each sequence")
@@ -263,9 +261,7 @@ class GpuDecoder(BaseDecoder):
 
     @_alone
     def chosen(self, number: int) -> list[int]:
-        """The tokens that a step chose, in the order in which `begin` was given theirs; waits until it is
-        done.
-        """
+        """The tokens that a step chose, in the order in which `begin` had theirs; waits until it is done."""
         if not self.knows(number):
             raise OtaroError(f"step {number} is not, or no longer, known")
         if self._on_gpu:
@@ -355,9 +351,7 @@ class GpuDecoder(BaseDecoder):
         return logits
 
     def _run(self, tokens: int, spans: list[Span], cache: GpuCache, wanted: str) -> torch.Tensor:
-        """One step: from its graph if there is one, else launch by launch; the second time a graph is
-        captured.
-        """
+        """One step: from its graph if there is one, else launch by launch; the second time it is captured."""
         self._enter_stream()
         self.precisions = spans[0].bits
         key = (tokens, tuple((span.some.stop, span.bits) for span in spans), cache.kv_cache.number, wanted)

@@ -239,7 +239,7 @@ class Parts:
 
 
 class Ahead:
-    """Decodes parts by another stream, up to a layer ahead of what is multiplied with on torch's current one."""
+    """Decodes parts by another stream, up to a layer ahead of what torch's current one multiplies with."""
 
     def __init__(self, parts: Sequence[Part], stream: Any, device: torch.device, dtype: torch.dtype) -> None:
         self._parts, self._number, self._left = parts, -1, 0
@@ -257,9 +257,7 @@ class Ahead:
             self._decode(turn)
 
     def matrix(self, weight: Packed, rows: int) -> torch.Tensor:
-        """Decoded, and those that follow up to so many rows, transposed. Whatever is launched next may read
-        it.
-        """
+        """Decoded, and what follows up to so many rows, transposed. What is launched next may read it."""
         if not self._left:
             self._number += 1
             self._left = len(self._parts[self._number].places)
@@ -272,9 +270,7 @@ class Ahead:
         return self._views[key]
 
     def done(self, matrices: int) -> None:
-        """With so many; where it was the last of its part, the same part of the next layer is decoded over
-        it.
-        """
+        """With so many; where it was the last of its part, that of the next layer is decoded over it."""
         self._left -= matrices
         if not self._left:
             self._multiplied[self._number % _TURNS].record(self._now)
@@ -289,9 +285,7 @@ class Ahead:
 
 
 class Straight:
-    """Products with few enough tokens to take weights as they are packed; launches are made once for all
-    prompts.
-    """
+    """Products with few enough tokens to take weights as packed; launches are made once for all prompts."""
 
     def __init__(
         self, scratch: cuda.Scratch, made: dict[tuple[int, ...], nvrtc.Launch], arranged: int

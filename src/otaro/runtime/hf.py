@@ -49,9 +49,7 @@ from otaro.sefp.precision import GROUP_SIZE, Precision
 @register_quantization_config("sefp")
 @dataclass
 class SefpConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a nested model. `precision` chooses how to open it: by default as fine as
-    it can.
-    """
+    """The `quantization_config` of a nested model. `precision` is how to open it: by default the finest."""
 
     group_size: int = GROUP_SIZE
     reconstruction: Reconstruction = "midpoint"
@@ -82,9 +80,7 @@ _hub: ContextVar[Hub] = ContextVar("_hub")  # as the running `from_pretrained` w
 
 
 def _remember_hub() -> None:
-    """Let planes be fetched as the base shard was: a quantizer is not told the arguments of
-    `from_pretrained`.
-    """
+    """Let planes be fetched as the base shard was: quantizers are not told what `from_pretrained` was."""
     original = PreTrainedModel.from_pretrained.__func__
 
     @wraps(original)
@@ -165,9 +161,7 @@ class SefpQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """Saving goes through the model's own `save_pretrained`, which we replaced: this path would lose the
-        planes.
-        """
+        """Saving goes through the model's `save_pretrained`, which we replaced: this would lose planes."""
         raise OtaroError("save a nested model with model.save_pretrained(DIR)")
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -181,9 +175,7 @@ class SefpQuantizer(HfQuantizer):
 
 
 class _Anchor(nn.Module):
-    """Tells device and type of a model that has no parameter left to tell them by: all of an OLMo's weights
-    are packed.
-    """
+    """Tells device and type of a model without parameters to tell them: all of an OLMo is packed."""
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -264,9 +256,7 @@ def tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _save_configs(model: Any, source: Path, directory: Path) -> None:
-    """Write config.json and generation_config.json; copied where they still say what they said when the model
-    was loaded.
-    """
+    """Write config.json and generation_config.json; copied where they say what they said at loading."""
     from transformers import AutoConfig, GenerationConfig
 
     config = copy.deepcopy(model.config)
@@ -284,9 +274,7 @@ def _save_configs(model: Any, source: Path, directory: Path) -> None:
 def _check_complete(
     model: nn.Module, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
 ) -> None:
-    """Every tensor of the model must come from the file or from a tied partner, in the right shape; and none
-    be left over.
-    """
+    """Every tensor must come from the file or a tied partner, in the right shape; none is left."""
     expected = model.state_dict()
     if left := (nested.schema.packed.keys() | nested.unpacked.keys()) - expected.keys():
         raise FormatError(
@@ -320,9 +308,7 @@ def _check_complete(
 def _swap_modules(
     model: Any, nested: NestedDirectory, tied: dict[str, str], rule: dict[str, Packable]
 ) -> dict[str, SefpModule]:
-    """Put packed modules in place of what the file has packed; returns them by name, tied ones sharing a
-    weight.
-    """
+    """Put packed modules in place of what is packed; returns them by name, tied ones sharing a weight."""
     weights = {name: PackedWeight(nested, name) for name in nested.schema.packed}
     modules: dict[str, SefpModule] = {}
     for name, packed in _with_tied(weights, tied):

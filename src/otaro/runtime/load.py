@@ -125,9 +125,7 @@ def check_device(device: str | torch.device) -> None:
 
 
 def _warn_of_slowness(device: torch.device) -> None:
-    """A GPU without kernels computes the same, hundreds of times slower: whoever did not ask for that should
-    know.
-    """
+    """A GPU without kernels computes the same, hundreds of times slower: who did not ask should know."""
     if device.type == "cuda" and ops.OVERRIDE not in os.environ:
         name, reason = ops.backend(device)
         if name == "reference":

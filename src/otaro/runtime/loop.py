@@ -116,9 +116,7 @@ class Loop(ABC):
         self._ahead = Ahead(decoder, cache) if decoder.ahead else None
 
     def step(self) -> bool:
-        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to
-        do.
-        """
+        """Read prompts, a chunk at most, and a token of each that goes on; False where nothing is left."""
         if self._together and self._read_together():
             return bool(self._running)
         self._read_prompts()
@@ -154,9 +152,7 @@ class Loop(ABC):
             self._ahead.drop()
 
     def _read_together(self) -> bool:
-        """Prompts, and a token of each that goes on, in one pass; False if that cannot be, and then nothing
-        was read.
-        """
+        """Prompts, and a token of each that goes on, in one pass; False if it cannot be: nothing was read."""
         ready = [one for one in self._running if one.new]
         left = min(self._chunks.length, self.decoder.max_sequences - len(ready))
         prompts = [one for one in self._running if one.unread > 0]
@@ -315,9 +311,7 @@ class Ahead:
         self._under_way: deque[int] = deque()
 
     def tokens(self, some: list[Any], bits: list[bytes], further: Callable[[], bool]) -> list[int]:
-        """What follows these sequences at these mantissa bits; `further` tells whether they go on in the next
-        step.
-        """
+        """What follows these sequences at these mantissa bits; `further`: whether they go on in the next."""
         decoder, under_way = self._decoder, self._under_way
         with decoder.lock:  # others may read between two steps, but not within one
             if some != self._some or bits != self._bits or (under_way and not decoder.knows(under_way[0])):

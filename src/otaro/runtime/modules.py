@@ -27,9 +27,7 @@ from otaro.packable import scaled
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 own_bits: ContextVar[Mapping[SefpModule, int]] = ContextVar("own_bits", default=MappingProxyType({}))
-"""Mantissa bits that a generation brought along. They count in its own thread alone, before what is set on a
-module.
-"""
+"""Mantissa bits that a generation brought along, which count in its thread alone, before a module's own."""
 
 
 class PackedWeight(nn.Module):
@@ -112,7 +110,7 @@ class PackedWeight(nn.Module):
 
 
 class SefpModule(nn.Module):
-    """What the stand-ins share: a packed weight, the mantissa bits to read it at, and the type to decode to."""
+    """What the stand-ins share: a packed weight, the mantissa bits to read it at, the type to decode to."""
 
     _like: torch.Tensor
 
@@ -179,9 +177,7 @@ class SefpConv1D(SefpLinear):
 
 
 class SefpEmbedding(SefpModule):
-    """`nn.Embedding` on a packed weight: decodes the rows it is asked for; scales them where the model's own
-    did.
-    """
+    """`nn.Embedding` on a packed weight: decodes rows it is asked for; scales them if the model's own did."""
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__(packed, dtype)
@@ -195,9 +191,7 @@ class SefpEmbedding(SefpModule):
 
 
 class SefpExperts(SefpModule):
-    """A stack of expert matrices [experts, out, in]: indexing it decodes one expert, as the experts' forward
-    does.
-    """
+    """A stack of expert matrices [experts, out, in]: indexing decodes one, as the experts' forward does."""
 
     def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
         rows = prod(self.packed.shape[1:-1])
@@ -207,6 +201,6 @@ class SefpExperts(SefpModule):
 
 
 def bits_of(modules: Iterable[SefpModule], nested: NestedDirectory) -> bytes:
-    """The mantissa bits that modules of a model are set to, all at one moment: no switch is seen half done."""
+    """The mantissa bits that modules of a model are set to, all at one moment: none amid a switch."""
     with nested.lock:
         return bytes([module.mantissa_bits for module in modules])

@@ -28,9 +28,7 @@ _ADVICE = {"it has forward hooks": "remove them", "it is in training mode and dr
 
 
 def tokens_at_most(model: Any) -> int | None:
-    """How long a text can become where positions come from a table (GPT-2, OPT, GPT-J): the last token is not
-    read.
-    """
+    """How long a text can be where positions are a table (GPT-2, OPT, GPT-J): the last token is not read."""
     known = positions_of(model)
     if known is None:
         return None
@@ -71,7 +69,8 @@ def warn_slow(model: Any, obstacle: Obstacle) -> None:
         return
     advice = obstacle.advice and f"; {obstacle.advice}"
     if model.device.type == "cpu" and model.dtype != torch.float32:
-        advice += f"; load it with dtype=torch.float32, which is faster here than {str(model.dtype).removeprefix('torch.')}"
+        own = str(model.dtype).removeprefix("torch.")
+        advice += f"; load it with dtype=torch.float32, which is faster here than {own}"
     told = (
         f"this {type(model).__name__} generates through transformers, slower than the decoder: "
         f"{obstacle.reason}{advice}"

@@ -41,9 +41,7 @@ class Phases:
         return step in self._steps
 
     def writing_bits(self, before: bytes) -> list[bytes]:
-        """Those of every phase that writes, not of one that reads the prompt alone; `before` is what the
-        model is set to.
-        """
+        """Those of each phase that writes, not of one for the prompt alone; `before`: as the model is set."""
         steps = [step for step in self._steps if step or 1 not in self._steps]
         phases = [
             bytes(bits for module, bits in self._steps[step].items() if module in self.modules)
@@ -56,9 +54,7 @@ class Phases:
         self._switches.append(self._checked(precision))
 
     def bits(self, step: int) -> bytes:
-        """Mantissa bits of a step; empty where it runs as the model is set. Steps are asked for in their
-        order.
-        """
+        """Mantissa bits of a step; empty where it runs as the model is set. Steps come in their order."""
         while self._switches:
             self._steps = {step: self._switches.popleft()}
             self._enter(step)

@@ -16,9 +16,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Pieces:
-    """The text of one answer, piece by piece. `"".join` of the pieces is all of it, up to the stop that ended
-    it.
-    """
+    """The text of one answer, piece by piece. `"".join` of them is all of it, up to its stop."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops

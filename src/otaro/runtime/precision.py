@@ -48,7 +48,7 @@ class Attachment:
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
-        """What the modules' attributes are kept in: a switch between two tokens writes one integer into each."""
+        """What the modules' attributes are kept in: a switch between tokens writes one integer into each."""
         return [module.__dict__ for module in self.modules.values()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
@@ -166,9 +166,7 @@ def _mapped_ranges(directory: Path) -> list[tuple[int, int]]:
 
 
 def chosen_bits(attached: Attachment, precision: PrecisionLike) -> dict[SefpModule, int]:
-    """The mantissa bits that a precision, or a mapping as `set_precision` takes it, gives to some modules or
-    to all.
-    """
+    """The mantissa bits that a precision, or a mapping (as `set_precision`'s), gives some modules or all."""
     patterns = precision if isinstance(precision, Mapping) else {"*": precision}
     modules, bits = attached.modules, dict[SefpModule, int]()
     for pattern, one in patterns.items():

@@ -77,9 +77,7 @@ class Request(Row):
         self.stream.figures.reused_tokens = len(slot.tokens)
 
     def choose(self, logits: torch.Tensor, largest: float, argmax: int) -> str | None:
-        """The next token, given logits [1, vocabulary] and what is largest in them; says why it is the last,
-        if so.
-        """
+        """The next token, given logits [1, vocabulary] and their largest; says why it is the last, if so."""
         if not abs(largest) < float("inf"):
             raise OtaroError(
                 "the model's logits are not finite; its weights are damaged, or too large for float32"

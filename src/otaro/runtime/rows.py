@@ -37,9 +37,7 @@ _NEW = 1024
 
 
 class Rows:
-    """Rows of tokens that grow without being copied each time; `ids` brings them up to date where they are
-    kept.
-    """
+    """Rows of tokens that grow without being copied each time; `ids` updates them where they are kept."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         self._prompt = self._written = ids.shape[1]

@@ -192,9 +192,7 @@ class Sampler:
         return Proposal(self._one_of(tokens, chances, len(logits)), tokens, chances)
 
     def distribution(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[Array | None, Array]:
-        """The tokens that may be drawn (None: the whole vocabulary, in order), and their probabilities up to
-        a factor.
-        """
+        """Tokens that may be drawn (None: all the vocabulary, in order), and probabilities up to a factor."""
         if not self.known:
             return None, self.processors(ids, logits.clone().unsqueeze(0))[0].softmax(
                 0
@@ -214,9 +212,7 @@ class Sampler:
     def _one_of(
         self, tokens: Array | None, chances: Array, vocabulary: int, proposal: Proposal | None = None
     ) -> int:
-        """Drawn from these tokens with these chances, or the token proposed, if that is as good as drawn
-        (`runtime.draft`).
-        """
+        """Drawn from tokens by these chances, or the one proposed if as good as drawn (`runtime.draft`)."""
         if proposal is not None:
             p, q = _dense(tokens, chances, vocabulary), proposal.dense(vocabulary)
             if _uniform(self.generator) * q[proposal.token] < p[proposal.token]:

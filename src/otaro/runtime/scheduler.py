@@ -186,9 +186,7 @@ class Scheduler(Loop):
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> bool:
-        """Read prompts, a chunk at most, and one token of each that goes on; False where nothing is left to
-        do.
-        """
+        """Read prompts, a chunk at most, and a token of each that goes on; False where nothing is left."""
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
             self._waiting.sort(key=lambda request: -request.priority)

@@ -1,6 +1,4 @@
-"""Which decoder serves a model: on a CPU the extension's (`decode`), on a GPU the one of captured graphs
-(`gpu`).
-"""
+"""Which decoder serves a model: on a CPU the extension's (`decode`), on a GPU that of graphs (`gpu`)."""
 
 from __future__ import annotations
 

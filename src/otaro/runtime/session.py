@@ -82,9 +82,7 @@ class ChatSession:
         ]
 
     def _keep_common_prefix(self, ids: list[int]) -> None:
-        """Cut the cache back to the tokens that `ids` begins with; the last of `ids` must be computed anew in
-        any case.
-        """
+        """Cut the cache back to the tokens that `ids` begins with; the last is computed anew in any case."""
         both = zip(self._ids[: self.cached_tokens], ids[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         if common < self.cached_tokens:

@@ -99,7 +99,7 @@ class Slots:
         return slot
 
     def leave(self, slot: Slot) -> None:
-        """Nobody uses it any more; its tokens stay, and those of slots that it goes on from are not needed."""
+        """Nobody uses it any more; its tokens stay, those of slots that it goes on from are not needed."""
         self._taken.remove(slot)
         if self._pooled:
             for other in self._idle:

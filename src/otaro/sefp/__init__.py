@@ -1,3 +1,1 @@
-"""The numbers: what a precision is, and how weights become codes and codes become values. Pure torch, no
-model.
-"""
+"""The numbers: what a precision is, and how weights become codes, and codes values. Pure torch, no model."""

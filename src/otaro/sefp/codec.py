@@ -9,9 +9,10 @@ What a code means is the *reconstruction*:
 
   midpoint   code = floor(w / step(8)) + 16, on borders see below                    (ours, the default)
              value = (code_m + 1/2) * step(m) - step(3)/2
-             Every code stands for the middle of its interval, which halves the error. The shift by 16 steps, which is
-             step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their zero: the coarsest
-             precision is plain symmetric rounding, code_3 * s/8. The grid then reaches from -17/16 s to 15/16 s.
+             Every code stands for the middle of its interval, which halves the error. The shift by 16 steps,
+             which is step(3)/2, puts a middle on zero at m = 3, where most weights would otherwise lose their
+             zero: the coarsest precision is plain symmetric rounding, code_3 * s/8. The grid then reaches
+             from -17/16 s to 15/16 s.
   truncate   code = q for w >= 0 and ~q for w < 0, with q = floor(|w| / step(8))     (the paper's)
              value = (code_m + 1 if code_m < 0 else code_m) * step(m)
              One's complement makes the arithmetic shift cut magnitudes toward zero on both sides.
@@ -19,8 +20,9 @@ What a code means is the *reconstruction*:
 The scale is one byte: a float8 with a sign, four exponent bits and three fraction bits (E4M3), times one
 power of two for the whole tensor, the *scale exponent*.
 
-  midpoint   s may be negative, which mirrors the grid. Of both signs the one that needs the smaller |s| is taken, positive
-             on a tie, and then the smallest |s| that the byte can say with all weights on the grid. Nothing clips.
+  midpoint   s may be negative, which mirrors the grid. Of both signs the one that needs the smaller |s| is
+             taken, positive on a tie, and then the smallest |s| that the byte can say with all weights on the
+             grid. Nothing clips.
   truncate   s is a power of two, the smallest above all magnitudes: the paper's shared exponent.
 
 A group of zeros has the scale 0. The scale exponent is the smallest, from -13 to 7, with which the largest
@@ -29,9 +31,9 @@ bits, below 2^-17 they are all the same: weights so small beside others do not m
 
 By hand, one group, `midpoint`: w = [0.8, -0.3, 0.02]
   s > 0 needs 0.8 / (15/16) = 0.853, s < 0 needs max(0.8 / (17/16), 0.3 / (15/16)) = 0.753: so s < 0.
-  Between 1/2 and 1 a float8 has steps of 1/16, so |s| = 13/16, and w / step(8) = [-252.06..., 94.5..., -6.3...]
-  codes at m = 8    floor + 16         = [-237, 110, 9]       values ((c + .5)/256 - 1/16) s = [.801, -.3, .0206]
-  codes at m = 3    >> 5               = [-8, 3, 0]           values  c s / 8                = [.8125, -.3047, 0]
+  Between 1/2 and 1 a float8 has steps of 1/16, so |s| = 13/16: w / step(8) = [-252.06..., 94.5..., -6.3...]
+  codes at m = 8    floor + 16    = [-237, 110, 9]    values ((c + .5)/256 - 1/16) s = [.801, -.3, .0206]
+  codes at m = 3    >> 5          = [-8, 3, 0]        values  c s / 8                = [.8125, -.3047, 0]
 
 Borders. A weight n step(8), n an integer, lies exactly between two cells of `midpoint`. Zeros do, and so do
 all weights of a model that was on a coarser grid before. Were they always put into the cell above, that model
@@ -79,9 +81,7 @@ class SefpTensor:
     """A weight tensor as shared scales and codes; made by `encode`."""
 
     scale_bytes: torch.Tensor
-    """The scales as the file holds them, uint8, of shape [..., ceil(K / group_size)] for a weight of shape
-    [..., K].
-    """
+    """The scales as the file holds them, uint8 [..., ceil(K / group_size)] for a weight [..., K]."""
     scale_exponent: int
     """The power of two that all of them are multiplied with."""
     finest_codes: torch.Tensor
@@ -113,7 +113,7 @@ class SefpTensor:
         return values.reshape(self.finest_codes.shape)
 
     def bits_per_weight(self, precision: str | Precision) -> float:
-        """Stored bits over weights; above `Precision.bits_per_weight` only where rows end in a short group."""
+        """Stored bits over weights; above `Precision.bits_per_weight` only where rows end in short groups."""
         scale_bits = SCALE_BITS * self.scale_bytes.numel() / max(self.finest_codes.numel(), 1)
         return 1 + Precision(precision).mantissa_bits + scale_bits
 
@@ -174,9 +174,7 @@ def encode(
 
 
 def group_needs(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Per group of a matrix the least |s| that holds it, float64, negative where s has to be; NaN where a
-    weight is NaN.
-    """
+    """Per group of a matrix the least |s| that holds it, float64, with the sign of s; NaN for NaN weights."""
     length = rows.shape[-1]
     least, most = torch.empty(2, len(rows), -(-length // group_size), dtype=torch.float32, device=rows.device)
     for some, floats in _chunks(rows):
@@ -209,7 +207,7 @@ def smallest_scale_exponent(needs: torch.Tensor) -> int:
 
 
 def round_up(needs: torch.Tensor, scale_exponent: int) -> torch.Tensor:
-    """Needs as scale bytes: the smallest that a byte can say which is not below, with the sign of the need."""
+    """Needs as scale bytes: the smallest that a byte can say which is not below, with the need's sign."""
     scaled = needs.abs() * 2.0**-scale_exponent
     # scaled lies in [2^(e-1), 2^e), where a float8 has steps of 2^(e-4)
     exponents = torch.frexp(scaled).exponent
@@ -270,9 +268,7 @@ def decode_codes(
     reconstruction: Reconstruction,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values, float32, of codes that already are at `mantissa_bits`; written to `out`, of the codes' shape,
-    if given.
-    """
+    """Values, float32, of codes that already are at `mantissa_bits`; in `out`, if given, of their shape."""
     values = out.copy_(codes) if out is not None and out.dtype == torch.float32 else codes.float()
     if reconstruction == "truncate":
         values.sub_(values.sign().clamp_(max=0))  # one more where negative
@@ -295,9 +291,7 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _group_views(tensor: torch.Tensor, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """[..., K] as [..., groups, group_size], in two parts: the whole groups, then a short one; each with its
-    place.
-    """
+    """[..., K] as [..., groups, group_size], in two parts: whole groups, then a short one, with places."""
     length = tensor.shape[-1]
     whole = length // group_size
     if whole:
@@ -312,9 +306,7 @@ def _row_chunks(rows: int, length: int) -> list[slice]:
 
 
 def _chunks(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer serves all, as new memory is
-    slow.
-    """
+    """A matrix in `dtype`, some rows at a time, to be overwritten: one buffer, as new memory is slow."""
     chunks = _row_chunks(len(rows), rows.shape[-1])
     if chunks:
         buffer = torch.empty(chunks[0].stop, rows.shape[-1], dtype=dtype, device=rows.device)

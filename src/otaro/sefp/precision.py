@@ -1,6 +1,4 @@
-"""Precisions by name: `Precision("E5M4")` is 5 exponent bits shared by a group and 4 mantissa bits per
-weight.
-"""
+"""Precisions by name: `Precision("E5M4")` is 5 exponent bits for a group and 4 mantissa bits a weight."""
 
 from __future__ import annotations
 

@@ -45,9 +45,8 @@ _OPEN = {"/", "/health"}  # without a key
 _GONE = 499  # as other servers log it; nobody reads it
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_POLICY += "form-action 'none'; frame-ancestors 'none'"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -277,9 +276,7 @@ def _noted(note: dict[str, Any], answers: Answers) -> None:
 
 
 class Observed:
-    """Outermost: an id for every request, a line in the log at its end, and no patience with clients that do
-    not read.
-    """
+    """Outermost: each request's id, its line in the log, no patience with clients that do not read."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -328,7 +325,7 @@ class Observed:
 
 
 class Guard:
-    """Who may come in: a key where one is wanted, a local name on a local address, and not too many at once."""
+    """Who may come in: a key where one is wanted, a local name on a local address, not too many at once."""
 
     def __init__(self, app: ASGIApp, settings: Settings, local: bool) -> None:
         self._app, self._settings, self._local = app, settings, local

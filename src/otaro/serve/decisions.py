@@ -140,9 +140,7 @@ def _worded(value: object, at: str) -> str:
 
 
 def prompt_of(state: str, question: Question, tokenizer: Any) -> str | list[dict[str, str]]:
-    """The question as the model is asked: as a message where it has a chat template, else as a text to go on
-    with.
-    """
+    """The question as the model is asked: as a message where it has a chat template, else a text to go on."""
     text = f"{state}\n\n{question.text}" if state else question.text
     return [{"role": "user", "content": text}] if tokenizer.chat_template else f"{text}\nAnswer:"
 

@@ -56,8 +56,12 @@ class Metrics:
         self.switches = Counter(
             "otaro_precision_switches", "Changes of precision in the middle of an answer.", registry=registry
         )
-        self.decisions = Counter("otaro_decisions", "Decisions, by the precision that they were made at.", ["precision"],
-                                 registry=registry)  # fmt: skip
+        self.decisions = Counter(
+            "otaro_decisions",
+            "Decisions, by the precision that they were made at.",
+            ["precision"],
+            registry=registry,
+        )
         self.escalated = Counter(
             "otaro_escalated_decisions", "Decisions asked again at the finest.", registry=registry
         )

@@ -36,9 +36,7 @@ class Planes:
         self._reads: dict[Precision, int] = {}
 
     def fits(self) -> dict[str, Fit]:
-        """The fits that lie beside the model now, by `fit:NAME`; a file that cannot be read has none, and is
-        told of.
-        """
+        """The fits that lie beside the model now, by `fit:NAME`; one that cannot be read is told of."""
         try:
             return {str(fit): fit for fit in read_fits(self._nested).values()}
         except FormatError as error:

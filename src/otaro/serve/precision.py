@@ -85,9 +85,7 @@ class Precisions:
         auto: Auto,
         fits: Callable[[], Mapping[str, Fit]] = dict,
     ) -> None:
-        """`finest` gives the finest that is there, `fits` the fits by `fit:NAME`; `default` is that of other
-        requests.
-        """
+        """`finest` gives the finest there is, `fits` fits by `fit:NAME`; `default` is for other requests."""
         self.name, self._finest, self._default, self.auto, self._fits = name, finest, default, auto, fits
 
     @property

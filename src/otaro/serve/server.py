@@ -50,9 +50,7 @@ def url(listening: socket.socket) -> str:
 
 
 def make(service: Service, listening: socket.socket) -> uvicorn.Server:
-    """A server for the service; `server.run(sockets=[listening])` runs it, `server.should_exit = True` ends
-    it.
-    """
+    """A server; `server.run(sockets=[listening])` runs it, `server.should_exit = True` ends it."""
     settings = service.settings
     config = uvicorn.Config(
         application(service, is_local(listening)),

@@ -1,6 +1,4 @@
-"""The checkpoints that a run leaves on its way: which of them it can go on from, and how much of its log is
-then true.
-"""
+"""The checkpoints that a run leaves: which it can go on from, and how much of its log is then true."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ def last_complete_checkpoint(directory: Path) -> Path | None:
 
 
 def last_good_checkpoint(directory: Path) -> Path | None:
-    """The newest one that is complete, and whose weights, as far as they are in safetensors files, are all
-    finite.
-    """
+    """The newest complete one whose weights, as far as they are in safetensors files, are all finite."""
     newest_first = sorted(_complete_checkpoints(directory), key=age, reverse=True)
     return next((checkpoint for checkpoint in newest_first if _is_finite(checkpoint)), None)
 

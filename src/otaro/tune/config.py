@@ -44,9 +44,7 @@ def flag(default: _T, panel: str, help_text: str, name: str = "") -> _T:
 
 @dataclass(frozen=True)
 class Options:
-    """How precisions are chosen and gradients applied. The defaults are the bare method; what we add to it is
-    `recipe`.
-    """
+    """How precisions are chosen and gradients applied. Defaults are the bare method; `recipe` adds to it."""
 
     method: str = flag(
         "uniform",
@@ -362,9 +360,7 @@ def recipe(name: Recipe, method: str | None = None) -> tuple[Options, Training]:
 
 
 def with_precisions(options: Options, names: Sequence[str]) -> Options:
-    """Options with other precisions; each that had a weight keeps it, and where that would draw none, all are
-    alike.
-    """
+    """Options with other precisions; one that had a weight keeps it; if that drew none, all are alike."""
     precisions = tuple(Precision(name) for name in names)
     if options.weights is None:
         return replace(options, precisions=precisions)

@@ -347,9 +347,7 @@ def _join(name: str, documents: list[str], tokenizer: Any, beginning: int | None
 
 
 def _blocks(stream: array[int], length: int, bos: int | None) -> Iterator[array[int]]:
-    """Blocks of `length` tokens one after the other, each with `bos` in front unless it begins with it
-    anyway.
-    """
+    """Blocks of `length` tokens one after the other, each with `bos` in front unless it has it already."""
     start = 0
     while start < len(stream):
         head = array("i", [] if bos is None or stream[start] == bos else [bos])

@@ -8,12 +8,14 @@ so optimizers, checkpoints, DDP and FSDP never notice. All modules look at one `
 
 Where the quantized weights are kept is a matter of memory, never of values:
 
-  held       On entering `at` all tuned linears are quantized together and held until it is left: on a GPU by one kernel
-             (`fused.py`), in the type that the forward computes in, which saves autocast its copies. A tuned weight
-             takes 16 bytes with gradient and optimizer; the copy adds two or four. `Precisely.hold = False` saves them.
-  made again A frozen weight takes two bytes, and a copy would double them. So it is quantized on the way through, layer
-             by layer, and autograd is not given the quantized weight to keep: it keeps what the weight was made of,
-             and the backward pass makes it once more where the gradient of the input needs it (`_Product`).
+  held       On entering `at` all tuned linears are quantized together and held until it is left: on a GPU by
+             one kernel (`fused.py`), in the type that the forward computes in, which saves autocast its
+             copies. A tuned weight takes 16 bytes with gradient and optimizer; the copy adds two or four.
+             `Precisely.hold = False` saves them.
+  made again A frozen weight takes two bytes, and a copy would double them. So it is quantized on the way
+             through, layer by layer, and autograd is not given the quantized weight to keep: it keeps what
+             the weight was made of, and the backward pass makes it once more where the gradient of the input
+             needs it (`_Product`).
   rows       The embedding quantizes the rows that were looked up.
 
 A tensor has one scale exponent, which comes from its largest group. So whoever quantizes a part of a tensor
@@ -52,9 +54,7 @@ class Precisely:
     """The precision that prepared modules run at, and how they quantize."""
 
     hold = True
-    """Whether the quantized weights of tuned linears are held for a step, or made again for its backward
-    pass.
-    """
+    """Whether the quantized weights of tuned linears are held for a step, or made again for its backward."""
 
     def __init__(self, group_size: int = GROUP_SIZE, reconstruction: Reconstruction = "midpoint") -> None:
         self.group_size, self.reconstruction = group_size, reconstruction
@@ -63,9 +63,7 @@ class Precisely:
 
     @contextmanager
     def at(self, precision: Precision | None, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Run at `precision` inside the block; `compute_dtype` is autocast's type where the forward runs
-        under it.
-        """
+        """Run at `precision` in the block; `compute_dtype` is autocast's where the forward runs under it."""
         before, self.precision = self.precision, precision
         held_before = [(linear, linear.held) for linear in self.linears]
         try:
@@ -126,9 +124,7 @@ class Precisely:
         return [values[i] for i in range(len(weights))]
 
     def _held(self, compute_dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-        """The quantized weight of each linear; None where there is none, or where it must be left to the
-        forward.
-        """
+        """The quantized weight of each linear; None where there is none, or where the forward must do it."""
         held: list[torch.Tensor | None] = [None] * len(self.linears)
         if self.precision is None or not self.hold:
             return held
@@ -166,9 +162,7 @@ def _straight_through(weights: Sequence[torch.Tensor], quantized: Sequence[Any])
 
 
 class _StraightThrough(torch.autograd.Function):
-    """One node for several weights: calling back into Python for each of hundreds would cost more than the
-    work.
-    """
+    """One node for several weights: calling back into Python for each would cost more than the work."""
 
     @staticmethod
     def forward(ctx: Any, *weights_then_quantized: torch.Tensor) -> Any:
@@ -235,7 +229,7 @@ def scale_exponent(whole: torch.Tensor, group_size: int, reconstruction: Reconst
 
 
 class _Recipe(NamedTuple):
-    """How the weight of a product is made; the precision is that of the forward, whenever the backward asks."""
+    """How the weight of a product is made; the precision is the forward's, whenever the backward asks."""
 
     precisely: Precisely
     precision: Precision | None
@@ -348,9 +342,7 @@ class TuneLinear(nn.Linear):
 
 
 class BaseLinear(nn.Linear):
-    """Below an adapter that is added and not merged, as at full precision: the weight as it is, in the type
-    of the input.
-    """
+    """Below an adapter added and not merged, as at full precision: the weight as is, in the input's type."""
 
     precisely: Precisely
 

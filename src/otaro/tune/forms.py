@@ -77,7 +77,7 @@ def read_row(row: Any, tokenizer: Any) -> Content:
 
 
 def columns_read(columns: Collection[str]) -> list[str]:
-    """The columns of a table that rows are read from; all where they make up no form, for the error to tell."""
+    """The columns of a table that rows are read from; all where they make up no form, for the error."""
     found = [form for form in FORMS if {*form.needed} <= {*columns}]
     read = {field for form in found for field in (*form.needed, *form.optional)}
     return [column for column in columns if column in read or not read]

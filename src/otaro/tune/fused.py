@@ -194,9 +194,7 @@ def _quantize_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(line, like, GROUP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001
-    """The weights of a tile in float32, zero where it has no more; their places in it, and how many there
-    are.
-    """
+    """The weights of a tile in float32, zero where it has no more; their places in it, and their number."""
     source = tl.multiple_of(tl.load(line).to(like.dtype), 16)  # ALIGNED
     count = tl.multiple_of(tl.load(line + 1), GROUP)
     at = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -6,9 +6,10 @@ A *path* is the sequence of precisions of a run. Four ways to walk it, all with 
 
   bps       the paper's Bit-Width Path Search (eq. 5): the precision with the highest
                 score(b) = lambda * sqrt(ln t / t_b) - L_b
-            where t counts batches from 1, t_b how often b was chosen before, and L_b is the last loss seen at b. A precision
-            never chosen comes first, finest first, and so does the finer one of a tie. Exploration fades as ln t / t does,
-            so the precisions with lower loss, the finer ones, come to be chosen more often (eqs. 6 to 9).
+            where t counts batches from 1, t_b how often b was chosen before, and L_b is the last loss seen at
+            b. A precision never chosen comes first, finest first, and so does the finer one of a tie.
+            Exploration fades as ln t / t does, so the precisions with lower loss, the finer ones, come to be
+            chosen more often (eqs. 6 to 9).
   uniform   drawn at random, optionally with weights
   fixed     always the same one
   fp        always full precision, written as None

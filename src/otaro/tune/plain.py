@@ -139,9 +139,7 @@ def _needs(
 
 
 def exponents_for(needs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """As `codec.smallest_scale_exponent` of each stretch of so many needs; without an upper limit, which
-    packing has.
-    """
+    """As `codec.smallest_scale_exponent` of each stretch of needs; without the upper limit of packing."""
     parts = needs.abs().split(list(counts))
     largest = torch.stack([part.amax() if len(part) else part.new_zeros(()) for part in parts])
     mantissas, exponents = torch.frexp((largest / MAX_FLOAT8).clamp_(min=2.0**MIN_SCALE_EXPONENT))

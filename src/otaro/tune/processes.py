@@ -87,9 +87,7 @@ def mute_others() -> None:
 
 
 def may_speak() -> bool:
-    """Whether this process, which has met an error, is the one to say so: the first to ask, once they have
-    met.
-    """
+    """Whether this process, which met an error, is the one to say so: the first to ask, once they met."""
     if "store" in _joined:
         try:
             chosen = bool(_joined["store"].add("otaro spoken", 1) == 1)
@@ -105,9 +103,7 @@ def may_speak() -> bool:
 
 
 def on_cpu() -> bool:
-    """Whether the run computes on the CPU: there is no other device, or none that several processes can
-    share.
-    """
+    """Whether the run computes on the CPU: there is no other device, or none that processes can share."""
     return _accelerator() is None
 
 

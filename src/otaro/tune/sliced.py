@@ -77,9 +77,7 @@ class SlicedHead:
 
     @classmethod
     def find(cls, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
-        """That of a prepared model, where it has one, and where these inputs make logits too large to be had
-        at once.
-        """
+        """That of a prepared model, where it has one, and these inputs' logits are too large at once."""
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         head, ids = model.get_output_embeddings(), inputs.get("input_ids")
         if (
@@ -216,9 +214,7 @@ _PLAIN: WeakKeyDictionary[TuneLinear, dict[type, bool]] = WeakKeyDictionary()
 
 
 def _is_plain(model: Any, head: TuneLinear, ids: torch.Tensor) -> bool:
-    """Whether logits arrive at the loss as the head made them: seen in a pass of two tokens, which computes
-    all there is.
-    """
+    """Whether logits arrive at the loss as the head made them: seen in a pass of two tokens."""
     loss_function = model.loss_function
     if getattr(loss_function, "_torchdynamo_orig_callable", loss_function) is not ForCausalLMLoss:
         return False

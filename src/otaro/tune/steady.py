@@ -1,11 +1,12 @@
 """What keeps a run from fitting its text too closely: L2-SP and weight averaging, each an option of its own.
 
-  L2-SP     after every step each weight goes back toward its starting point (SP) by the share rate * l2_sp of the
-            way, as weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's two factors
-            only B goes back, which takes the merged weight back by that share; with both it would be twice as much.
-  average   the mean of the weights after each step of a run's last part may take the place of the last ones. Where
-            there is much to learn it lags behind, so held-out data decide. Also one more set of weights, from the
-            first averaged step on; checkpoints keep it. Of adapters, the mean of each.
+  L2-SP     after every step each weight goes back toward its starting point (SP) by the share rate * l2_sp of
+            the way, as weight decay goes toward zero. It keeps one more set of weights in memory. Of LoRA's
+            two factors only B goes back, which takes the merged weight back by that share; with both it would
+            be twice as much.
+  average   the mean of the weights after each step of a run's last part may take the place of the last ones.
+            Where there is much to learn it lags behind, so held-out data decide. Also one more set of
+            weights, from the first averaged step on; checkpoints keep it. Of adapters, the mean of each.
 
 Both sets are touched once a step, and move to host memory where the device has no room (`memory.py`).
 """
@@ -36,9 +37,7 @@ class Anchor:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], strength: float, on_host: bool = False
     ) -> None:
-        """`on_host`: the copy is kept in host memory, and comes to the device weight by weight; the sums are
-        the same.
-        """
+        """`on_host`: the copy is in host memory, and comes to the device by weights; sums are the same."""
         self.strength = strength
         self._start = {name: _kept(local(p), on_host) for name, p in parameters.items() if goes_back(name)}
 
@@ -75,9 +74,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the mean in place of the weights, and them in its own; done twice, the weights are back to the
-        bit.
-        """
+        """Put the mean in place of the weights, and them in its own; twice, they are back to the bit."""
         for name, mean in self._means.items():
             weight = local(parameters[name])
             kept = weight.clone()

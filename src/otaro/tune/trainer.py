@@ -200,9 +200,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Trainer's, at the precision chosen for this optimizer step, and before in full precision for `full`
-        of it.
-        """
+        """Trainer's, at the precision chosen for this step, and before in full precision for `full` of it."""
         if self._record is None:
             precision = self.search.choose()
             self._record = {
@@ -255,9 +253,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Trainer's, with a share of self-distillation where that was asked for; in slices where logits are
-        large.
-        """
+        """Trainer's, with a share of self-distillation where that was asked for; sliced for large logits."""
         share = self._distilled(self.precisely.precision) if model.training else 0.0
         if not return_outputs and (sliced := self._sliced_head(model, inputs)) is not None:
             return self._shared(self._loss_in_slices(sliced, share, model, inputs, num_items_in_batch))
@@ -294,9 +290,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         return teacher
 
     def _sliced_head(self, model: Any, inputs: dict[str, Any]) -> SlicedHead | None:
-        """None where the whole logits serve, or are asked for: by a loss of the user's, by TRL, by
-        DataParallel.
-        """
+        """None where whole logits serve, or are asked for: by a user's loss, by TRL, by DataParallel."""
         if self.compute_loss_func is not None or self.label_smoother is not None or self.args.n_gpu > 1:
             return None
         return SlicedHead.find(self.accelerator.unwrap_model(model), inputs) if "labels" in inputs else None
@@ -350,18 +344,14 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         self.compute_loss_func = loss_of
 
     def _scaled(self, mean: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-        """Weigh a micro-batch's mean as Trainer weighs the model's own loss: by its share of the tokens of
-        the whole step.
-        """
+        """Weigh a micro-batch's mean as Trainer does the model's loss: by its share of the step's tokens."""
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return mean
         scaled: torch.Tensor = mean * (labels[..., 1:] != -100).sum() / num_items_in_batch
         return scaled * self.accelerator.num_processes if self.args.average_tokens_across_devices else scaled
 
     def _finish_step(self, model: Any) -> None:
-        """After the last backward of an optimizer step: tell the search, withhold or release gradients, write
-        the log.
-        """
+        """After the last backward of an optimizer step: tell the search, keep or release gradients, log."""
         record, self._record = self._record, None
         assert record is not None
         precision: Precision | None = record["precision"]
@@ -413,9 +403,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
         )
 
     def _refuse_what_is_not_finite(self) -> None:
-        """Of the weights, and of whatever a checkpoint keeps beside them; all processes stop if one finds
-        something.
-        """
+        """Of the weights, and of whatever a checkpoint keeps beside them; if one finds any, all stop."""
         kept = {
             f"the weight {name}": local(p) for name, p in self._named_parameters().items() if p.requires_grad
         }
@@ -443,7 +431,7 @@ class OtaroMixin(_Base):  # type: ignore[misc]
             self.average.add(parameters, self.state.global_step + 1, self.state.max_steps)
 
     def _drop_anchor(self) -> None:
-        """Keep the weights as they are; called before anything changes them, and after FSDP has sharded them."""
+        """Keep the weights as they are; called before anything changes them, and after FSDP sharded them."""
         if self.otaro.l2_sp and self.anchor is None:
             tuned = {name: p for name, p in self._named_parameters().items() if p.requires_grad}
             self.anchor = Anchor(tuned, self.otaro.l2_sp, self._plan().copies_on_host)

@@ -83,14 +83,14 @@ class SefpLoader(DefaultModelLoader):
 
 
 def _warn_of_slowness(device: torch.device) -> None:
-    """Without kernels the same is computed, hundreds of times slower: whoever did not ask for it should know."""
+    """Without kernels the same is computed, hundreds of times slower: who did not ask for it should know."""
     name, reason = ops.backend(device)
     if name == "reference" and ops.OVERRIDE not in os.environ:
         warnings.warn(f"{device} has no kernels and will be slow: {reason}", SlowWarning, stacklevel=2)
 
 
 def register() -> None:
-    """Take the place of vLLM's default loader, which nested directories are opened by without being told to."""
+    """Take the place of vLLM's default loader, which opens nested directories without being told to."""
     log = logging.getLogger(model_loader.__name__)
     level = log.level
     log.setLevel(logging.ERROR)  # it would warn in every process, for all models

@@ -19,7 +19,7 @@ from otaro.vllm.shares import Shares
 
 
 def reach_precision(worker: Any, precision: str) -> str:
-    """Map the planes of a precision, or copy them to the device. Returns its name, or why it cannot be had."""
+    """Map a precision's planes, or copy them to the device. Returns its name, or why it cannot be had."""
     try:
         chosen, layers = Precision(precision), _layers(worker)
         layers[0].require(chosen)

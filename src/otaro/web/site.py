@@ -48,9 +48,7 @@ def write_site(
     files: str | None = None,
     progress: Progress = lambda *_: None,
 ) -> Site:
-    """A page for a nested directory, in `out`; the shards in it, or fetched from `files`, where they lie
-    already.
-    """
+    """A page for a nested directory, in `out`; shards in it, or from `files`, where they lie already."""
     check_place(out)
     nested = NestedDirectory(directory)
     if files is not None:
@@ -136,7 +134,7 @@ def _stop(directory: Path, tokenizer: Any) -> list[int]:
 
 
 def _description(directory: Path) -> str:
-    """decoder.json as it is, or made for a directory of before it; refused where no decoder serves the model."""
+    """decoder.json as it is, or made for a directory of before it; refused where no decoder serves it."""
     if (directory / DECODER_FILE).is_file():
         return (directory / DECODER_FILE).read_text(encoding="utf-8")
     from otaro.runtime.architectures import why_not

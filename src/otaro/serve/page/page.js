@@ -455,7 +455,8 @@
   show();
   look().then((known) => {
     if (!known) return;
-    sliders[0].value = told.precision.match(/^E5M(\d)$/)?.[1] ?? sliders[0].max; // a fit is no place of the slider
+    // A fit is no place of the slider.
+    sliders[0].value = told.precision.match(/^E5M(\d)$/)?.[1] ?? sliders[0].max;
     show();
   });
   let ticks = 0;

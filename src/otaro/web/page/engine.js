@@ -1,5 +1,5 @@
-// The decoder: otaro.h, compiled to WebAssembly. On several threads where the page is isolated from other origins,
-// which shared memory asks for, else on one.
+// The decoder: otaro.h, compiled to WebAssembly. On several threads where the page is isolated from other
+// origins, which shared memory asks for, else on one.
 
 const PAGES = 64; // of 64 KiB, that a module begins with: build.py
 const MOST_PAGES = 65535;
@@ -13,7 +13,8 @@ export class Refusal extends Error {}
 function imports(memory) {
   const text = (at) => {
     const bytes = new Uint8Array(memory().buffer);
-    return new TextDecoder().decode(bytes.slice(at, bytes.indexOf(0, at))); // a copy: shared memory cannot be decoded
+    // A copy: shared memory cannot be decoded.
+    return new TextDecoder().decode(bytes.slice(at, bytes.indexOf(0, at)));
   };
   const nothing = () => NO_SYSTEM;
   return {
@@ -88,7 +89,8 @@ export class Engine {
   }
 
   bytes(at, count) {
-    return new Uint8Array(this.memory.buffer, at, count); // anew each time: memory that grows has another buffer
+    // Anew each time: memory that grows has another buffer.
+    return new Uint8Array(this.memory.buffer, at, count);
   }
 
   check(failed) {

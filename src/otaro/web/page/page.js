@@ -1,5 +1,5 @@
-// What is to be seen. The model lives in worker.js, so that nothing here ever waits. Whatever the model says is put
-// in as text, never as HTML.
+// What is to be seen. The model lives in worker.js, so that nothing here ever waits. Whatever the model says
+// is put in as text, never as HTML.
 
 const $ = (id) => document.getElementById(id);
 const worker = new Worker("worker.js", { type: "module" });
@@ -41,7 +41,8 @@ function show() {
   const used = Number(slider.value);
   const [have, all] = ["have", "bytes"].map((key) => shards.reduce((sum, one) => sum + one[key], 0));
   const now = finest ? `${name(finest)} is here, ${finest + 1} bits a weight` : "The first plane is coming";
-  if ($("now").textContent !== now) $("now").textContent = now; // screen readers tell of planes, not of each byte
+  // Screen readers tell of planes, not of each byte.
+  if ($("now").textContent !== now) $("now").textContent = now;
   $("come").textContent = ` · ${have < all ? `${size(have)} of ${size(all)}` : size(all)}`;
   shards.forEach((one, number) => {
     const item = $("strip").children[number];
@@ -100,7 +101,8 @@ class Answer {
   }
 
   tell() {
-    const rate = Number.isFinite(this.rate) && this.rate > 0 && `${this.rate.toFixed(this.rate < 100 ? 1 : 0)} tokens/s`;
+    const known = Number.isFinite(this.rate) && this.rate > 0;
+    const rate = known && `${this.rate.toFixed(this.rate < 100 ? 1 : 0)} tokens/s`;
     const parts = [this.tokens.length > 0 && plural(this.tokens.length, "token"), rate, this.ending];
     this.figures.textContent = parts.filter(Boolean).join(" · ") || "…";
   }
@@ -224,7 +226,9 @@ const heard = {
 };
 
 worker.addEventListener("message", ({ data }) => heard[data.kind](data));
-worker.addEventListener("error", (event) => alarm(`The page broke: ${event.message || "a script is missing"}. Load it anew.`));
+worker.addEventListener("error", (event) =>
+  alarm(`The page broke: ${event.message || "a script is missing"}. Load it anew.`),
+);
 
 // What people do
 

@@ -1,6 +1,6 @@
-// A shard, from this browser's own storage and from where the model lies: into memory as it comes, and into storage
-// too, so that neither a lost connection nor a closed page costs what has come. Whether its bytes are right the
-// decoder says in the end.
+// A shard, from this browser's own storage and from where the model lies: into memory as it comes, and into
+// storage too, so that neither a lost connection nor a closed page costs what has come. Whether its bytes are
+// right the decoder says in the end.
 import { Refusal } from "./engine.js";
 
 const TRIES = 6; // in a row without a byte
@@ -8,17 +8,16 @@ const PATIENCE = 30e3; // milliseconds without a byte
 
 const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
-// The files kept of one model, in the origin's private file system. Without one (a private window, another tab that
-// is writing, no room) nothing is kept, and everything works.
+// The files kept of one model, in the origin's private file system. Without one (a private window, another
+// tab that is writing, no room) nothing is kept, and everything works.
 export class Store {
   static async open(model) {
     const store = new Store();
     store.model = model;
     try {
       const root = await navigator.storage.getDirectory();
-      store.folder = await (await root.getDirectoryHandle("otaro", { create: true })).getDirectoryHandle(model, {
-        create: true,
-      });
+      const ours = await root.getDirectoryHandle("otaro", { create: true });
+      store.folder = await ours.getDirectoryHandle(model, { create: true });
     } catch {
       store.folder = null;
     }
@@ -43,9 +42,10 @@ export class Store {
   }
 }
 
-// Whether the bytes of all tensors are those that the header states, by the browser's own SHA-256: several times as fast
-// as the decoder's, and beside the worker. False where the browser has none for this page, or the header is not what it
-// should be: the decoder then looks at everything itself. It also sees to it that nobody has changed the header.
+// Whether the bytes of all tensors are those that the header states, by the browser's own SHA-256: several
+// times as fast as the decoder's, and beside the worker. False where the browser has none for this page, or
+// the header is not what it should be: the decoder then looks at everything itself. It also sees to it that
+// nobody has changed the header.
 async function compared(engine, at, bytes) {
   if (!globalThis.crypto?.subtle) return false;
   let copy = new Uint8Array(0); // of a tensor: shared memory is not taken
@@ -68,7 +68,9 @@ async function compared(engine, at, bytes) {
     const [from, to] = place ?? [];
     if (!(from >= 0 && from <= to && data + to <= bytes)) return false;
     if ((await hex(data + from, data + to)) !== digests[name])
-      throw new Refusal(`the bytes of ${name} do not match their digest; they were damaged where they lie, or on the way`);
+      throw new Refusal(
+        `the bytes of ${name} do not match their digest; they were damaged where they lie, or on the way`,
+      );
   }
   return true;
 }
@@ -90,7 +92,12 @@ async function* pieces(url, from, size) {
     try {
       listen();
       const headers = at ? { range: `bytes=${at}-` } : {};
-      const response = await fetch(url, { headers, cache: "no-store", credentials: "omit", signal: controller.signal });
+      const response = await fetch(url, {
+        headers,
+        cache: "no-store",
+        credentials: "omit",
+        signal: controller.signal,
+      });
       if (response.status >= 400 && response.status < 500 && response.status !== 416)
         throw new Refusal(`the server answered ${response.status}`);
       const partial = response.status === 206;

@@ -21,7 +21,8 @@ export class Text {
   }
 }
 
-// Tokens into text as they come. A character may be several tokens, and a token may be worded by the one before it.
+// Tokens into text as they come. A character may be several tokens, and a token may be worded by the one
+// before it.
 export class Pieces {
   constructor(text) {
     this.text = text;

@@ -1,5 +1,5 @@
-// Everything but what is to be seen: fetches, keeps and checks the planes, and answers meanwhile. Messages come in
-// and go out; none waits for another, and between two tokens all that have come are heard.
+// Everything but what is to be seen: fetches, keeps and checks the planes, and answers meanwhile. Messages
+// come in and go out; none waits for another, and between two tokens all that have come are heard.
 import { Engine, Refusal } from "./engine.js";
 import { bring, Store } from "./shards.js";
 import { Pieces, Text } from "./text.js";
@@ -28,7 +28,8 @@ async function read(name) {
 
 async function begin({ threads }) {
   page = JSON.parse(await read("page.json"));
-  if (page.version !== 1) throw new Refusal("page.json is of another version of this page: write the folder again");
+  if (page.version !== 1)
+    throw new Refusal("page.json is of another version of this page: write the folder again");
   tell("page", { name: page.name, chat: page.chat_template !== null, shards: page.shards });
   const opening = Engine.open(threads ?? navigator.hardwareConcurrency ?? 1);
   opening.catch(() => {}); // it is waited for below
@@ -66,7 +67,8 @@ function chosen(logits, temperature) {
   if (!temperature) return best;
   const weights = new Float64Array(logits.length);
   let sum = 0;
-  for (let i = 0; i < logits.length; i++) sum += weights[i] = Math.exp((logits[i] - logits[best]) / temperature);
+  for (let i = 0; i < logits.length; i++)
+    sum += weights[i] = Math.exp((logits[i] - logits[best]) / temperature);
   let left = Math.random() * sum;
   for (let i = 0; i < logits.length; i++) if ((left -= weights[i]) < 0) return i;
   return best;
@@ -80,7 +82,8 @@ async function answer({ id, messages, temperature, most }) {
   if (!prompt.length) throw new Refusal("there is nothing to go on from: write something");
   if (prompt.length >= engine.positions)
     throw new Refusal(
-      `that is too long for this model (${prompt.length} of ${engine.positions} tokens): shorten it, or begin anew`,
+      `that is too long for this model (${prompt.length} of ${engine.positions} tokens): ` +
+        "shorten it, or begin anew",
     );
   const room = engine.positions - prompt.length;
   let same = 0; // tokens of this conversation that are read already, at whatever precision
@@ -123,7 +126,10 @@ const heard = {
   again: () => (engine && text ? planes() : begin({})).catch(
     (error) => tell("refused", { about: "model", words: words(error) }),
   ),
-  answer: (data) => answer(data).catch((error) => tell("refused", { about: "answer", id: data.id, words: words(error) })),
+  answer: (data) =>
+    answer(data).catch((error) =>
+      tell("refused", { about: "answer", id: data.id, words: words(error) }),
+    ),
   stop: ({ id }) => current?.id === id && (current.stopped = true),
   anew: () => (context = []),
   precision: ({ bits }) => (wanted = bits),
