@@ -85,8 +85,7 @@ def main() -> None:
     for part in parts:
         try:
             results[part] = SECTIONS[part](rounds)
-        except Exception as error:
-            # a GPU's time is dear: other parts still run, and the failure is part of the result
+        except Exception as error:  # a GPU's time is dear: other parts still run, and the failure is told
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()

@@ -37,8 +37,7 @@ METHODS: dict[str, Options | None] = {
     "trainer": None,
     "fp": Options(method="fp"),
     "uniform": Options(),
-    # quantized weights are not held but made twice a step, as where memory is short
-    "uniform, made again": Options(),
+    "uniform, made again": Options(),  # quantized weights are made twice a step, as where memory is short
     "otaro": Options(method="otaro"),
     "otaro, host": Options(method="otaro", accumulator="host"),
     "distill": Options(distill=0.5, distill_at=PRECISIONS),  # a teacher at every step

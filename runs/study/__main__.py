@@ -130,11 +130,10 @@ def check(jobs: Sequence[Job], places: Places) -> None:
     used = [BENCHES[row.bench] for row in rows]
     models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
     wanted = [places.models / model / "config.json" for model in sorted(models - {"moe", "builtin"})]
-    # it learns from those
-    data = {bench.data for bench in used} | {"alpaca" for bench in used if bench.model == "moe"}
+    data = {bench.data for bench in used}
     if "wikitext" in data or len(rows) < len(jobs):
         wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
-    if "alpaca" in data:
+    if "alpaca" in data or "moe" in models:  # it learns instructions
         wanted.append(places.file("alpaca/alpaca_5000.json"))
     wanted += {places.questions(BENCHES[row.bench].model) for row in rows if "zeroshot" in row.measures}
     if absent := [str(path) for path in wanted if not path.is_file()]:

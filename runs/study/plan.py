@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal
 
@@ -300,10 +300,6 @@ def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES)
             yield replace(row, bench=bench.name, seed=seed, rate_of="int4 QAT" if low else "fp")
 
 
-def low_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    return dedicated_rows(bench, seed, LOW)
-
-
 def paper_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """The paper's recipe as written: plain SGD at 1e-5."""
     if seed == SEEDS[0]:
@@ -360,7 +356,7 @@ PAPER = tuple(f"{model}, paper" for model in BIG)
 def blocks() -> dict[str, list[Job]]:
     """The rows of the study by what they are for, no row twice."""
     first, later = SEEDS[:1], SEEDS[1:]
-    fine = [name for name in REGIMES if name != LONG]
+    fine, low_rows = [name for name in REGIMES if name != LONG], partial(dedicated_rows, precisions=LOW)
 
     def rows(make: Rows, names: Sequence[str], seeds: Sequence[int] = first) -> list[Job]:
         return [row for seed in seeds for name in names for row in make(BENCHES[name], seed)]
