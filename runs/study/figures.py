@@ -37,9 +37,7 @@ def bits_panel(made: Made) -> Any:
     """Perplexity over bits a weight: one nested model, dedicated ones, int4 QAT, and what others store."""
     alt, rows, title = altair(), bits_rows(made), made.bench.name
     scale = alt.Scale
-    colours, shapes = (
-        scale(domain=list(SERIES), range=list(one)) for one in zip(*SERIES.values(), strict=True)
-    )
+    colours, shapes = (scale(domain=[*SERIES], range=[*one]) for one in zip(*SERIES.values(), strict=True))
     legend = alt.Legend(title=None, orient="top", columns=3, labelLimit=0, columnPadding=40)
     logarithmic = scale(type="log", nice=False, padding=10)
     base = _chart([row for row in rows if row["series"] != WHOLE], title).encode(
@@ -71,8 +69,6 @@ def bits_rows(made: Made) -> list[Row]:
     for series, name, measure, columns in drawn:
         for column, bits in columns.items():
             if found := made.values(name, column, measure):
-                label = column if measure == "others" else ""
-                rows.append(
-                    {"series": series, "bits": bits, "value": statistics.fmean(found), "label": label}
-                )
+                value, label = statistics.fmean(found), column if measure == "others" else ""
+                rows.append({"series": series, "bits": bits, "value": value, "label": label})
     return rows

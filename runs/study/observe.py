@@ -20,15 +20,8 @@ def observe(job: Observation, models: Path, text: Path, device: str) -> dict[str
     read = {"weights": [], "gradients": ["--text", str(text), *flags, "--device", device]}
     with tempfile.TemporaryDirectory() as folder:
         for kind, more in read.items():
-            command = [
-                sys.executable,
-                "-c",
-                "from otaro.cli.main import main; main()",
-                "analyze",
-                kind,
-                model,
-            ]
-            command += ["--out", folder, "--reconstruction", how, *more]
+            command = [sys.executable, "-c", "from otaro.cli.main import main; main()", "analyze", kind]
+            command += [model, "--out", folder, "--reconstruction", how, *more]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr.strip()[-500:])

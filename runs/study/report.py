@@ -53,8 +53,9 @@ def number(values: Sequence[float]) -> str:
 def behind(
     made: Made, name: str, other: Made, its: str, column: str, measure: str, limit: float = 0, at: str = ""
 ) -> str:
-    """By how many percent a row is worse (+) or better (-) than another at the seeds that both have; bold
-    above a limit. The other is taken at the same precision or that of `at`.
+    """By how many percent a row is worse (+) or better (-) than another; bold above a limit.
+
+    At the seeds that both have; the other is taken at the same precision, or at that of `at`.
     """
     ours, theirs = made.by_seed(name, column, measure), other.by_seed(its, at or column, measure)
     gaps = [100 * (ours[seed] / theirs[seed] - 1) for seed in sorted(ours.keys() & theirs.keys())]
@@ -134,9 +135,8 @@ def bars(regimes: Iterable[Made], text: str) -> str:
     rows, measure = [], TEXTS[text]
     for made in regimes:
         ours = plan.recipe_of(made.bench)
-        names = {
-            name: f"{part} in full precision{', `best`' * (name == ours)}" for part, name in SHARES.items()
-        }
+        full = "in full precision"
+        names = {name: f"{part} {full}{', `best`' * (name == ours)}" for part, name in SHARES.items()}
         names |= {"fp" + plan.CALIBRATED: "tuned as usual, calibrated", "uniform": "`uniform`"}
         for name, words in names.items():
             cells = [behind(made, name, made, "fp", p, measure, LIMITS[p], at=FULL) for p in LIMITS]
@@ -299,10 +299,8 @@ def others(made: Made) -> str:
         cells = (number(made.values(weights, name, measure, at[weights])) for weights in tuned)
         rows.append([name, f"{each:.3f}", *cells])
     text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
-    own = {
-        "int4 QAT": ("int4 QAT, groups of 64", "4.25"),
-        "int4 QAT, held as best": ("the same, averaged", "4.25"),
-    }
+    own = {"int4 QAT": ("int4 QAT, groups of 64", "4.25")}
+    own |= {"int4 QAT, held as best": ("the same, averaged", "4.25")}
     own |= {"fixed:E5M3": ("`fixed:E5M3`", "4.125"), "best": ("`best`", "4.125")}
     common = made.shared(list(own))
     trained = [[*own[name], number(made.values(name, "E5M3", seeds=common)) or MISSING] for name in own]
